@@ -326,6 +326,7 @@ def errors() -> str:
     paths = (
         "flowrl.errors:ConfigError",
         "flowrl.data.checkpoint_storage:CheckpointError",
+        "flowrl.state_schema:StateError",
         "flowrl.policies.code_references:UntrustedCodeError",
         "flowrl.envs.validation:InvalidStepError",
         "flowrl.iter.errors:ShardFailedError",

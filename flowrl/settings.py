@@ -10,6 +10,7 @@ from typing import Annotated, Any, NamedTuple, Never, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PrivateAttr,
@@ -411,7 +412,16 @@ def _copied(value: Any) -> Any:
     return value
 
 
-Fraction = Annotated[float, Field(ge=0, le=1)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
+def _not_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("input should be a number, not true or false")
+    return value
+
+
+MAX_INT = 2**63 - 1  # of a signed 64-bit integer
+_NUMBER = BeforeValidator(_not_bool)
+Fraction = Annotated[float, _NUMBER, Field(ge=0, le=1)]
+NotNegative = Annotated[float, _NUMBER, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, _NUMBER, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, _NUMBER, Field(ge=1, le=MAX_INT)]
+NotNegativeInt = Annotated[int, _NUMBER, Field(ge=0, le=MAX_INT)]

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from flowrl.iter.errors import (
     OnError,
@@ -29,6 +29,7 @@ from flowrl.iter.shard_stream import Reply
 from flowrl.iter.shards import Shards
 from flowrl.iter.stage import Source, Stage, sources_from_list, sources_to_list
 from flowrl.iter.waiting import Waiter, ready_refs, wait_for_all, wait_for_any
+from flowrl.state_schema import Fields, Natural
 
 IMMEDIATE_S = 0.0001  # a wait shorter than this found a reply that was ready
 TIMEOUT_CHECK_S = 0.2  # interval of the checks for hanging shards
@@ -62,6 +63,14 @@ class Gather(Stage):
         batch_ms: milliseconds for which a shard collects items before it replies.
         on_error: policy for exceptions in the code of a shard.
     """
+
+    state_fields: ClassVar[Fields] = {
+        "skipped": Natural,
+        "num_received": list[Natural],
+        "ended": list[bool],
+        "queue": list[list[Any]],
+        "seed": int | str | None,
+    }
 
     name = "gather"
 
@@ -156,6 +165,8 @@ class Gather(Stage):
                 self._fail_shard(shard, "there is no way to recreate it (recreate=)", None)
             shard.restarts += 1
             _count("num_shard_restarts")
+            if not shard.recovery.waits:
+                shard.startup = self.shards.startup(shard.index)
         shard.dead_incarnation, shard.starting = None, True
         return True
 
@@ -375,6 +386,7 @@ class Gather(Stage):
         }
 
     def check_state(self, state: dict[str, Any]) -> None:
+        super().check_state(state)
         saved, count = len(state["num_received"]), len(self.shards.present())
         if self.resumable and saved != count:
             raise ValueError(f"{self}: the saved state has {saved} shards, this plan has {count}")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from flowrl.iter.gather import Gather, RequestLimit
 from flowrl.iter.recovery import ShardState
 from flowrl.iter.shards import Shards
 from flowrl.iter.stage import NOT_READY
 from flowrl.iter.waiting import Waiter, ready_refs
+from flowrl.state_schema import Fields, Natural
 
 
 class GatherAsync(Gather):
@@ -27,6 +28,8 @@ class GatherAsync(Gather):
         limit: limits the requests in flight.
         options: see Gather.
     """
+
+    state_fields: ClassVar[Fields] = {"requests": list[Natural] | None}
 
     name = "gather_async"
 

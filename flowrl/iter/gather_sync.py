@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from flowrl.iter.gather import Gather
+from flowrl.iter.recovery import ShardState
 from flowrl.iter.shard_stream import Reply
 from flowrl.iter.shards import Shards
 from flowrl.iter.stage import NOT_READY, Source, sources_from_list, sources_to_list
 from flowrl.iter.waiting import ready_refs
+from flowrl.state_schema import Fields
 
 
 class GatherSync(Gather):
     """Return lists of one item per live shard, in shard order; each pull requests one round.
 
     No request is in flight between two pulls, so changes by the consumer (new weights) reach every
-    worker before its next item: the lag is 0. If a shard fails, the request is repeated in the same
-    round and the items of the other shards are kept.
+    worker before its next item: the lag is 0. If a shard dies, the request is repeated in the same
+    round and the items of the other shards are kept; or, by `Recovery.waits`, rounds have no item
+    of the shard until its replacement has started.
 
     Args:
         shards: the shards to read.
         flat: return the items of a round one at a time.
         options: see Gather.
     """
+
+    state_fields: ClassVar[Fields] = {"round": list[list[Any]]}
 
     name = "batch_across_shards"
 
@@ -71,6 +76,8 @@ class GatherSync(Gather):
             missing = False
             for shard in self.states:
                 if shard.status == "live" and shard.index not in round_:
+                    if not shard.requests and self._is_left_out(shard):
+                        continue
                     missing = True
                     if not shard.requests:
                         self._request(shard)
@@ -93,6 +100,17 @@ class GatherSync(Gather):
                 self._check_timeouts()
             if not refs and not block:
                 return False
+
+    def _is_left_out(self, shard: ShardState) -> bool:
+        """Return whether the round continues without a shard, because its replacement has not
+        started; create the replacement."""
+        if shard.recovery.waits:
+            return False
+        if shard.dead_incarnation is not None:
+            self._replace(shard)
+        if shard.startup is not None and ready_refs([shard.startup]):
+            shard.startup = None  # if it failed, so does the next request
+        return not shard.is_ready and any(s.is_ready and s is not shard for s in self.live())
 
     def _fetch_all(self, refs: list[Any]) -> list[Reply | None] | None:
         """Fetch all replies in one request to Ray; return None if they must be fetched one at a

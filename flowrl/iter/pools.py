@@ -89,6 +89,10 @@ class Pool:
         """Stop a worker and create a new one in its place; return False if that is impossible."""
         return False
 
+    def startup(self, index: int) -> Any:
+        """Return a ref that is ready when the worker has started; None if it has."""
+        return None
+
     def mark_failed(self, index: int) -> None:
         """Note that a worker has failed permanently."""
 
@@ -190,6 +194,9 @@ class ActorPool(Pool):
         self._owned.add(index)
         self._incarnations[index] += 1
         return True
+
+    def startup(self, index: int) -> Any:
+        return self.handle(index).apply.remote(id)
 
     def kill(self, index: int) -> None:
         import ray

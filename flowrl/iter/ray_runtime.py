@@ -53,6 +53,14 @@ def node_id() -> str | None:
     return str(ray.get_runtime_context().get_node_id())
 
 
+def live_nodes() -> list[dict[str, Any]]:
+    """Return the records of Ray's live nodes, as `ray.nodes()` has them; [] without Ray."""
+    ray: Any = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return []
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
 def death_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions of `ray.get` that mean that the process of an actor or task died, or
     the node that held its result."""

@@ -24,6 +24,8 @@ class Recovery:
         max_backoff_s: upper limit of the back-off.
         breaker: consecutive identical deaths, without an item in between, after which the shard
             fails permanently.
+        waits: whether a round of GatherSync waits until a shard is replaced. If not, it has no item
+            of that shard, unless there is no other one.
     """
 
     timeout_s: float | None = None
@@ -31,6 +33,7 @@ class Recovery:
     backoff_s: float = 0.1
     max_backoff_s: float = 30.0
     breaker: int = 3
+    waits: bool = True
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None and not self.timeout_s > 0:
@@ -56,11 +59,17 @@ class ShardState:
     last_death: str = ""
     dead_incarnation: int | None = None  # to be replaced before the next request
     restart_at: float = 0.0
+    startup: Any = None  # a ref that is ready when the replacement has started; None: it has
     last_reply_at: float = 0.0
     starting: bool = True  # no reply yet from this incarnation
     requests: deque[Any] = field(default_factory=deque)  # refs in flight, oldest first
     step_stats: list[dict[str, Any]] = field(default_factory=list)  # as last reported
     newest: Source | None = None  # of the item received last
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its process has started and is not known to be dead."""
+        return self.dead_incarnation is None and self.startup is None
 
 
 class PendingRequest(NamedTuple):

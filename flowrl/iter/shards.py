@@ -174,6 +174,10 @@ class Shards:
     def replace(self, index: int) -> bool:
         return self._shards[index].pool.replace(self._shards[index].worker)
 
+    def startup(self, index: int) -> Any:
+        """Return a ref that is ready when the worker has started."""
+        return self._shards[index].pool.startup(self._shards[index].worker)
+
     def kill(self, index: int) -> None:
         self._shards[index].pool.kill(self._shards[index].worker)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from flowrl.iter import LocalIterator
 from flowrl.iter.gather import Gather
+from flowrl.iter.ray_runtime import live_nodes
 from flowrl.iter.stage import walk
 from flowrl.learners.thread import LearnerThread
 from flowrl.ops.replay import ReplayStage
@@ -107,11 +107,9 @@ def facts_of(plan: LocalIterator[Any], workers: WorkerSet, settings: Collection[
 
 def _cores_of_workers() -> int:
     """Return the processors of this machine, or of all machines of a Ray cluster."""
-    ray: Any = sys.modules.get("ray")
-    if ray is not None and ray.is_initialized():
-        nodes = [node for node in ray.nodes() if node["Alive"]]
-        if len(nodes) > 1:
-            return int(sum(node["Resources"].get("CPU", 0) for node in nodes))
+    nodes = live_nodes()
+    if len(nodes) > 1:
+        return int(sum(node["Resources"].get("CPU", 0) for node in nodes))
     return num_cores()
 
 

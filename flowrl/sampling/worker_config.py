@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, SkipValidation, model_validator
+from pydantic import BeforeValidator, Field, SkipValidation, model_validator
 
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.envs.atari import AtariSettings
 from flowrl.envs.env_factory import VectorizationMode
 from flowrl.envs.validation import OnInvalidStep
+from flowrl.iter.recovery import Recovery
 from flowrl.policies.config import PolicyConfig
 from flowrl.policies.policy_spec import specs_of
 from flowrl.sampling.callbacks import check_callbacks_class
 from flowrl.sampling.sample_collector import SampleCollector
 from flowrl.setting_aliases import canonical_names
 from flowrl.setting_values import nearest
-from flowrl.settings import ConfigError, Count, NotNegative, Positive, setting
+from flowrl.settings import ConfigError, Count, NotNegative, NotNegativeInt, Positive, setting
 
 DEFAULT_FRAGMENT_LENGTH = 200
 MULTIAGENT_KEYS = ("policies", "policy_mapping_fn", "policies_to_train", "count_steps_by")
@@ -31,9 +32,9 @@ def _on_or_off(value: Any) -> Any:
 class WorkerConfig(PolicyConfig):
     """Settings of workers, and the default settings of their policies."""
 
-    num_workers: int = setting(0, group="rollouts", ge=0)
+    num_workers: NotNegativeInt = setting(0, group="rollouts")
     """Number of workers on Ray actors; 0 samples in this process, without Ray."""
-    num_envs_per_worker: Count = setting(1, group="rollouts", in_evaluation=True)
+    num_envs_per_worker: Count = setting(1, group="rollouts", in_evaluation=True, le=100_000)
     """Number of environments that each worker steps together; a gymnasium VectorEnv that the
     environment's creator returns keeps its own number if this is 1."""
 
@@ -116,7 +117,9 @@ class WorkerConfig(PolicyConfig):
     )
     """Reserve resources for all workers together, on few nodes or on many (see Ray's placement
     groups). None places each worker wherever there is room."""
-    num_threads_per_process: Count | Literal["auto"] | None = setting("auto", group="resources")
+    num_threads_per_process: Annotated[Count, Field(le=1024)] | Literal["auto"] | None = setting(
+        "auto", group="resources"
+    )
     """Threads of torch and of numpy's BLAS in this process and on each worker, limited when the
     algorithm or the worker is built. "auto" is 1; for networks with convolutions, this process has
     as many as there are cores that no worker uses, at most OMP_NUM_THREADS. None changes
@@ -127,9 +130,15 @@ class WorkerConfig(PolicyConfig):
     recreate_failed_workers: bool = setting(True, group="fault_tolerance")
     """Replace workers whose process died or hangs; if False, the run raises one error and can
     continue with the other workers."""
-    max_num_env_restarts: int = setting(5, group="fault_tolerance", in_evaluation=True, ge=0)
+    num_spare_workers: NotNegativeInt = setting(0, group="fault_tolerance")
+    """Number of processes that are started in addition, and become the replacement of a worker that
+    dies: a new process needs several seconds to import its packages."""
+    wait_for_replaced_workers: bool = setting(False, group="fault_tolerance")
+    """Whether the rounds of synchronous plans wait until a dead worker is replaced; if False, they
+    continue with the other workers, if there are any, until the new one has started."""
+    max_num_env_restarts: NotNegativeInt = setting(5, group="fault_tolerance", in_evaluation=True)
     """Consecutive failures of one environment after which its error stops the run."""
-    max_num_worker_restarts: int = setting(1000, group="fault_tolerance", ge=0)
+    max_num_worker_restarts: NotNegativeInt = setting(1000, group="fault_tolerance")
     """Restarts of one worker, after which it counts as failed."""
     delay_between_worker_restarts_s: NotNegative = setting(0.1, group="fault_tolerance")
     """Seconds before a dead worker is replaced; doubles with each consecutive death, up to
@@ -142,6 +151,16 @@ class WorkerConfig(PolicyConfig):
         """`rollout_fragment_length` as an int; 200 for "auto"."""
         length = self.rollout_fragment_length
         return DEFAULT_FRAGMENT_LENGTH if length == "auto" else length
+
+    @property
+    def recovery(self) -> Recovery:
+        """How workers are replaced, by the settings of the group `fault_tolerance`."""
+        return Recovery(
+            timeout_s=self.sample_timeout_s,
+            max_restarts=self.max_num_worker_restarts,
+            backoff_s=self.delay_between_worker_restarts_s,
+            waits=self.wait_for_replaced_workers or not self.recreate_failed_workers,
+        )
 
     @classmethod
     def of(cls, config: Any) -> WorkerConfig:
@@ -176,6 +195,9 @@ class WorkerConfig(PolicyConfig):
 
     @model_validator(mode="after")
     def _check_worker_settings(self) -> Self:
+        for name in ("num_gpus_per_worker", "custom_resources_per_worker", "placement_strategy"):
+            if self.num_spare_workers and getattr(self, name):
+                raise ValueError(f"num_spare_workers: not supported with {name}")
         if self.soft_horizon and self.horizon is None:
             raise ValueError("soft_horizon needs a horizon: .rollouts(horizon=…)")
         value = self.sample_collector

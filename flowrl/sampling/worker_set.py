@@ -17,26 +17,26 @@ from flowrl.envs.registry import EnvCreator, env_creator_for
 from flowrl.iter import ParallelIterator
 from flowrl.iter.pools import Pool
 from flowrl.iter.ray_runtime import leave_ray, node_id, start_ray
-from flowrl.iter.recovery import Recovery
 from flowrl.iter.shards import Shard
 from flowrl.policies.policy import Policy
 from flowrl.sampling.placement import Placement
 from flowrl.sampling.rollout_pool import RolloutPool
 from flowrl.sampling.rollout_worker import RolloutWorker
-from flowrl.sampling.weight_sync import (
-    WeightSync,
-    load_weights,
-    restart_worker,
-    resume_worker,
-)
+from flowrl.sampling.spare_worker import SpareWorkers
+from flowrl.sampling.weight_sync import WeightSync, load_weights, restart_worker, resume_worker
 from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.settings import ConfigError
+from flowrl.state_schema import Fields, Natural, check_state
 
 T = TypeVar("T")
-
 log = logging.getLogger("flowrl")
-
 STATE_TIMEOUT_S = 60.0  # limit for a remote worker to return its state
+
+_STATE: Fields = {
+    "local": dict[str, Any], "remote": list[dict[str, Any] | None], "started": bool,
+    "restart_counts": list[Natural], "num_configured": Natural,
+    "env_steps_by_worker": dict[int, Natural], "env_steps_of_removed_workers": Natural,
+}  # fmt: skip
 
 
 class WorkerSet:
@@ -95,12 +95,12 @@ class WorkerSet:
         self.global_vars: dict[str, Any] = {"timestep": 0, "total_timesteps": total}
         self.standalone_rollouts: Any = None
         self._local: RolloutWorker | None = None
-        self._stopped = False
+        self._stopped = self._owns_ray = False
         self._remote: list[Any] | None = None
         self._pool: Pool | None = None
         self.weight_sync = WeightSync(self.local_worker, self.global_vars)
-        self._owns_ray = False
         self._placement = Placement(self.config)
+        self._spares = SpareWorkers(self.config.num_spare_workers)
         self._loaded: list[Any] | None = None  # states for remote workers that have not started
 
     def steps_per_fragment(self) -> int:
@@ -165,9 +165,13 @@ class WorkerSet:
         """Return a new actor for a remote worker; its first request carries weights."""
         import ray
 
+        self.weight_sync.forget(index)
+        spare = self._spares.take(index + 1, self.restart_counts[index])
+        self._spares.start(self._worker_arguments(0))
+        if spare is not None:
+            return spare
         options = self._placement.options(index)
         actor = ray.remote(max_restarts=0, max_task_retries=0, **options)(RolloutWorker)
-        self.weight_sync.forget(index)
         arguments = self._worker_arguments(index + 1)
         return actor.remote(**arguments, restart_count=self.restart_counts[index])
 
@@ -218,9 +222,7 @@ class WorkerSet:
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ValueError(f"num_workers to add or remove must be at least 1, got {number!r}")
         if not self.num_workers:
-            raise ValueError(
-                "cannot add or remove workers: a set with num_workers=0 samples in this process"
-            )
+            raise ValueError("cannot add or remove workers: num_workers=0 samples in this process")
 
     def _resize(self, count: int) -> None:
         before = self.num_workers
@@ -350,6 +352,7 @@ class WorkerSet:
         Raises:
             KeyError, ValueError: the state belongs to another set of workers.
         """
+        check_state(state, _STATE, "workers")
         configured = state["num_configured"]
         if configured != self._num_configured:
             raise ValueError(
@@ -418,12 +421,8 @@ class WorkerSet:
             else:
                 self._pool = Pool(lambda: [self.local_worker()], 1)
         shards = [Shard(self._pool, index, followed=True) for index in range(len(self._pool))]
-        recovery = Recovery(
-            timeout_s=self.config.sample_timeout_s,
-            max_restarts=self.config.max_num_worker_restarts,
-            backoff_s=self.config.delay_between_worker_restarts_s,
-        )
-        return ParallelIterator(shards, f"rollouts[workers={self.num_workers}]", recovery)
+        name = f"rollouts[workers={self.num_workers}]"
+        return ParallelIterator(shards, name, self.config.recovery)
 
     def stop(self) -> None:
         """Stop the workers, close the environments, shut down Ray if this set started it."""
@@ -433,6 +432,7 @@ class WorkerSet:
             import ray
 
             if ray.is_initialized():
+                self._spares.stop()
                 for worker in self._remote:
                     ray.kill(worker)
             self._placement.release()

@@ -38,7 +38,7 @@ def pids(algorithm, ray):
 
 @pytest.mark.slow
 def test_killed_worker_is_replaced_and_no_step_counts_twice(ray_session):
-    with small(num_workers=2).build() as algorithm:
+    with small(num_workers=2, wait_for_replaced_workers=True).build() as algorithm:
         first = algorithm.train()
         assert first["num_remote_worker_restarts"] == 0
         victim, survivor = pids(algorithm, ray_session)
@@ -238,3 +238,25 @@ def test_evaluation_without_end_raises(monkeypatch):
     endless = small(env=lambda c: Endless()).build()
     with endless as algorithm, pytest.raises(RuntimeError, match="no episode ended"):
         algorithm.evaluate(2)
+
+
+@pytest.mark.slow
+def test_training_continues_while_a_killed_worker_is_replaced(ray_session):
+    with small(num_workers=2).build() as algorithm:
+        algorithm.train()
+        victim, survivor = pids(algorithm, ray_session)
+        os.kill(victim, signal.SIGKILL)
+        result = algorithm.train()
+        # the other worker sampled the whole batch, and no step is missing or counted twice
+        assert result["num_env_steps_sampled"] == result["num_env_steps_trained"] == 256
+        while result["num_remote_worker_restarts"] == 0:
+            result = algorithm.train()
+        new_pids = pids(algorithm, ray_session)
+        assert new_pids[1] == survivor
+        assert new_pids[0] != victim
+        before = dict(algorithm.workers.env_steps_by_worker)
+        while algorithm.workers.env_steps_by_worker.get(0, 0) <= before.get(0, 0):
+            result = algorithm.train()
+        assert result["num_env_steps_sampled"] == result["num_env_steps_trained"]
+        versions = algorithm.workers.foreach_worker(lambda w: w.policy.version)
+        assert versions[1] == versions[2]

@@ -294,6 +294,36 @@ def test_partition_that_dies_continues_where_the_others_are(ray_session):
     assert len(rest) >= 12
 
 
+def test_rounds_continue_without_a_shard_until_its_replacement_has_started(ray_session, tmp_path):
+    marker = str(tmp_path / "died")
+    leaves_out = Recovery(backoff_s=0.01, waits=False)
+    endless = Dies(10**6)
+    rounds = from_iterators(
+        [endless, Dies(6, 3, marker)], recovery=leaves_out
+    ).batch_across_shards()
+    sizes, items = [], []
+    with rounds:
+        for sources, (first, *others) in rounds.zip_with_source():
+            assert [source.worker for source in sources] == [0, 1][: len(sources)]
+            assert first == len(sizes)  # each round has an item of the healthy shard
+            sizes.append(len(sources))
+            items += others
+            if len(items) == 6:
+                break
+        restarts = rounds.stage.extra_stats()["restarts"]
+    assert items == [0, 1, 2, 3, 4, 5]  # none lost, none twice
+    assert restarts == 1
+    assert sizes[:4] == [2, 2, 2, 1]
+    assert sizes[-3:] == [2, 2, 2]
+
+
+def test_only_shard_is_waited_for(ray_session, tmp_path):
+    leaves_out = Recovery(backoff_s=0.01, waits=False)
+    shards = from_iterators([Dies(6, 3, str(tmp_path / "died"))], recovery=leaves_out)
+    with shards.gather_sync() as stream:
+        assert list(stream) == [0, 1, 2, 3, 4, 5]
+
+
 def test_two_gathers_of_one_pool_replace_a_dead_actor_once(ray_session):
     actor = ray_session.remote(num_cpus=0)(ParallelIteratorWorker)
     actors = []
