@@ -7,6 +7,15 @@ from typing import Any
 import numpy as np
 import optree
 
+from flowrl.state_schema import Fields, Natural, check_state
+
+_STATE: Fields = {
+    "lookback": Natural,
+    "known": Natural,
+    "used": Natural,
+    "rows": dict[str, Any],
+}
+
 
 class FragmentColumns:
     """Arrays [lookback + length + 1, N, …] by name; a nested value has a nest of arrays.
@@ -154,6 +163,7 @@ class FragmentColumns:
         Raises:
             ValueError: a column has another shape or dtype.
         """
+        check_state(state, _STATE, "columns")
         lookback, used = state["lookback"], state["used"]
         if used > self.length:
             self.resize(used)

@@ -30,6 +30,7 @@ from flowrl.envs.env_state import (
 from flowrl.envs.validation import env_name
 from flowrl.seeding import derive_seed, restore_stream
 from flowrl.settings import ConfigError
+from flowrl.state_schema import Fields, Natural, check_state
 
 log = logging.getLogger("flowrl")
 
@@ -41,6 +42,17 @@ CODE_ERRORS = (AttributeError, ImportError, NameError, SyntaxError, TypeError)
 RESET_ERRORS = (*CODE_ERRORS, LookupError, ValueError, gym.error.Error)
 """Errors that an environment would raise again if it has never completed a reset."""
 _NO_SEED = re.compile(r"reset\(\) got an unexpected keyword argument '(seed|options)'")
+
+
+_STATE: Fields = {
+    "resets": list[Any],
+    "action_logs": list[Any],
+    "env_states": list[Any],
+    "num_created": list[Natural],
+    "seeded": list[bool],
+    "failures": list[Natural],
+    "num_restarts": Natural,
+}
 
 
 class RestartingEnvs:
@@ -234,7 +246,11 @@ class RestartingEnvs:
         Raises:
             ValueError: the state has another number of environments.
         """
+        check_state(state, _STATE, "environments")
         saved = len(state["resets"])
+        for name in ("action_logs", "env_states", "num_created", "seeded", "failures"):
+            if len(state[name]) != saved:
+                raise ValueError(f"environments/{name}: must have {saved} entries")
         if saved != len(self.envs):
             raise ValueError(f"the state has {saved} environments, expected {len(self.envs)}")
         for index, env in enumerate(self.envs):

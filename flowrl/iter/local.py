@@ -412,6 +412,7 @@ class LocalIterator(Generic[T]):
             raise ValueError(
                 f"the saved state is of another plan: it lacks stages {missing} and has {extra}"
             )
+        self.metrics.check_state(state["metrics"])
         for name, stage in by_name.items():
             stage.check_state(stage_states[name])
         self.metrics.load_state_dict(state["metrics"])

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+from flowrl.state_schema import Amount, Fields, check_state
+
 R = TypeVar("R")
 
 active_context: ContextVar[MetricsContext | None] = ContextVar("flowrl_metrics", default=None)
@@ -63,6 +65,9 @@ class Timer:
         """Units per second over the window; 0 without a recorded duration."""
         seconds = sum(self._seconds)
         return sum(self._units) / seconds if seconds else 0.0
+
+
+_FIELDS: Fields = {"counters": dict[str, Amount], "scopes": dict[str, Any]}
 
 
 class MetricsContext:
@@ -115,6 +120,16 @@ class MetricsContext:
     def state_dict(self) -> dict[str, Any]:
         scopes = {name: scope.state_dict() for name, scope in self.scopes.items()}
         return {"counters": dict(self.counters), "scopes": scopes}
+
+    def check_state(self, state: Any, name: str = "metrics") -> None:
+        """Check that `load_state_dict` accepts a state.
+
+        Raises:
+            StateError: it does not.
+        """
+        check_state(state, _FIELDS, name)
+        for scope_name, scope_state in state["scopes"].items():
+            self.check_state(scope_state, f"{name}/{scope_name}")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.counters.clear()

@@ -16,7 +16,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, ClassVar, Final
+
+from flowrl.state_schema import Fields, Natural, check_own_state, check_state
 
 
 class _NotReady:
@@ -49,6 +51,11 @@ class Source:
     origin: str = field(default="", compare=False, repr=False)
 
 
+_SOURCE: Fields = {
+    "worker": int, "incarnation": Natural, "seq": Natural, "tags": dict[str, Any], "origin": str,
+}  # fmt: skip
+
+
 def sources_to_list(sources: Sequence[Source]) -> list[list[Any]]:
     """Convert sources to nested lists for saved state."""
     return [[s.worker, s.incarnation, s.seq, s.tags, s.origin] for s in sources]
@@ -56,7 +63,9 @@ def sources_to_list(sources: Sequence[Source]) -> list[list[Any]]:
 
 def sources_from_list(rows: Sequence[Sequence[Any]]) -> tuple[Source, ...]:
     """Convert the result of `sources_to_list` back to sources."""
-    return tuple(Source(*fields) for fields in rows)
+    for row in rows:
+        check_state(dict(zip(_SOURCE, row, strict=True)), _SOURCE, "sources")
+    return tuple(Source(*row) for row in rows)
 
 
 class Stage:
@@ -78,6 +87,7 @@ class Stage:
     title: str | None = None
     depends_on_sibling = False  # another branch of the plan may have to run before it can continue
     yields_lists = False  # items are lists with one element per entry of `sources`
+    state_fields: ClassVar[Fields] = {"items": Natural}
     has_state = True  # False: not in saved state, a restored plan may add or lack the stage
     resumable = True  # False: its position is not saved, a restored plan starts it again
 
@@ -160,6 +170,7 @@ class Stage:
         Raises:
             ValueError: the state does not fit this stage.
         """
+        check_own_state(self, state, self.name)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.items = state["items"]

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from flowrl.iter.private_api import queued_items, restore_items
 from flowrl.iter.stage import describe, sources_from_list, sources_to_list
@@ -15,6 +15,7 @@ from flowrl.iter.waiting import Signal, Waiter, queue_signal
 from flowrl.learners.actors import make_learner
 from flowrl.learners.learner import Batch, PolicyUpdate, Updates
 from flowrl.sampling.worker_set import WorkerSet
+from flowrl.state_schema import Fields, check_own_state
 
 JOIN_TIMEOUT_S = 30.0  # that stop() waits for the running update
 
@@ -53,6 +54,8 @@ class MinibatchBuffer:
         ValueError: an argument is below 1.
     """
 
+    state_fields: ClassVar[Fields] = {"batches": list[list[Any]]}
+
     def __init__(self, size: int = 1, num_passes: int = 1):
         for name, value in (("size", size), ("num_passes", num_passes)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -90,6 +93,7 @@ class MinibatchBuffer:
         return {"batches": [[batch, remaining] for batch, remaining in self._batches]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        check_own_state(self, state)
         self._batches = deque((batch, remaining) for batch, remaining in state["batches"])
 
 
@@ -112,6 +116,13 @@ class LearnerThread:
     Raises:
         ValueError: a number is out of range.
     """
+
+    state_fields: ClassVar[Fields] = {
+        "waiting": list[list[Any]],
+        "minibatches": dict[str, Any],
+        "minibatch_sources": list[list[Any]],
+        "learned": list[dict[str, Any]],
+    }
 
     trains = True  # see ops.report
 
@@ -278,6 +289,7 @@ class LearnerThread:
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        check_own_state(self, state)
         self._minibatches.load_state_dict(state["minibatches"])
         for batch, sources in zip(
             self._minibatches.batches(), state["minibatch_sources"], strict=True

@@ -59,6 +59,8 @@ class Concurrently(LocalIterator[Any]):
         if mode == "async" and round_robin_weights is not None:
             raise ValueError('Concurrently: round_robin_weights need mode="round_robin"')
         for index in output_indexes or ():
+            if not isinstance(index, int):
+                raise TypeError(f"Concurrently: output_indexes are ints, got {index!r}")
             if not 0 <= index < len(ops):
                 raise ValueError(f"Concurrently: no branch {index} among {len(ops)} (from 0)")
         stage = ConcurrentlyStage(

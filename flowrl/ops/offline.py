@@ -14,6 +14,7 @@ from flowrl.offline.parquet import OfflineDataError
 from flowrl.offline.parquet_writer import ParquetWriter
 from flowrl.offline.sources import MinariSource, OfflineSource, ParquetSource
 from flowrl.seeding import random_stream, restore_stream, stream_state
+from flowrl.state_schema import Fields, Natural
 
 if TYPE_CHECKING:
     from flowrl.sampling.worker_set import WorkerSet
@@ -150,6 +151,12 @@ class ReadMinari(LocalIterator[SampleBatch]):
 
 class ReadStage(Stage):
     """The stage of ReadParquet and ReadMinari."""
+
+    state_fields: ClassVar[Fields] = {
+        "pass_rng_state": dict[str, Any],
+        "parts_read": Natural,
+        "position": Natural,
+    }
 
     def __init__(
         self,

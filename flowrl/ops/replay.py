@@ -18,6 +18,7 @@ from flowrl.ops.replay_actors import PendingRequest, ReplayActors
 from flowrl.ops.train import Trained, check_trained
 from flowrl.replay import MultiAgentReplayBuffer
 from flowrl.seeding import random_stream, restore_stream, stream_state
+from flowrl.state_schema import Fields, check_own_state
 
 
 class StoreToReplayBuffer:
@@ -38,6 +39,8 @@ class StoreToReplayBuffer:
     Raises:
         ValueError: not exactly one of local_buffer and actors is given.
     """
+
+    state_fields: ClassVar[Fields] = {"buffer": dict[str, Any]}
 
     chained_with: ClassVar[str] = "for_each"
 
@@ -303,6 +306,8 @@ class SimpleReplayBuffer:
         ValueError: num_slots is not an int of at least 1.
     """
 
+    state_fields: ClassVar[Fields] = {"batches": list[Any], "rng": dict[str, Any]}
+
     def __init__(self, num_slots: int, seed: int | None = None):
         if isinstance(num_slots, bool) or not isinstance(num_slots, int) or num_slots < 1:
             raise ValueError(f"num_slots must be an int of at least 1, got {num_slots!r}")
@@ -348,6 +353,7 @@ class SimpleReplayBuffer:
         return {"batches": list(self._batches), "rng": stream_state(self.rng)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_own_state(self, state)
         self._batches = deque(state["batches"], maxlen=self.num_slots)
         restore_stream(self.rng, state["rng"])
 
@@ -367,6 +373,8 @@ class MixInReplay:
     Raises:
         ValueError: replay_proportion is negative, or is above 0 while num_slots is below 1.
     """
+
+    state_fields: ClassVar[Fields] = {"buffer": dict[str, Any], "owed": float}
 
     chained_with: ClassVar[str] = "combine"
 

@@ -8,7 +8,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from copy import copy
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from flowrl.replay import MultiAgentReplayBuffer
 from flowrl.replay.multi_agent import NOTHING_TO_DRAW, loss_rows
 from flowrl.replay.replay_ratio import ReplayRatio
 from flowrl.seeding import random_stream, restore_stream, stream_state
+from flowrl.state_schema import Fields, Natural, check_own_state
 
 log = logging.getLogger("flowrl")
 
@@ -107,6 +108,14 @@ class ReplayActors:
     Raises:
         ValueError: num_shards or batch_rows is below 1; see ReplayRatio.
     """
+
+    state_fields: ClassVar[Fields] = {
+        "shards": list[Any],
+        "ratio": dict[str, Any],
+        "rng": dict[str, Any],
+        "number": Natural,
+        "turn": Natural,
+    }
 
     def __init__(
         self,
@@ -382,6 +391,7 @@ class ReplayActors:
         """
         import ray
 
+        check_own_state(self, state)
         shards = state["shards"]
         if len(shards) != self.num_shards:
             raise ValueError(

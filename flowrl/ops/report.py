@@ -18,7 +18,8 @@ from flowrl.ops.plan_metrics import Info, PlanMetrics
 from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.setting_aliases import INFO_COUNTERS
-from flowrl.settings import NotNegative, Positive, Settings, setting
+from flowrl.settings import NotNegative, NotNegativeInt, Positive, Settings, setting
+from flowrl.state_schema import Amount, Fields, Natural, check_state
 
 Result = dict[str, Any]
 
@@ -26,10 +27,10 @@ Result = dict[str, Any]
 class ReportingConfig(Settings):
     """Settings of StandardMetricsReporting."""
 
-    min_time_s_per_iteration: NotNegative | None = setting(None, group="reporting")
+    min_time_s_per_iteration: NotNegative | None = setting(None, group="reporting", le=86_400)
     """Minimum seconds between reports; None ignores time, so that the reports of seeded runs are
     reproducible."""
-    min_sample_timesteps_per_iteration: int = setting(0, group="reporting", ge=0)
+    min_sample_timesteps_per_iteration: NotNegativeInt = setting(0, group="reporting")
     """Minimum env steps between reports."""
     metrics_num_episodes_for_smoothing: int = setting(100, group="reporting", ge=1, le=1_000_000)
     """Number of most recent episodes that episode statistics are computed over."""
@@ -134,6 +135,8 @@ def check_trained_policies(stage: Stage, config: WorkerConfig) -> None:
 class ReportDue:
     """filter, any item: True if enough env steps and seconds have passed since the last report."""
 
+    state_fields: ClassVar[Fields] = {"last_steps": Natural}
+
     chained_with: ClassVar[str] = "filter"
 
     def __init__(self, min_steps: int, min_seconds: float | None):
@@ -162,6 +165,17 @@ class ReportDue:
         return f"ReportDue(min_steps={self.min_steps}, min_seconds={self.min_seconds})"
 
 
+_EPISODE: Fields = {  # of EpisodeMetrics
+    "episode_return": float | np.floating,
+    "episode_length": Natural,
+    "env_id": Natural,
+    "agent_returns": list[Any] | None,
+    "custom_metrics": dict[Any, Any] | None,
+    "hist_data": dict[Any, Any] | None,
+}
+_TRAINER: Fields = {"num_env_steps_trained": Natural, "learners": dict[str, Any]}
+
+
 class CollectMetrics:
     """for_each, any item -> result dict: counters, episodes, learner statistics, timers.
 
@@ -179,6 +193,14 @@ class CollectMetrics:
     Raises:
         ValueError: `selected_workers` names a worker that does not exist.
     """
+
+    state_fields: ClassVar[Fields] = {
+        "window": list[list[Any]],
+        "episodes_total": Natural,
+        "last_counters": dict[str, Amount],
+        "info": dict[str, dict[str, Any]],
+        "trainers": dict[str, dict[str, Any]],
+    }
 
     chained_with: ClassVar[str] = "for_each"
 
@@ -351,6 +373,10 @@ class CollectMetrics:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        for row in state["window"]:
+            check_state(dict(zip(_EPISODE, row, strict=True)), _EPISODE, "window")
+        for name, totals in state["trainers"].items():
+            check_state(totals, _TRAINER, f"trainers/{name}")
         self._window.clear()
         self._window.extend(state["window"])
         self._episodes_total = state["episodes_total"]

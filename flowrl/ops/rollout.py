@@ -17,6 +17,7 @@ from flowrl.ops.offline import WriteParquet
 from flowrl.ops.plan_metrics import PlanMetrics, WorkerHealth
 from flowrl.ops.staleness import StalenessLimit
 from flowrl.sampling.worker_set import WorkerSet
+from flowrl.state_schema import Fields, Natural
 
 Batch = SampleBatch | MultiAgentBatch
 
@@ -219,6 +220,11 @@ class ConcatBatches:
     `count_steps_by` selects env steps or agent steps. Batches are not split, so the result may have
     more steps. Empty batches are dropped. BatchRefs are concatenated into a BatchRef.
     """
+
+    state_fields: ClassVar[Fields] = {
+        "pending": list[SampleBatch | MultiAgentBatch | BatchRef],
+        "steps": Natural,
+    }
 
     chained_with: ClassVar[str] = "combine"
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from flowrl.iter import _get_shared_metrics
+from flowrl.state_schema import Fields
 
 
 @dataclass
@@ -28,6 +29,8 @@ class WaitUntilTimestepsElapsed:
 @dataclass
 class OncePerTimestepsElapsed:
     """filter, any item: True for the first item, then once per `delay_steps` env steps sampled."""
+
+    state_fields: ClassVar[Fields] = {"last": int}
 
     chained_with: ClassVar[str] = "filter"
 

@@ -12,6 +12,7 @@ from flowrl.learners.actors import make_learner
 from flowrl.learners.learner import Batch, Learner, LocalLearner, check_policy_ids
 from flowrl.ops.plan_metrics import Info, record_updates
 from flowrl.sampling.worker_set import WorkerSet
+from flowrl.state_schema import Fields, Natural
 
 Trained = tuple[Batch, Info]
 """The item of a training operator."""
@@ -143,6 +144,11 @@ class UpdateTargetNetwork:
         TypeError: `policies` is a string; when pulled: a policy has no target network.
         ValueError: `target_update_freq` is negative.
     """
+
+    state_fields: ClassVar[Fields] = {
+        "rows_trained": dict[str, Natural],
+        "last_update": dict[str, Natural],
+    }
 
     chained_with: ClassVar[str] = "for_each"
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from flowrl.iter import _get_shared_metrics
 from flowrl.ops.replay_actors import ORIGIN as REPLAYED
 from flowrl.sampling.worker_set import WorkerSet
+from flowrl.state_schema import Fields, Natural
 
 
 class BroadcastUpdateLearnerWeights:
@@ -26,6 +27,8 @@ class BroadcastUpdateLearnerWeights:
     Raises:
         ValueError: broadcast_interval is below 1.
     """
+
+    state_fields: ClassVar[Fields] = {"since": Natural, "contributed": list[Natural]}
 
     chained_with: ClassVar[str] = "for_each"
 
@@ -69,6 +72,8 @@ class UpdateWorkerWeights:
     Raises:
         ValueError: max_weight_sync_delay is negative.
     """
+
+    state_fields: ClassVar[Fields] = {"steps": dict[int, Natural]}
 
     chained_with: ClassVar[str] = "for_each"
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from flowrl.state_schema import Amount, check_state
+
 
 class RunningMeanStd:
     """Mean and variance of all rows so far, in float64, merged exactly (Chan et al. 1979).
@@ -65,6 +67,19 @@ class RunningMeanStd:
         return stats
 
 
+def _load(stats: RunningMeanStd, state: dict[str, Any]) -> None:
+    """Load a saved state into statistics of the same shape.
+
+    Raises:
+        ValueError: it is not such a state.
+    """
+    check_state(state, {"count": Amount, "mean": np.ndarray | float, "m2": np.ndarray | float})
+    shapes = np.shape(state["mean"]), np.shape(state["m2"])
+    if shapes != (stats.mean.shape, stats.mean.shape):
+        raise ValueError(f"a filter of shape {stats.mean.shape} cannot load the shapes {shapes}")
+    stats.load_state_dict(state)
+
+
 class ObservationFilter:
     """Subtract the running mean, divide by the standard deviation, clip to ±`clip`.
 
@@ -111,7 +126,7 @@ class ObservationFilter:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state from `state_dict`."""
-        self.stats.load_state_dict(state)
+        _load(self.stats, state)
         self._cache_scale()
 
 
@@ -197,4 +212,4 @@ class RewardScaler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state from `state_dict`."""
-        self.stats.load_state_dict(state)
+        _load(self.stats, state)

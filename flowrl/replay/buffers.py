@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from flowrl.data.sample_batch import SampleBatch
 from flowrl.replay.ring_buffer import RingBuffer
 from flowrl.replay.sequence_index import SequenceIndex
 from flowrl.seeding import random_stream, restore_stream, stream_state
+from flowrl.state_schema import Fields, Natural, check_own_state
 
 MAX_PENDING_BATCHES = 128
 MAX_PENDING_BYTES = 1 << 22
@@ -53,6 +54,13 @@ class ReplayBuffer:
         ValueError: capacity, n_step or max_seq_len is below 1, gamma is outside [0, 1], the
             storage_unit is unknown, or burn_in is set without sequences.
     """
+
+    state_fields: ClassVar[Fields] = {
+        "kind": str,
+        "ring": dict[str, Any],
+        "rng": dict[str, Any],
+        "num_sampled": Natural,
+    }
 
     def __init__(
         self,
@@ -284,6 +292,7 @@ class ReplayBuffer:
             ValueError: The state is of another kind of buffer, or of one with other settings;
                 nothing is changed.
         """
+        check_own_state(self, state)
         settings: dict[str, Any] = {"kind": type(self).__name__, "storage_unit": self.storage_unit}
         saved: dict[str, Any] = {"kind": state["kind"], "storage_unit": "timesteps"}
         if self._sequences is not None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from flowrl.data.sample_batch import SampleBatch
 from flowrl.data.sequences import expand_runs
+from flowrl.state_schema import Fields, Natural, check_own_state
 
 
 class EnvStepIndex:
@@ -20,6 +21,12 @@ class EnvStepIndex:
     Args:
         capacity: maximum number of steps, and rows of each policy's buffer.
     """
+
+    state_fields: ClassVar[Fields] = {
+        "num_added": Natural,
+        "complete": np.ndarray,
+        "policies": dict[str, dict[str, Any]],
+    }
 
     def __init__(self, capacity: int):
         self.capacity = capacity
@@ -105,6 +112,7 @@ class EnvStepIndex:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict` of an index of the same capacity."""
+        check_own_state(self, state)
         self.num_added = int(state["num_added"])
         self._complete = np.array(state["complete"], bool)
         self._complete_slots = self._complete.nonzero()[0]
@@ -124,6 +132,14 @@ class _PolicyRows:
         counts: rows [slots] of the step in each slot.
         lowest: lowest row id [slots] of the step in each slot, where it has rows.
     """
+
+    state_fields: ClassVar[Fields] = {
+        "counts": np.ndarray,
+        "lowest": np.ndarray,
+        "starts": np.ndarray,
+        "row_ids": np.ndarray,
+        "num_row_ids": Natural,
+    }
 
     def __init__(self, capacity: int):
         self.counts = np.zeros(capacity, np.int64)
@@ -170,6 +186,7 @@ class _PolicyRows:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_own_state(self, state)
         self.counts, self.lowest = np.array(state["counts"]), np.array(state["lowest"])
         self._starts, self._row_ids = np.array(state["starts"]), np.array(state["row_ids"])
         self._num_row_ids = int(state["num_row_ids"])

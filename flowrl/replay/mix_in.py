@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from flowrl.replay.buffers import ReplayBuffer
+from flowrl.state_schema import Fields, Natural
 
 
 class MixInReplayBuffer(ReplayBuffer):
@@ -25,6 +26,8 @@ class MixInReplayBuffer(ReplayBuffer):
     Raises:
         ValueError: replay_ratio is outside [0, 1]; see ReplayBuffer.
     """
+
+    state_fields: ClassVar[Fields] = {"next_new": Natural, "new_due": float}
 
     def __init__(self, capacity: int, *, replay_ratio: float = 0.5, **settings: Any):
         if not 0 <= replay_ratio <= 1:

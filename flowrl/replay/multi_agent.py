@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from flowrl.replay.buffers import ReplayBuffer
 from flowrl.replay.env_step_index import EnvStepIndex
 from flowrl.replay.replay_ratio import ReplayRatio
 from flowrl.replay.trajectories import sort_rows
+from flowrl.state_schema import Fields, check_own_state
 
 Batch = SampleBatch | MultiAgentBatch
 
@@ -44,6 +45,11 @@ class MultiAgentReplayBuffer:
         TypeError: policies is a str.
         ValueError: replay_batch_size is below 1, or the mode is unknown; see ReplayRatio.
     """
+
+    state_fields: ClassVar[Fields] = {
+        "buffers": dict[str, dict[str, Any]],
+        "ratio": dict[str, Any],
+    }
 
     def __init__(
         self,
@@ -232,6 +238,7 @@ class MultiAgentReplayBuffer:
             ValueError: A buffer does not fit, or the state has other policies or the other mode;
                 nothing is changed.
         """
+        check_own_state(self, state)
         unknown = sorted(set(state["buffers"]) - set(self.policies or state["buffers"]))
         if unknown:
             raise ValueError(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from flowrl.data.sample_batch import SampleBatch
 from flowrl.replay.buffers import ReplayBuffer
 from flowrl.replay.sum_tree import SumTree
+from flowrl.state_schema import Amount, Fields
 
 ETA = 0.9  # weight of the maximum in a sequence's priority (Kapturowski et al. 2019, section 2.3)
 
@@ -36,6 +37,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     Raises:
         ValueError: alpha, beta or eps is negative; see ReplayBuffer.
     """
+
+    state_fields: ClassVar[Fields] = {"weights": np.ndarray, "max_weight": Amount}
 
     def __init__(
         self,

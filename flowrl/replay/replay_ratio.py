@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+
+from flowrl.state_schema import Fields, Integer, check_own_state
 
 
 class ReplayRatio:
@@ -27,6 +29,8 @@ class ReplayRatio:
     Raises:
         ValueError: learning_starts is negative, or training_intensity is not positive.
     """
+
+    state_fields: ClassVar[Fields] = {"stored": Integer, "drawn": Integer, "batches_due": Integer}
 
     def __init__(self, learning_starts: int = 0, training_intensity: float | None = None):
         if not 0 <= learning_starts < np.inf:
@@ -116,5 +120,6 @@ class ReplayRatio:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of `state_dict`."""
+        check_own_state(self, state)
         self.stored, self.drawn = int(state["stored"]), int(state["drawn"])
         self._batches_due = int(state["batches_due"])

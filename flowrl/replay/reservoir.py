@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from flowrl.data.sample_batch import SampleBatch
 from flowrl.replay.buffers import ReplayBuffer
+from flowrl.state_schema import Fields, Natural
 
 
 class ReservoirReplayBuffer(ReplayBuffer):
@@ -21,6 +22,8 @@ class ReservoirReplayBuffer(ReplayBuffer):
         capacity: maximum number of rows.
         seed: seed of the selection and of the draws.
     """
+
+    state_fields: ClassVar[Fields] = {"num_added": Natural}
 
     def __init__(self, capacity: int, *, seed: int | None = None):
         super().__init__(capacity, seed=seed)

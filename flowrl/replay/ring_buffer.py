@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import optree
@@ -27,7 +27,10 @@ from flowrl.replay.schema import (
     treespec_to_json,
 )
 from flowrl.replay.trajectories import SuccessorTable, sort_rows, split_final_observations
+from flowrl.state_schema import Fields, Natural, check_own_state
 
+_FLAT = {"rewards": "f", "terminateds": "b", "truncateds": "b", "eps_id": "i", "t": "i"}
+_ANY_KIND = "biufScO"
 POOLED_BYTES = 1 << 20  # outputs of at least this size reuse memory
 
 
@@ -49,6 +52,15 @@ class RingBuffer:
             FrameTable has the observations.
         row_bytes: bytes of a row.
     """
+
+    state_fields: ClassVar[Fields] = {
+        "capacity": Natural,
+        "num_added": Natural,
+        "columns": dict[str, list[np.ndarray]],
+        "treespecs": dict[str, Any],
+        "successors": dict[str, Any],
+        "final_observations": list[np.ndarray],
+    }
 
     def __init__(self, capacity: int, directory: Path | str | None = None):
         self.capacity = capacity
@@ -318,11 +330,17 @@ class RingBuffer:
         Raises:
             ValueError: The state has another capacity; nothing is changed.
         """
+        check_own_state(self, state)
         if int(state["capacity"]) != self.capacity:
             raise ValueError(
                 f"a state of a buffer of capacity {state['capacity']} for one of {self.capacity}: "
                 "create the buffer with the capacity of the state"
             )
+        for name, leaves in state["columns"].items():
+            for leaf in leaves:
+                is_flat = name not in _FLAT or leaf.ndim == 1
+                if not is_flat or leaf.dtype.kind not in _FLAT.get(name, _ANY_KIND):
+                    raise ValueError(f"the column {name!r} is {leaf.dtype} of shape {leaf.shape}")
         ring = RingBuffer(self.capacity, self.directory)
         ring._successors.load_state_dict(state["successors"])
         rows = min(int(state["num_added"]), self.capacity)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from flowrl.data.sample_batch import SampleBatch
 from flowrl.data.sequences import burn_in_spans, expand_runs, sequence_lengths
 from flowrl.replay.schema import DONE_FLAGS
 from flowrl.replay.trajectories import row_order
+from flowrl.state_schema import Fields, Natural, check_own_state
 
 STATE = "state_in_"
 
@@ -40,6 +41,14 @@ class SequenceIndex:
         num_added: items ever added; the id of the next one.
         states: state column -> states [slots, …].
     """
+
+    state_fields: ClassVar[Fields] = {
+        "first": Natural,
+        "first_rows": np.ndarray,
+        "lengths": np.ndarray,
+        "burn_ins": np.ndarray,
+        "states": dict[str, np.ndarray],
+    }
 
     def __init__(self, kind: str, capacity: int, max_seq_len: int, burn_in: int):
         self.kind, self.capacity = kind, capacity
@@ -218,6 +227,7 @@ class SequenceIndex:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of `state_dict` of an index with the same settings."""
+        check_own_state(self, state)
         self.first = int(state["first"])
         self.num_added = self.first + len(state["first_rows"])
         slots = np.arange(self.first, self.num_added) % self.capacity

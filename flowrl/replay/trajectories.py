@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import optree
@@ -16,8 +16,12 @@ from flowrl.data.indexed_columns import NextRows
 from flowrl.data.sample_batch import SampleBatch
 from flowrl.replay.frame_table import is_stacked
 from flowrl.replay.schema import DONE_FLAGS, NEXT_OBS, OBS
+from flowrl.state_schema import Fields, Integer, check_own_state, check_state
 
 TrajectoryKey = tuple[int, int]  # episode, agent
+
+
+_UNFINISHED: Fields = {"eps_id": Integer, "agent_index": Integer, "t": Integer, "row": Integer}
 
 
 class SuccessorTable:
@@ -29,6 +33,8 @@ class SuccessorTable:
     Args:
         capacity: maximum number of rows.
     """
+
+    state_fields: ClassVar[Fields] = {"next_slots": np.ndarray, "unfinished": list[list[Any]]}
 
     def __init__(self, capacity: int):
         self.capacity = capacity
@@ -196,12 +202,15 @@ class SuccessorTable:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of `state_dict`."""
+        check_own_state(self, state)
         next_slots = np.asarray(state["next_slots"], np.int64)
         self.next_slots[: len(next_slots)] = next_slots
         used = self.final_slots(len(next_slots))
         free = np.setdiff1d(np.arange(self.capacity, 2 * self.capacity), used)
         self._free[: len(free)] = free[::-1]
         self.num_free = len(free)
+        for row in state["unfinished"]:
+            check_state(dict(zip(_UNFINISHED, row, strict=True)), _UNFINISHED, "unfinished")
         self._unfinished = {(e, a): (step, row) for e, a, step, row in state["unfinished"]}
 
 

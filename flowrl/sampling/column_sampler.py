@@ -41,11 +41,29 @@ from flowrl.sampling.segments import Event, SegmentTracker
 from flowrl.sampling.step_checks import StepChecks
 from flowrl.sampling.views import Views
 from flowrl.sampling.worker_config import WorkerConfig
+from flowrl.state_schema import Fields, Natural, check_state
 
 log = logging.getLogger("flowrl")
 
 MAX_STEPS_WITHOUT_DATA = 10_000  # env steps without a finished episode, before a warning
 INPUTS = ("raw_obs", "obs", "rewards", "terminateds", "truncateds")
+
+
+_STATE: Fields = {
+    "tracker": dict[str, Any],
+    "next_unroll": Natural,
+    "env_steps": Natural,
+    "faulty_episodes": Natural,
+}
+_OPEN_STATE: Fields = {
+    "envs": dict[str, Any] | None,
+    "columns": dict[str, Any],
+    "states": list[np.ndarray],
+    "returns": np.ndarray,
+    "lives": np.ndarray | None,
+    "infos": list[list[Any]],
+    "callbacks": dict[str, Any] | None,
+}
 
 
 class ColumnSampler:
@@ -366,6 +384,9 @@ class ColumnSampler:
         Raises:
             KeyError, ValueError: the state belongs to other environments.
         """
+        check_state(state, _STATE, "sampler")
+        if "open" in state:
+            check_state(state["open"], _OPEN_STATE, "sampler/open")
         self._tracker.load_state_dict(state["tracker"])
         self._unroll_ids.next_id = state["next_unroll"]
         self.env_steps, self.faulty_episodes = state["env_steps"], state["faulty_episodes"]

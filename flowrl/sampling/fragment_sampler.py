@@ -20,11 +20,18 @@ from flowrl.sampling.multi_agent_sampler import MultiAgentSampler
 from flowrl.sampling.sampler import AsyncSampler, SampleResult, SamplerInput, SyncSampler
 from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.settings import ConfigError
+from flowrl.state_schema import Fields, Natural, check_state
 
-STATE_KEYS = (
-    "batch_mode", "next_unroll", "returned_steps", "reported_steps", "episodes_ready",
-    "kind",
-)  # fmt: skip
+_STATE: Fields = {
+    "num_envs": Natural,
+    "source": dict[str, Any] | None,
+    "kind": str,
+    "batch_mode": str,
+    "next_unroll": Natural,
+    "returned_steps": list[Natural],
+    "reported_steps": list[Natural],
+    "episodes_ready": list[Any],
+}
 
 
 class FragmentSampler:
@@ -256,9 +263,9 @@ class FragmentSampler:
 
 
 def _check_state(state: Mapping[str, Any], num_envs: int, kind: str, batch_mode: str) -> None:
-    for key in STATE_KEYS:
-        if key not in state:
-            raise KeyError(key)
+    check_state(state, _STATE, "sampling")
+    if not len(state["returned_steps"]) == len(state["reported_steps"]) == 2:
+        raise ValueError("sampling: there must be two numbers of returned and of reported steps")
     if state["num_envs"] != num_envs:
         raise ValueError(
             f"the state has {state['num_envs']} environments, this worker {num_envs} "

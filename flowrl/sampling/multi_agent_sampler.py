@@ -31,6 +31,7 @@ from flowrl.sampling.running_episodes import RunningEpisode, Trajectory
 from flowrl.sampling.sampler import TIMINGS
 from flowrl.sampling.segment_postprocessing import SegmentPostprocessing
 from flowrl.sampling.worker_config import WorkerConfig
+from flowrl.state_schema import Fields, Natural, check_state
 
 log = logging.getLogger("flowrl")
 
@@ -50,6 +51,15 @@ class _Results:
         self.steps: list[int] = []
         self.infos: list[Any] = []
         self.has_infos = False
+
+
+_STATE: Fields = {
+    "next_id": Natural,
+    "next_unroll": Natural,
+    "time": Natural,
+    "env_steps": Natural,
+    "faulty_episodes": Natural,
+}
 
 
 class MultiAgentSampler:
@@ -406,6 +416,9 @@ class MultiAgentSampler:
         Raises:
             KeyError, ValueError: the state belongs to other environments or policies.
         """
+        check_state(state, _STATE, "sampler")
+        if "open" in state:
+            check_state(state["open"], {"envs": Any, "batches": dict[str, Any]}, "sampler/open")
         episodes = self._episodes
         episodes.ids.next_id = state["next_id"]
         self._unroll_ids.next_id, self._time = state["next_unroll"], state["time"]

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import optree
 
+from flowrl.state_schema import Fields, Natural, check_state
+
 
 class Event(IntEnum):
     """What follows a row of a lane."""
@@ -303,11 +305,15 @@ class SegmentTracker:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of `state_dict`."""
+        check_state(state, _STATE_FIELDS, "tracker")
         self.next_id = state["next_id"]
         self._events = [(row, e, Event(event), ids) for row, e, event, ids in state["events"]]
         self.finals, self.rows_closed = list(state["finals"]), state["rows_closed"]
         for name in _STATE:
-            getattr(self, name)[:] = state[name]
+            array: np.ndarray = getattr(self, name)
+            if state[name].dtype != array.dtype or state[name].shape != array.shape:
+                raise ValueError(f"tracker/{name}: must be {array.dtype} of shape {array.shape}")
+            array[:] = state[name]
 
     def restart(self, envs: list[int], row: int) -> None:
         """Start new episodes in environments whose state could not be restored."""
@@ -331,3 +337,9 @@ def _slice(finals: Any, index: int) -> Any:
 
 
 _STATE = ("episode_ids", "resets", "starts", "_firsts", "_begins", "_steps", "_ages")
+_STATE_FIELDS: Fields = {
+    "next_id": Natural,
+    "events": list[list[Any]],
+    "finals": list[Any],
+    "rows_closed": Natural,
+}

@@ -22,6 +22,7 @@ from flowrl.monitoring.monitor import Monitor
 from flowrl.policies.policy import Policy
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import ConfigError
+from flowrl.state_schema import Amount, Fields, Natural, check_state
 from flowrl.trainer.checkpoint_loading import algorithm_from_checkpoint
 from flowrl.trainer.checkpoint_saving import (
     load_sampling_state,
@@ -36,6 +37,18 @@ from flowrl.trainer.other_libraries import with_hints
 from flowrl.trainer.plan_building import Plan, PlanBuilder
 
 log = logging.getLogger("flowrl")
+
+
+_STATE: Fields = {
+    "sampling": dict[str, Any],
+    "plan": dict[str, Any],
+    "env_steps_lost": Natural,
+    "worker": dict[str, Any],
+    "global_vars": dict[str, Natural | None],
+    "iteration": Natural,
+    "time_total_s": Amount,
+    "loggers": dict[str, str],
+}
 
 
 class Checkpointing:
@@ -212,6 +225,7 @@ class Checkpointing:
     ) -> None:
         policies = self.workers.local_worker().policy_map
         with loading_errors(path, manifest, policies, self.config):
+            check_state(state, _STATE, "state")
             iteration, time_total_s = int(state["iteration"]), float(state["time_total_s"])
             global_vars, run_ids = dict(state["global_vars"]), dict(state["loggers"])
             load_sampling_state(self.workers, plan, state)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from flowrl.iter.readonly import isolated
 from flowrl.iter.stage import (
@@ -20,6 +20,7 @@ from flowrl.iter.stage import (
 )
 from flowrl.iter.stages.unary import Transform
 from flowrl.iter.waiting import Signal
+from flowrl.state_schema import Fields, Integer, Natural
 
 MAX_STAR_ITEMS = 100  # items of a "*" branch per turn
 MAX_DROPPED = 100  # items dropped in one pull, before the siblings of the union may run
@@ -48,6 +49,12 @@ class Union(Stage):
     Raises:
         ValueError: invalid weights, or a `transform` in a branch that must be able to pause.
     """
+
+    state_fields: ClassVar[Fields] = {
+        "credit": list[float],
+        "turn": Integer,
+        "done": list[bool],
+    }
 
     name = "union"
 
@@ -198,7 +205,11 @@ class Union(Stage):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.items, self._turn = state["items"], state["turn"]
+        turn, num_branches = state["turn"], len(self.parents)
+        lengths = len(state["credit"]), len(state["done"])
+        if lengths != (num_branches, num_branches) or not -1 <= turn < num_branches:
+            raise ValueError(f"{self}: the saved state is of another number of branches")
+        self.items, self._turn = state["items"], turn
         self._credit, self._done = list(state["credit"]), list(state["done"])
 
 
@@ -253,6 +264,12 @@ class Duplicate(Stage):
         when_full: per child, what happens to an item if its buffer is full: "block" stops the
             other children, "drop_oldest" and "drop_newest" drop an item, counted as `dropped`.
     """
+
+    state_fields: ClassVar[Fields] = {
+        "dropped": list[Natural],
+        "buffers": list[list[list[Any]]],
+        "left": list[bool],
+    }
 
     name = "duplicate"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from typing import Any
+from typing import Any, ClassVar
 
 from flowrl.iter.stage import (
     NOT_READY,
@@ -13,10 +13,13 @@ from flowrl.iter.stage import (
     sources_from_list,
     sources_to_list,
 )
+from flowrl.state_schema import Fields
 
 
 class Batch(Stage):
     """Return lists of `size` items; the last one may be shorter."""
+
+    state_fields: ClassVar[Fields] = {"pending": list[Any], "sources": list[list[Any]]}
 
     name = "batch"
     yields_lists = True  # except if an item has several sources or none
@@ -72,6 +75,8 @@ class Shuffle(Stage):
     Args:
         seed: seed of the order; None derives it from the seed of the plan.
     """
+
+    state_fields: ClassVar[Fields] = {"window": list[list[Any]], "random": list[Any]}
 
     name = "shuffle"
 

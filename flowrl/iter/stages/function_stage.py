@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from flowrl.iter.errors import OnError, Retry, Skip, check_policy, note_origin, operator_error
 from flowrl.iter.metrics import current_metrics
 from flowrl.iter.stage import Stage, describe, function_title
+from flowrl.state_schema import Fields, Natural, check_own_state
 
 DROPPED = object()  # result of an item that the error policy drops
 
@@ -50,6 +51,8 @@ class FunctionStage(Stage):
             optional attribute `chained_with` names the only method that it is for.
         on_error: policy for exceptions of `fn`.
     """
+
+    state_fields: ClassVar[Fields] = {"skipped": Natural}
 
     def __init__(self, parent: Stage, fn: Callable[..., Any], on_error: OnError = "raise"):
         if not callable(fn):
@@ -119,6 +122,11 @@ class FunctionStage(Stage):
         if hasattr(self.fn, "state_dict"):
             state["operator"] = self.fn.state_dict()
         return state
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        super().check_state(state)
+        if hasattr(self.fn, "state_fields"):
+            check_own_state(self.fn, state.get("operator"), f"{self.name}/operator")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.items, self.skipped = state["items"], state["skipped"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from flowrl.iter.errors import OnError, Retry, note_origin
 from flowrl.iter.stage import (
@@ -18,6 +18,7 @@ from flowrl.iter.stage import (
 )
 from flowrl.iter.stages.function_stage import DROPPED, FunctionStage
 from flowrl.iter.waiting import ready_refs, wait_for_any
+from flowrl.state_schema import Fields
 
 UNBOUNDED = 1000  # maximum tasks in flight for max_concurrency=0: a stream may be infinite
 
@@ -37,6 +38,8 @@ class ForEachConcurrent(FunctionStage):
         max_concurrency: maximum number of tasks in flight; 0 means UNBOUNDED.
         resources: options of a task for `ray.remote` (`num_cpus`, `num_gpus`, `resources`, …).
     """
+
+    state_fields: ClassVar[Fields] = {"in_flight": list[list[Any]]}
 
     name = "for_each"
 

@@ -6,7 +6,7 @@ import inspect
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from flowrl.iter.errors import OnError, note_origin, operator_error
 from flowrl.iter.stage import (
@@ -20,6 +20,7 @@ from flowrl.iter.stage import (
 )
 from flowrl.iter.stages.function_stage import DROPPED, FunctionStage
 from flowrl.iter.waiting import Waiter
+from flowrl.state_schema import Fields
 
 MAX_SOURCES = 10_000  # of one item of `combine`
 
@@ -51,6 +52,8 @@ class ForEachWithHooks(ForEach):
     empty and no other branch can run, the error contains `fn.blocked_by()`, if defined.
     `fn._on_fetch_start()` is called once per item, before the item is pulled.
     """
+
+    state_fields: ClassVar[Fields] = {"held": list[list[Any]]}
 
     def __init__(self, parent: Stage, fn: Any, on_error: OnError = "raise"):
         super().__init__(parent, fn, on_error)
@@ -200,6 +203,12 @@ class Filter(FunctionStage):
 class Combine(FunctionStage):
     """Return the elements of the lists fn(item), one at a time."""
 
+    state_fields: ClassVar[Fields] = {
+        "pending": list[Any],
+        "emitted": list[list[Any]],
+        "sources": list[list[Any]],
+    }
+
     name = "combine"
 
     def __init__(
@@ -267,6 +276,8 @@ class Combine(FunctionStage):
 
 class Flatten(Combine):
     """Return the elements of items that are lists, one at a time."""
+
+    state_fields: ClassVar[Fields] = {"element_sources": list[list[Any]]}
 
     name = "flatten"
 

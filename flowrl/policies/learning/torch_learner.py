@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from flowrl.policies.learning.tracked_batch import TrackedBatch
 from flowrl.policies.schedules import initial_value
 from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.settings import ConfigError
+from flowrl.state_schema import Fields, Natural, check_own_state
 
 _LAYERS = (
     nn.Linear, nn.Conv2d, nn.LSTM, nn.GRU, nn.LayerNorm, nn.MaxPool2d, nn.Flatten, nn.Sequential,
@@ -51,6 +52,14 @@ class TorchLearner:
     Raises:
         ConfigError: `make_optimizer` returned something else, or two optimizers share parameters.
     """
+
+    state_fields: ClassVar[Fields] = {
+        "optimizers": list[dict[str, dict[str, Any]]],
+        "lrs": list[list[float]],
+        "num_updates": Natural,
+        "num_skipped_updates": Natural,
+        "rng": dict[str, Any],
+    }
 
     def __init__(self, policy: TrainablePolicy):
         self.policy = policy
@@ -326,6 +335,7 @@ class TorchLearner:
             KeyError: an entry is missing.
             ValueError: it is the state of other optimizers.
         """
+        check_own_state(self, state)
         saved = zip(self.optimizers, state["optimizers"], state["lrs"], strict=True)
         for i, (optimizer, slots, lrs) in enumerate(saved):
             whole = optimizer.state_dict()
