@@ -212,6 +212,10 @@ class _AlgorithmConfigExploration(TypedDict, total=False):
 class _AlgorithmConfigFaultTolerance(TypedDict, total=False):
     recreate_failed_workers: bool
     """Replace workers whose process died or hangs; if False, the run raises one error and can continue with the other workers."""
+    num_spare_workers: int
+    """Number of processes that are started in addition, and become the replacement of a worker that dies: a new process needs several seconds to import its packages."""
+    wait_for_replaced_workers: bool
+    """Whether the rounds of synchronous plans wait until a dead worker is replaced; if False, they continue with the other workers, if there are any, until the new one has started."""
     max_num_env_restarts: int
     """Consecutive failures of one environment after which its error stops the run."""
     max_num_worker_restarts: int

@@ -18,6 +18,8 @@ def whole_number(value: Any) -> int | None:
     (100000, 100000, 100000, None)
     """
     if isinstance(value, str):
+        if not value.isascii():  # digits of other scripts
+            return None
         try:
             return int(value)
         except ValueError:

@@ -5,12 +5,12 @@ The loss is A2C's; workers compute its gradients from their own samples.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from flowrl.algorithms.a2c import A2C, A2CConfig, A2CTorchPolicy
-from flowrl.settings import Count
+from flowrl.settings import Count, NotNegativeInt
 from flowrl.trainer.config import Plan, PlanSetting
 
 
@@ -24,14 +24,14 @@ class A3CConfig(A2CConfig):
     """Env steps of each environment per gradient (t_max in the paper)."""
     train_batch_size: Count = 160
     """Env steps of one round of all workers if `rollout_fragment_length` is "auto"."""
-    max_requests_in_flight_per_worker: Count = 2
+    max_requests_in_flight_per_worker: Annotated[Count, Field(le=1000)] = 2
     """Gradient requests in flight per worker. With 2, a worker does not wait for the update with
     its last gradient; its next gradient is computed with weights that lack this update."""
-    max_policy_lag: int | None = Field(default=None, ge=0)
+    max_policy_lag: NotNegativeInt | None = None
     """Maximum age of a gradient's weights, in updates; None for no limit."""
     stale_policy: Literal["drop", "wait"] = "drop"
     """Drop gradients that exceed `max_policy_lag`, or make workers wait so that none does."""
-    min_sample_timesteps_per_iteration: int = Field(default=1000, ge=0)
+    min_sample_timesteps_per_iteration: NotNegativeInt = 1000
 
     def staleness(self) -> dict[str, Any]:
         """Return the options of AsyncGradients that limit the age of gradients."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
-
 from flowrl.algorithms.async_learner import AsyncLearnerConfig
 from flowrl.algorithms.dqn import DQN, DQNConfig, DQNTorchPolicy
 from flowrl.policies.config import ExplorationConfig
-from flowrl.settings import Count
+from flowrl.settings import Count, NotNegativeInt
 from flowrl.trainer.config import Plan, PlanSetting
 
 
@@ -23,12 +21,12 @@ class APEXConfig(DQNConfig, AsyncLearnerConfig):
     train_batch_size: Count = 512
     n_step: Count = 3
     prioritized_replay: bool = True
-    target_network_update_freq: int = Field(default=500, ge=0)
+    target_network_update_freq: NotNegativeInt = 500
     """Rows trained on between updates of the target network; 0 updates it after every train
     batch."""
     exploration_config: ExplorationConfig = ExplorationConfig(type="PerWorkerEpsilonGreedy")
     learner_queue_size: Count = 4
-    max_weight_sync_delay: int = Field(default=400, ge=0)
+    max_weight_sync_delay: NotNegativeInt = 400
     """Env steps that a worker samples between two updates of its weights."""
 
     def greedy_workers(self) -> list[int]:

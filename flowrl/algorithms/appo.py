@@ -8,14 +8,13 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from pydantic import Field
 
 from flowrl.algorithms.ppo import adapted, clipped_surrogate
 from flowrl.algorithms.vtrace import VTraceConfig, VTracePolicy
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.target_network import TargetNetwork
 from flowrl.policies.torch_policy import TensorBatch
-from flowrl.settings import Fraction, NotNegative, Positive
+from flowrl.settings import Fraction, NotNegative, NotNegativeInt, Positive
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import Plan, PlanSetting
 
@@ -37,7 +36,7 @@ class APPOConfig(VTraceConfig):
     0 disables the penalty."""
     kl_target: Positive = 0.01
     """Target KL divergence in nats, to which the weight of the penalty adapts."""
-    target_network_update_freq: int = Field(default=0, ge=0)
+    target_network_update_freq: NotNegativeInt = 0
     """Rows trained on between updates of the target network; 0 updates it after every train
     batch."""
     tau: Fraction = 1.0

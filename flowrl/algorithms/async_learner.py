@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
 from flowrl.ops import LearnerThread
 from flowrl.sampling.worker_set import WorkerSet
-from flowrl.settings import Count
+from flowrl.settings import Count, NotNegativeInt
 from flowrl.trainer.config import AlgorithmConfig
 
 
 class AsyncLearnerConfig(AlgorithmConfig):
     """Settings of the algorithms with asynchronous workers and an asynchronous learner."""
 
-    max_requests_in_flight_per_worker: Count = 2
+    max_requests_in_flight_per_worker: Annotated[Count, Field(le=1000)] = 2
     """Sample requests in flight per worker."""
     learner_queue_size: Count = 2
     """Maximum number of train batches that wait in the learner's queue."""
     minibatch_buffer_size: Count = 1
     """Train batches that the learner alternates between while it uses each `num_sgd_iter` times."""
-    num_learners: int = Field(default=0, ge=0)
+    num_learners: NotNegativeInt = 0
     """Number of Ray actors that each learn from a part of every train batch; 0 learns in a thread
     of this process."""
-    num_gpus: int = Field(default=0, ge=0)
+    num_gpus: NotNegativeInt = 0
     """Like `num_learners`, with one GPU per actor. Set only one of the two."""
 
     def learner(self, workers: WorkerSet) -> LearnerThread:

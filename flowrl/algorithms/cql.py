@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import numpy as np
 import optree
 import torch
-from pydantic import Field
 
 from flowrl.algorithms.offline_config import OfflineConfig
 from flowrl.algorithms.sac import SACSettings, SACTorchPolicy
@@ -19,7 +18,7 @@ from flowrl.data import SampleBatch
 from flowrl.ops import ReadMinari, ReadParquet
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.sampling.worker_set import WorkerSet
-from flowrl.settings import Count, NotNegative, Positive
+from flowrl.settings import Count, NotNegative, NotNegativeInt, Positive
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import Plan, PlanSetting
 
@@ -32,7 +31,7 @@ class CQLConfig(SACSettings, OfflineConfig):
     algorithm: ClassVar[str] = "flowrl.algorithms.cql:CQL"
 
     plan: PlanSetting = "cql"
-    min_sample_timesteps_per_iteration: int = Field(default=10_000, ge=0)
+    min_sample_timesteps_per_iteration: NotNegativeInt = 10_000
     min_q_weight: NotNegative = 5.0
     """Weight of the penalty on the values of actions that were not recorded (alpha in the
     paper)."""
@@ -41,7 +40,7 @@ class CQLConfig(SACSettings, OfflineConfig):
     num_actions: Count = 10
     """For continuous actions, number of actions drawn from each of three distributions to estimate
     the soft maximum."""
-    bc_iters: int = Field(default=0, ge=0)
+    bc_iters: NotNegativeInt = 0
     """Number of initial updates in which the actor imitates the recorded actions (behavior
     cloning)."""
     lagrangian: bool = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from flowrl.policies.q_values import QValues, TDLoss
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.target_network import TargetNetwork
 from flowrl.policies.torch_policy import TensorBatch
-from flowrl.settings import ConfigError, Count, Fraction, Positive
+from flowrl.settings import ConfigError, Count, Fraction, NotNegativeInt, Positive
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import Plan, PlanSetting
 
@@ -46,7 +46,7 @@ class DQNConfig(OffPolicyConfig):
     it."""
     dueling: bool = True
     """Dueling network: Q-values are the sum of a state value and of advantages with mean 0."""
-    num_atoms: Count = 1
+    num_atoms: Annotated[Count, Field(le=10_000)] = 1
     """Number of atoms of the return distribution (C51 uses 51); 1 learns expected returns. With
     several atoms the loss is a cross-entropy, and priorities are Kullback-Leibler divergences."""
     v_min: FiniteFloat = -10.0
@@ -60,7 +60,7 @@ class DQNConfig(OffPolicyConfig):
     sigma0: Positive = 0.5
     """Initial scale of the noise of noisy layers."""
     prioritized_replay: bool = True
-    target_network_update_freq: int = Field(default=500, ge=0)
+    target_network_update_freq: NotNegativeInt = 500
     """Env steps sampled between updates of the target network; 0 updates it after every train
     batch."""
     tau: Fraction = 1.0

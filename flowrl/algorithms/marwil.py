@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from flowrl.algorithms.offline_config import OfflineConfig
 from flowrl.data import SampleBatch
@@ -15,7 +15,7 @@ from flowrl.ops import ReadMinari, ReadParquet
 from flowrl.policies.returns import discounted_returns
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
 from flowrl.sampling.worker_set import WorkerSet
-from flowrl.settings import ConfigError, Count, NotNegative, Positive
+from flowrl.settings import ConfigError, Count, NotNegative, NotNegativeInt, Positive
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import Plan, PlanSetting
 
@@ -30,7 +30,7 @@ class MARWILConfig(OfflineConfig):
     plan: PlanSetting = "marwil"
     train_batch_size: Count = 512
     """Rows per train batch."""
-    min_sample_timesteps_per_iteration: int = Field(default=10_000, ge=0)
+    min_sample_timesteps_per_iteration: NotNegativeInt = 10_000
     beta: NotNegative = 1.0
     """Scale of the exponent in the weights of rows, exp(beta * normalized advantage); 0 weights all
     rows equally."""

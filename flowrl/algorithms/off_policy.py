@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -14,7 +14,7 @@ from flowrl.policies.policy_spec import specs_of
 from flowrl.policies.schedules import LinearSchedule, env_step
 from flowrl.replay import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer
 from flowrl.seeding import derive_seed
-from flowrl.settings import ConfigError, Count, NotNegative, Positive
+from flowrl.settings import ConfigError, Count, NotNegative, NotNegativeInt, Positive
 from flowrl.trainer.config import AlgorithmConfig, check_folder
 
 REPLAY_ACTOR_SETTINGS = ("num_replay_shards", "replay_buffer_shards_colocated_with_driver")
@@ -34,14 +34,14 @@ class OffPolicyConfig(AlgorithmConfig):
     replay_mode: Literal["independent", "lockstep"] = "independent"
     """Draw the rows of each policy independently, or draw env steps with the rows of all
     policies."""
-    num_replay_shards: int = Field(default=2, ge=0)
+    num_replay_shards: NotNegativeInt = 2
     """Number of Ray actors that share the replay buffer, in plans with replay actors; 0 keeps the
     buffer in the process of the plan."""
     replay_buffer_shards_colocated_with_driver: bool = True
     """Place the replay actors on the node of the driver; if False, on any node."""
-    learning_starts: int = Field(default=1000, ge=0)
+    learning_starts: NotNegativeInt = 1000
     """Rows stored before training begins."""
-    training_intensity: Positive | None = None
+    training_intensity: Annotated[Positive, Field(le=10_000)] | None = None
     """Rows trained on per row stored after `learning_starts`; None trains on one batch per stored
     batch."""
     n_step: Count = 1
@@ -56,7 +56,7 @@ class OffPolicyConfig(AlgorithmConfig):
     corrects the bias of prioritization fully. Rows may be percentages of `total_timesteps`."""
     prioritized_replay_eps: NotNegative = 1e-6
     """Added to absolute TD errors, so that every row can be drawn."""
-    min_sample_timesteps_per_iteration: int = Field(default=1000, ge=0)
+    min_sample_timesteps_per_iteration: NotNegativeInt = 1000
 
     @model_validator(mode="after")
     def _check_replay_settings(self) -> Self:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from gymnasium import spaces
 from pydantic import SkipValidation, model_validator
@@ -13,10 +13,14 @@ from pydantic import SkipValidation, model_validator
 from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
 from flowrl.envs.registry import SpacesOnlyEnv
 from flowrl.errors import check_installed
+from flowrl.offline.minari import MinariDataset
+from flowrl.offline.parquet import OfflineDataError, parquet_files, read_policy_id
 from flowrl.ops import ReadMinari, ReadParquet
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import ConfigError, setting
 from flowrl.trainer.config import AlgorithmConfig
+
+T = TypeVar("T")
 
 MINARI = "minari:"
 NO_INPUT = 'none is set: set the folder of recorded experience (input_="experience")'
@@ -82,17 +86,19 @@ class OfflineConfig(AlgorithmConfig):
         return self
 
     def check_input(self) -> None:
-        """Check that the recorded experience exists.
+        """Check that the recorded experience can be opened; a Minari dataset that is not on this
+        machine is downloaded.
 
         Raises:
-            ConfigError: `input_` is not set, the folder does not exist, or the extra that reads
-                the experience is not installed.
+            ConfigError: `input_` is not set, the folder does not exist or has no Parquet files, the
+                dataset cannot be loaded, or the extra that reads the experience is not installed.
         """
         self.check_no_search()
         if self.input_ is None:
             raise ConfigError(f"input_: {NO_INPUT}")
         if self.input_.startswith(MINARI):
             check_installed("minari", f"input_={self.input_!r}", extra="minari")
+            self._open(MinariDataset, self.input_.removeprefix(MINARI))
         elif not Path(self.input_).expanduser().exists():
             raise ConfigError(
                 f"input_: there is no {Path(self.input_).absolute()}: the setting `output` of a "
@@ -100,6 +106,14 @@ class OfflineConfig(AlgorithmConfig):
             )
         else:
             check_installed("pyarrow", f"input_={self.input_!r}", extra="offline")
+            files = self._open(parquet_files, self.input_)
+            self._open(read_policy_id, files[0])
+
+    def _open(self, function: Callable[[Any], T], source: Any) -> T:
+        try:
+            return function(source)
+        except OfflineDataError as error:
+            raise ConfigError(f"input_: {error}") from error
 
     def env_or_spaces(self) -> Any:
         """Return the environment, or an environment class that only has the spaces; see

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
 
 from flowrl.algorithms.on_policy import OnPolicyConfig, OnPolicyPolicy
+from flowrl.policies.config import MAX_SGD_ITER
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch
-from flowrl.settings import Count, NotNegative, Positive
+from flowrl.settings import Count, NotNegative, NotNegativeInt, Positive
+from flowrl.state_schema import Amount, check_state
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import Plan, PlanSetting
 
@@ -21,8 +23,8 @@ class PPOConfig(OnPolicyConfig):
     algorithm: ClassVar[str] = "flowrl.algorithms.ppo:PPO"
 
     plan: PlanSetting = "ppo"
-    num_sgd_iter: Count = 10
-    sgd_minibatch_size: int = Field(default=128, ge=0)
+    num_sgd_iter: Annotated[Count, Field(le=MAX_SGD_ITER)] = 10
+    sgd_minibatch_size: NotNegativeInt = 128
     clip_param: Schedule = 0.2
     """Clip the probability ratio to 1 ± this; a number, or a schedule as for `lr`."""
     vf_clip_param: Positive | None = None
@@ -128,6 +130,7 @@ class PPOTorchPolicy(OnPolicyPolicy):
         return {**super().get_state(), "kl_coeff": self.kl_coeff}
 
     def set_state(self, state: dict[str, Any]) -> None:
+        check_state(state, {"kl_coeff": Amount}, "the state of PPO")
         kl_coeff = float(state["kl_coeff"])
         super().set_state(state)
         self.kl_coeff = kl_coeff

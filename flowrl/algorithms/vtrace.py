@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, Self
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from flowrl.algorithms.async_learner import AsyncLearnerConfig
 from flowrl.data import SampleBatch
@@ -17,7 +17,7 @@ from flowrl.policies.models.fcnet import uses_numpy
 from flowrl.policies.returns import vtrace
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
-from flowrl.settings import ConfigError, Count, Fraction, Positive
+from flowrl.settings import ConfigError, Count, Fraction, NotNegative, NotNegativeInt, Positive
 
 BOOTSTRAP = "bootstrap_values"  # column of recurrent networks: the sampler's values of next states
 
@@ -27,7 +27,7 @@ class VTraceConfig(AsyncLearnerConfig):
 
     train_batch_size: Count = 500
     rollout_fragment_length: Count | Literal["auto"] = 50
-    min_sample_timesteps_per_iteration: int = Field(default=1000, ge=0)
+    min_sample_timesteps_per_iteration: NotNegativeInt = 1000
     lambda_: Fraction = 1.0
     """Discount of temporal differences of later steps in V-trace targets (lambda in remark 2 of the
     paper)."""
@@ -41,18 +41,18 @@ class VTraceConfig(AsyncLearnerConfig):
     """Weight of the entropy bonus: a number, or a schedule as for `lr`."""
     vf_loss_coeff: Schedule = 0.5
     """Weight of the value loss: a number, or a schedule as for `lr`."""
-    max_policy_lag: int | None = Field(default=None, ge=0)
+    max_policy_lag: NotNegativeInt | None = None
     """Maximum age of a fragment's weights, in updates; None for no limit."""
     stale_policy: Literal["drop", "wait"] = "drop"
     """Drop fragments that exceed `max_policy_lag`, or make workers wait so that none does."""
     broadcast_interval: Count = 1
     """Fragments between two broadcasts of new weights to the workers that sampled them."""
-    num_aggregation_workers: int = Field(default=0, ge=0)
+    num_aggregation_workers: NotNegativeInt = 0
     """Number of Ray tasks that concatenate fragments to train batches, so that the driver only
     receives train batches; 0 concatenates them in the driver."""
-    replay_proportion: float = Field(default=0.0, ge=0)
+    replay_proportion: NotNegative = 0.0
     """Replayed fragments per new fragment; fractions accumulate."""
-    replay_buffer_num_slots: int = Field(default=0, ge=0)
+    replay_buffer_num_slots: NotNegativeInt = 0
     """Capacity of the buffer of fragments to replay, in fragments."""
 
     def staleness(self) -> dict[str, Any]:

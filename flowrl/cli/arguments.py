@@ -56,7 +56,7 @@ def json_object(text: str) -> dict[str, Any]:
 def finite_float(text: str) -> float:
     """Parse a finite number."""
     try:
-        value = float(text)
+        value = float(text if text.isascii() else "digits of another script")
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a number, got {text}") from None
     if not math.isfinite(value):

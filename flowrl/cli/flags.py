@@ -333,6 +333,8 @@ def _groups(flags: list[str], annotations: dict[str, Any]) -> list[_Group]:
         takes_none = bool in leaves or get_origin(group.annotation) is list
         if bool in leaves if group.values else not takes_none:
             raise ConfigError(group.problem())
+        if {int, float} & leaves and not all(map(str.isascii, group.values)):
+            raise ConfigError(group.problem())  # digits of other scripts
         group.words.extend(_as_int(v) if int in leaves else v for v in group.values)
     return groups
 

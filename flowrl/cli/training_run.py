@@ -171,8 +171,7 @@ def _build(config: Any, algorithm_class: Any = None) -> tuple[Any, str]:
     """
     algorithm = config.updated().build_as(algorithm_class)
     try:
-        algorithm.workers.local_worker()
-        algorithm.check_evaluation()
+        algorithm.check_start()
         return algorithm, algorithm.plan.explain()
     except ConfigError:
         algorithm.stop()

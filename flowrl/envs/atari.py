@@ -12,10 +12,9 @@ from typing import Any
 
 import gymnasium as gym
 from gymnasium.wrappers import AtariPreprocessing
-from pydantic import Field
 
 from flowrl.errors import ConfigError, check_installed
-from flowrl.settings import Count, Fraction, Settings
+from flowrl.settings import Count, Fraction, NotNegativeInt, Settings
 
 FIRE = 1  # index of the action in the action sets that have it
 _IDS = re.compile(r"ALE/|\w+(NoFrameskip|Deterministic)-v\d")
@@ -28,7 +27,7 @@ class AtariSettings(Settings):
     frame_skip: Count = 4
     """Frames per env step; the action is repeated, the rewards are added, and the observation is
     the maximum of the last two frames."""
-    noop_max: int = Field(default=30, ge=0)
+    noop_max: NotNegativeInt = 30
     """An episode starts with up to this number of frames without an action, chosen at random."""
     fire_on_reset: bool = True
     """Press FIRE at the start of an episode and after a lost life, in games that have it."""

@@ -10,7 +10,16 @@ from pydantic import Field, SkipValidation, model_validator
 from pydantic.functional_validators import AfterValidator
 
 from flowrl.policies.schedules import Schedule, ScheduleValue, values_between
-from flowrl.settings import ConfigError, Count, Fraction, NotNegative, Positive, Settings, setting
+from flowrl.settings import (
+    ConfigError,
+    Count,
+    Fraction,
+    NotNegative,
+    NotNegativeInt,
+    Positive,
+    Settings,
+    setting,
+)
 
 
 def _device(name: str) -> str:
@@ -60,7 +69,7 @@ class ModelConfig(Settings):
     """Also feed the previous reward to the cell."""
     max_seq_len: Count = 20
     """Maximum rows per training sequence of networks with memory."""
-    burn_in: int = Field(default=0, ge=0)
+    burn_in: NotNegativeInt = 0
     """Rows before each training sequence that only warm up the recurrent state."""
 
     use_attention: bool = False
@@ -140,7 +149,7 @@ class ExplorationConfig(Settings):
     """Sample from the distribution; take the best action, except for a share of random ones;
     the same with a different share on each worker; add noise to the best action (independent or
     correlated); or act randomly."""
-    random_timesteps: int = Field(default=0, ge=0)
+    random_timesteps: NotNegativeInt = 0
     """Env steps of random actions at the start."""
     epsilon: Schedule = Field(default=cast(ScheduleValue, [(0, 1.0), (10_000, 0.05)]))
     """EpsilonGreedy: share of random actions."""
@@ -173,6 +182,9 @@ class ExplorationConfig(Settings):
         return self
 
 
+MAX_SGD_ITER = 100_000
+
+
 class PolicyConfig(Settings):
     """Settings of every policy."""
 
@@ -193,7 +205,7 @@ class PolicyConfig(Settings):
     grad_clip_by: Literal["global_norm", "norm", "value"] = "global_norm"
     """Clip the norm of all gradients together, the norm of each parameter's gradient, or each
     number."""
-    microbatch_size: int = Field(default=0, ge=0)
+    microbatch_size: NotNegativeInt = 0
     """Rows whose gradient is computed at once; larger updates average the gradients of their
     parts. 0 computes all rows at once."""
     on_nonfinite_update: Literal["raise", "skip"] = "raise"
@@ -221,11 +233,11 @@ class PolicyConfig(Settings):
     """Scale continuous actions from [-1, 1] to the bounds of the action space."""
     clip_actions: bool = setting(True, group="rollouts")
     """Clip continuous actions to the bounds before they reach the environment."""
-    seed: int | None = setting(None, group="debugging", ge=0)
+    seed: NotNegativeInt | None = setting(None, group="debugging")
     """Seed of every random stream; None uses entropy of the machine."""
-    num_sgd_iter: Count = 1
+    num_sgd_iter: Annotated[Count, Field(le=MAX_SGD_ITER)] = 1
     """Passes over each train batch."""
-    sgd_minibatch_size: int = Field(default=0, ge=0)
+    sgd_minibatch_size: NotNegativeInt = 0
     """Rows per update; 0 makes one update of the whole batch. The last minibatch may be
     smaller."""
 

@@ -18,10 +18,20 @@ from flowrl.policies.schedules import value_at
 from flowrl.policies.views import ViewRequirement, find_mismatch, find_out_of_range
 from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.settings import ConfigError
+from flowrl.state_schema import Fields, Natural, check_state
 
-_STATE_KEYS = (
-    "weights", "filters", "timestep", "total_timesteps", "version", "rng", "shuffle_rng",
-)  # fmt: skip
+_ACTING_FIELDS: Fields = {
+    "timestep": Natural,
+    "total_timesteps": Natural | None,
+    "version": Natural,
+    "rng": dict[str, Any],
+    "shuffle_rng": dict[str, Any],
+}
+_STATE_FIELDS: Fields = {
+    **_ACTING_FIELDS,
+    "weights": dict[str, Any],
+    "filters": dict[str, dict[str, Any]],
+}
 
 
 class Policy(ActsOnObservations):
@@ -343,9 +353,7 @@ class Policy(ActsOnObservations):
         Raises:
             ValueError: an entry or a filter is missing, or the weights do not fit; nothing changes.
         """
-        missing = [key for key in _STATE_KEYS if key not in state]
-        if missing:
-            raise ValueError(f"the state of a {type(self).__name__} lacks {', '.join(missing)}")
+        check_state(state, _STATE_FIELDS, f"the state of a {type(self).__name__}")
         saved = state["filters"]
         missing = [f"the filter of {name}" for name in self._filters() if name not in saved]
         if missing:
@@ -372,7 +380,12 @@ class Policy(ActsOnObservations):
         }
 
     def load_acting_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state from `acting_state_dict`."""
+        """Load a state from `acting_state_dict`.
+
+        Raises:
+            ValueError: it is not such a state.
+        """
+        check_state(state, {**_ACTING_FIELDS, "reward_sums": np.ndarray | None})
         self.timestep, self.version = state["timestep"], state["version"]
         self.total_timesteps = self.total_timesteps or state["total_timesteps"]
         restore_stream(self.rng, state["rng"])

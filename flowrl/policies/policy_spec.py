@@ -61,10 +61,10 @@ def specs_of(policies: Any) -> dict[str, PolicySpec]:
         raise ConfigError(
             f"policies: must be a mapping from policy id to PolicySpec, got {policies!r}"
         )
-    specs = policies if isinstance(policies, Mapping) else dict.fromkeys(policies)
-    for policy_id in specs:
+    for policy_id in policies:
         if not isinstance(policy_id, str) or not policy_id:
             raise ConfigError(f"policies: an id must be a non-empty string, got {policy_id!r}")
+    specs = policies if isinstance(policies, Mapping) else dict.fromkeys(policies)
     if not specs:
         raise ConfigError("policies: there must be at least one")
     return {policy_id: PolicySpec.from_value(spec) for policy_id, spec in specs.items()}

@@ -16,6 +16,7 @@ from pydantic import (
 
 from flowrl.errors import ConfigError
 
+MAX_VALUE = 1e6
 Step = int | str
 """A number of env steps, or a percentage of `total_timesteps` such as "60%"."""
 ScheduleValue = float | list[tuple[Step, float]] | dict[str, float | str]
@@ -63,8 +64,8 @@ def _validate_schedule(schedule: ScheduleValue) -> ScheduleValue:
         decay, steps = _number(schedule["decay"]), _number(schedule["steps"])
         if not (0 < decay <= 1 and steps > 0 and (is_percent(schedule["steps"]) or steps >= 1)):
             raise ValueError("an exponential schedule needs a decay in (0, 1] and steps >= 1")
-    if not all(0 <= value < float("inf") for value in values_between(schedule)):
-        raise ValueError("values must be finite and not negative")
+    if not all(0 <= value <= MAX_VALUE for value in values_between(schedule)):
+        raise ValueError(f"values must be from 0 to {MAX_VALUE:g}")
     return schedule
 
 

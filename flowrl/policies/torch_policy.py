@@ -27,6 +27,7 @@ from flowrl.policies.schedules import initial_value
 from flowrl.policies.views import find_input_problem, find_mismatch
 from flowrl.seeding import random_stream
 from flowrl.settings import ConfigError
+from flowrl.state_schema import check_finite, check_state
 
 T = TypeVar("T")
 
@@ -413,9 +414,9 @@ class TorchPolicy(Policy):
             raise
 
     def _set_state(self, state: dict[str, Any]) -> None:
-        missing = [part for part in ("learner", "exploration") if part not in state]
-        if missing:
-            raise ValueError(f"the state of a {type(self).__name__} lacks {', '.join(missing)}")
+        parts = {"learner": dict[str, Any], "exploration": dict[str, np.ndarray]}
+        check_state(state, parts, f"the state of a {type(self).__name__}")
+        check_finite(state, "state")
         super().set_state(state)
         self.learner.load_state_dict(state["learner"])
         self.learner.follow_schedules()

@@ -29,7 +29,6 @@ from flowrl.threads import limit_threads, num_free_cores
 from flowrl.trainer.acting import ActsWithPolicies
 from flowrl.trainer.checkpointing import Checkpointing
 from flowrl.trainer.config import AlgorithmConfig
-from flowrl.trainer.evaluation import check_evaluation_env
 from flowrl.trainer.evaluator import Evaluator
 from flowrl.trainer.loggers import ResultLoggers
 from flowrl.trainer.metric_names import NamedMetrics
@@ -102,6 +101,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         self._warned_about_left_out = False
         self._stopped = False
         self._has_trained = False  # in this process
+        self._is_checked = False
         self.setup(config)
 
     def _use_free_cores(self) -> None:
@@ -255,8 +255,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
     def _train(self) -> dict[str, Any]:
         self._check_not_stopped()
         started = time.perf_counter()
-        if self.last_result is None:
-            check_start(self.config, self.workers, self.plan.stage)
+        self.check_start()
         if not self._has_trained:
             self._use_free_cores()
             self._has_trained = True
@@ -351,6 +350,16 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         learn(self, total_timesteps, stop, run_dir, command, display)
         return self
 
+    def check_start(self) -> None:
+        """Check that training can start, and warn of probable mistakes; `train()` calls it first.
+
+        Raises:
+            ConfigError: see `flowrl.trainer.start_checks.check_start`.
+        """
+        if not self._is_checked:
+            check_start(self.config, self.workers, self.plan.stage)
+            self._is_checked = True
+
     @property
     def monitor(self) -> Monitor:
         """Measures the plan while it runs, unless the setting `monitor` is off."""
@@ -373,14 +382,6 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
             raise RuntimeError("this algorithm was stopped: build a new one")
 
     # -- evaluation ----------------------------------------------------------------------------
-
-    def check_evaluation(self) -> None:
-        """Check that evaluations will work; see `check_evaluation_env`.
-
-        Raises:
-            ConfigError: the environment of `evaluation_config` does not fit.
-        """
-        check_evaluation_env(self.config, self.workers.local_worker().policy_map)
 
     @with_hints
     def evaluate(

@@ -21,9 +21,10 @@ from flowrl.policies.policy_spec import PolicyMapping, specs_of
 from flowrl.seeding import derive_seed
 from flowrl.setting_aliases import canonical_names
 from flowrl.setting_values import nearest
-from flowrl.settings import ConfigError, Count, Positive, imported, setting
+from flowrl.settings import ConfigError, Count, NotNegativeInt, Positive, imported, setting
 from flowrl.trainer.fluent import FluentSettings
 from flowrl.trainer.loggers import LoggerName, check_loggers
+from flowrl.trainer.memory_checks import check_processes, check_rows
 from flowrl.trainer.metric_names import check_metric_name
 from flowrl.trainer.other_libraries import with_hints
 from flowrl.trainer.plan_files import (
@@ -89,7 +90,7 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
         "episodes", group="evaluation"
     )
     """Whole episodes; or a minimum of env steps, where only finished episodes count."""
-    evaluation_num_workers: int = setting(0, group="evaluation", ge=0)
+    evaluation_num_workers: NotNegativeInt = setting(0, group="evaluation")
     """Number of Ray actors that share an evaluation; 0 evaluates in this process."""
     evaluation_parallel_to_training: bool = setting(False, group="evaluation")
     """Continue training during an evaluation; a result includes the latest finished
@@ -104,7 +105,7 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
     evaluation_video_episodes: Count = setting(1, group="evaluation")
     """Episodes recorded per evaluation, from its first environment."""
 
-    checkpoint_frequency: int = setting(0, group="checkpointing", ge=0)
+    checkpoint_frequency: NotNegativeInt = setting(0, group="checkpointing")
     """Iterations between checkpoints of a run; 0 uses `checkpoint_every_s` only."""
     checkpoint_every_s: Positive | None = setting(60.0, group="checkpointing")
     """Approximate seconds between checkpoints of a run; None uses `checkpoint_frequency` only.
@@ -252,6 +253,8 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
                 'env: no environment is set: .environment(env="CartPole-v1") in Python, '
                 "--env CartPole-v1 on the command line"
             )
+        check_processes(self)
+        check_rows(self)
         env_creator_for(self.env_or_spaces())
         if self.env is None and self.evaluation_interval and "env" not in self.evaluation_config:
             raise ConfigError(f"evaluation_interval: {NO_ENV_MESSAGE}")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import inspect
 import sys
+import traceback
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +19,7 @@ from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.plan_files import load_plan, modules_of, plan_path
 
 Plan = LocalIterator[dict[str, Any]]
+_PACKAGE = str(Path(__file__).parents[1])
 
 
 class PlanBuilder:
@@ -75,7 +78,8 @@ class PlanBuilder:
             workers: passed to the function.
 
         Raises:
-            ConfigError: the function has other parameters, uses settings that the config lacks, or
+            ConfigError: the function has other parameters, uses settings that the config lacks,
+                passes invalid arguments to an operator (the message has the line of the plan), or
                 does not return a LocalIterator.
         """
         function, config = self._execution_plan, self._config
@@ -95,6 +99,8 @@ class PlanBuilder:
                 f"plan: {config.plan!r} uses the setting {error.name!r}, which "
                 f"{type(config).__name__} does not have: the plan is for another algorithm"
             ) from error
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"plan: {_line_of(error)}: {error}") from error
         if not isinstance(plan, LocalIterator):
             raise ConfigError(
                 "plan: execution_plan(workers, config) must return the iterator of "
@@ -109,6 +115,13 @@ class PlanBuilder:
         """
         config = getattr(self.module, "config", None)
         return config is not None and _same_code(config.get(name), self._config[name])
+
+
+def _line_of(error: Exception) -> str:
+    """Return the file and line of the innermost code outside of flowrl that led to an error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [f for f in frames if not f.filename.startswith((_PACKAGE, "<"))] or frames
+    return f"{Path(outside[-1].filename).name}, line {outside[-1].lineno}"
 
 
 def _same_code(one: Any, other: Any) -> bool:

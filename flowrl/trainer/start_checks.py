@@ -14,6 +14,7 @@ from flowrl.data.serialization import ArrayStore, encode
 from flowrl.iter import Stage
 from flowrl.monitoring.operator_source import is_own
 from flowrl.monitoring.plan_check import check_plan
+from flowrl.monitoring.plan_rules.wiring import no_report
 from flowrl.ops.report import operators_of
 from flowrl.policies.config import ModelConfig, PolicyConfig
 from flowrl.policies.models.catalog import is_module_class
@@ -23,6 +24,8 @@ from flowrl.policies.policy_spec import specs_of
 from flowrl.policies.schedules import needs_total, schedules_in, zero_from
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import ConfigError
+from flowrl.trainer.evaluation import check_evaluation_env
+from flowrl.trainer.memory_checks import check_rows
 from flowrl.trainer.plan_files import is_shipped
 from flowrl.trainer.plan_settings import plan_config
 
@@ -47,13 +50,18 @@ def check_start(config: Any, workers: WorkerSet, stage: Stage) -> None:
         stage: the last stage of its plan.
 
     Raises:
-        ConfigError: a schedule is in percent, but `total_timesteps` is unknown; or an operator has
-            a state that cannot be saved.
+        ConfigError: the rows do not fit into memory; a schedule is in percent, but
+            `total_timesteps` is unknown; an operator has a state that cannot be saved; the plan
+            yields no results; or the environment of `evaluation_config` does not fit.
     """
+    policies = workers.local_worker().policy_map
+    check_rows(config, workers.local_worker())
     _check_states(stage)
     _check_schedules(config, workers.global_vars["total_timesteps"])
-    policies = workers.local_worker().policy_map
+    check_evaluation_env(config, policies)
     for problem in check_plan(stage, workers):
+        if problem.rule == no_report.__name__:
+            raise ConfigError(f"plan: {problem}")
         log.warning("%s", problem)
     for policy_id, policy in policies.items():
         if isinstance(policy.config, PolicyConfig):

@@ -101,7 +101,7 @@ def test_missing_and_contradictory_settings_are_rejected(folder):
         config.evaluation(evaluation_interval=1).build()
     config = config.updated(evaluation_interval=None, evaluation_video_dir="videos")
     with pytest.raises(ConfigError, match="no environment to sample"):
-        config.build().check_evaluation()
+        config.build().check_start()
 
 
 def test_stop_criteria_without_episodes_are_rejected(folder):

@@ -117,7 +117,7 @@ def test_invalid_plans_and_environments_are_rejected(cli, tmp_path, old, new, me
     ("body", "message"),
     [
         ("    return 3\n", "got int"),
-        ("    return ParallelRollouts(workers)\n", "must end in StandardMetricsReporting"),
+        ("    return ParallelRollouts(workers)\n", "end it with `return StandardMetricsReporting("),
         ("    import sys; sys.exit(3)\n", "SystemExit: 3"),
         (
             "    return StandardMetricsReporting(\n"

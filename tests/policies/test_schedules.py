@@ -91,6 +91,6 @@ def test_beta_of_prioritized_replay_may_be_in_percent():
     with pytest.raises(ConfigError, match="needs total_timesteps"):
         DQNConfig(**settings).new_buffer()
     assert "prioritized_replay_beta" in dict(schedules_in(DQNConfig()))
-    for invalid, message in (([(5, 0.4), (0, 1.0)], "rising steps"), (-1, "not negative")):
+    for invalid, message in (([(5, 0.4), (0, 1.0)], "rising steps"), (-1, "from 0 to 1e")):
         with pytest.raises(ConfigError, match=f"prioritized_replay_beta: .*{message}"):
             DQNConfig(prioritized_replay_beta=invalid)

@@ -267,7 +267,7 @@ def test_learning_rate_follows_its_schedule():
     [
         ({"lrr": 1}, "unknown setting 'lrr'. Did you mean 'lr'"),
         ({"gamma": 2}, "gamma: .*less than or equal to 1.*got 2"),
-        ({"lr": -1}, "lr: .*not negative"),
+        ({"lr": -1}, "lr: values must be from 0"),
         ({"lr": "fast"}, "lr: "),
         ({"lr": [(5, 1.0), (5, 0.0)]}, "rising steps, none below 0"),
         ({"lr": [(-1, 1.0), (5, 0.0)]}, "rising steps, none below 0"),

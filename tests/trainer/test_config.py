@@ -226,7 +226,7 @@ INVALID = [
     (PPOConfig, {"lr": "fast"}, "lr: expected a number or a schedule such as "),
     (PPOConfig, {"lr": [1e-3, 0]}, "lr: expected a number or a schedule such as "),
     (PPOConfig, {"lr": len}, "lr: expected a number or a schedule such as "),
-    (PPOConfig, {"lr": -1e-3}, "lr: values must be finite and not negative"),
+    (PPOConfig, {"lr": -1e-3}, "lr: values must be from 0 to 1e+06"),
     (PPOConfig, {"lr": float("nan")}, "lr: "),
     (PPOConfig, {"lr": [(5, 1.0), (0, 0.0)]}, "lr: a schedule is a list"),
     (PPOConfig, {"lr": []}, "lr: a schedule is a list"),

@@ -44,7 +44,7 @@ def test_constructor_names_itself_and_the_nearest_setting():
     for argument in ("CartPole-v1", {"env": "CartPole-v1"}, PPOConfig(env="CartPole-v1")):
         with pytest.raises(ConfigError, match=message):
             PPO(argument, train_batch_szie=1)
-    with pytest.raises(ConfigError, match=r"^DQN: lr: values must be finite"):
+    with pytest.raises(ConfigError, match=r"^DQN: lr: values must be from 0"):
         DQN("CartPole-v1", lr=-1)
 
 

@@ -18,6 +18,7 @@ from flowrl.policies.models.fcnet import FullyConnectedNetwork
 from flowrl.policies.models.flatten import nested_size
 from flowrl.policies.models.masked import MASK, MaskedModel
 from flowrl.policies.models.module_model import ModuleModel
+from flowrl.policies.models.network_memory import check_network_memory
 from flowrl.policies.models.recurrent import RecurrentNetwork
 from flowrl.policies.models.torso import TorsoNetwork
 from flowrl.policies.views import ViewRequirement
@@ -114,6 +115,7 @@ def _make(
     if config.custom_model is not None:
         return _make_custom(config, *args)
     _check_space(obs_space)
+    check_network_memory(obs_space, num_outputs, config)
     if not has_image(obs_space):
         for name in ("conv_filters", "conv_type", "conv_activation", "post_fcnet_hiddens"):
             if getattr(config, name) != ModelConfig.model_fields[name].default:

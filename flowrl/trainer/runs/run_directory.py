@@ -67,6 +67,8 @@ class RunDirectory:
                 raise ConfigError(f"run_dir: {path} is in use by another process") from error
             except OSError as error:
                 raise ConfigError(f"run_dir: cannot write {path}: {error.strerror}") from error
+            except ValueError as error:  # a null character
+                raise ConfigError(f"run_dir: {str(path)!r}: {error}") from error
             on_error.pop_all()
         self.note("resumed" if resume else "started", "")
         self._reported_write_error = self._reported_recovery = False

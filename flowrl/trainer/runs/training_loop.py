@@ -320,9 +320,9 @@ def learn(
     rules = rules.with_defaults(config)
     total = total or rules.env_steps
     algorithm.workers.local_worker()  # errors of environments and plan appear before files
-    algorithm.check_evaluation()
     if total is not None:
         algorithm.workers.set_total_timesteps(total)
+    algorithm.check_start()
     tree = algorithm.plan.explain()
     reached = reached_limit(algorithm, rules, path if resume else None)
     if reached is not None:

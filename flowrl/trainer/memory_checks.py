@@ -1,0 +1,76 @@
+"""Checks that the processes and rows that settings ask for fit into memory, before training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gymnasium import spaces
+
+from flowrl.data.spaces import leaf_spaces
+from flowrl.iter.ray_runtime import live_nodes
+from flowrl.memory_limit import check_memory
+from flowrl.policies.models.encoders import is_image
+from flowrl.sampling.rollout_worker import RolloutWorker
+
+PROCESS_BYTES = 100 << 20  # of a Ray actor, at least
+ROW_BYTES = 16  # of a row without observations, at least
+_PROCESSES = (
+    "num_workers",
+    "num_spare_workers",
+    "evaluation_num_workers",
+    "num_replay_shards",
+    "num_learners",
+)
+
+
+def check_processes(config: Any) -> None:
+    """Check the memory of Ray actors, unless nodes of a cluster may run them.
+
+    Raises:
+        ConfigError: this machine has not enough memory.
+    """
+    if config.address is not None or len(live_nodes()) > 1:
+        return
+    for name in _PROCESSES:
+        number = config.get(name, 0)
+        check_memory(number * PROCESS_BYTES, f"{name}={number}: processes")
+
+
+def check_rows(config: Any, worker: RolloutWorker | None = None) -> None:
+    """Check the memory of train batches, fragments and the replay buffer.
+
+    Args:
+        config: the algorithm's settings.
+        worker: its worker in this process, whose policies tell the size of observations; None
+            counts rows without observations.
+
+    Raises:
+        ConfigError: this machine has not enough memory.
+    """
+    row, num_envs = ROW_BYTES, config.num_envs_per_worker
+    if worker is not None:
+        sizes = [_observation_bytes(p.observation_space) for p in worker.policy_map.values()]
+        row, num_envs = row + max(sizes), worker.num_envs
+    size, length = config.train_batch_size, config.rollout_fragment_length
+    check_memory(size * row, f"train_batch_size={size}: rows")
+    if config.samples and length != "auto":
+        what = f"rollout_fragment_length={length} with {num_envs} environments: rows"
+        check_memory(length * num_envs * row, what)
+    capacity = config.get("replay_buffer_capacity", 0)
+    if config.get("replay_buffer_dir") is None:
+        remedy = "" if worker is None else " (replay_buffer_dir keeps them in files)"
+        check_memory(capacity * row, f"replay_buffer_capacity={capacity}: rows{remedy}")
+
+
+def _observation_bytes(space: spaces.Space) -> int:
+    """Return the bytes of an observation that a row needs at least: of an image, which may be a
+    stack of frames that other rows share, those of one frame."""
+    total = 0
+    for leaf in leaf_spaces(space):
+        num = 1
+        for side in leaf.shape or ():
+            num *= side
+        if is_image(leaf):
+            num //= min(leaf.shape or (1,))
+        total += num * getattr(leaf.dtype, "itemsize", 1)
+    return total
