@@ -21,7 +21,7 @@ class GatherSync(Gather):
     No request is in flight between two pulls, so changes by the consumer (new weights) reach every
     worker before its next item: the lag is 0. If a shard dies, the request is repeated in the same
     round and the items of the other shards are kept; or, by `Recovery.waits`, rounds have no item
-    of the shard until its replacement has started.
+    of the shard until the first one that begins after its replacement has started.
 
     Args:
         shards: the shards to read.
@@ -42,8 +42,6 @@ class GatherSync(Gather):
         self._round: dict[int, tuple[Any, Source]] = {}  # shard -> item
 
     def pull(self, block: bool) -> Any:
-        if self.shards.changes() != self._changes:
-            self._update_members()
         while True:
             if self._queue:
                 item, source = self._queue.popleft()
@@ -70,17 +68,13 @@ class GatherSync(Gather):
         return [self._round.pop(index) for index in indexes]
 
     def _complete_round(self, block: bool) -> bool:
-        """Request and receive items; return whether the round has one of every live shard."""
+        """Request and receive items; return whether the round has one of every member."""
         round_, remote = self._round, self.shards.remote
         while True:
-            missing = False
-            for shard in self.states:
-                if shard.status == "live" and shard.index not in round_:
-                    if not shard.requests and self._is_left_out(shard):
-                        continue
-                    missing = True
-                    if not shard.requests:
-                        self._request(shard)
+            missing = [shard for shard in self.members() if shard.index not in round_]
+            for shard in missing:
+                if not shard.requests:
+                    self._request(shard)
             if not missing and not self._in_flight:
                 return True
             # in shard order, so that the first of several errors is always the same one
@@ -101,16 +95,23 @@ class GatherSync(Gather):
             if not refs and not block:
                 return False
 
-    def _is_left_out(self, shard: ShardState) -> bool:
-        """Return whether the round continues without a shard, because its replacement has not
-        started; create the replacement."""
-        if shard.recovery.waits:
-            return False
-        if shard.dead_incarnation is not None:
-            self._replace(shard)
-        if shard.startup is not None and ready_refs([shard.startup]):
-            shard.startup = None  # if it failed, so does the next request
-        return not shard.is_ready and any(s.is_ready and s is not shard for s in self.live())
+    def members(self) -> list[ShardState]:
+        """Return the shards that the current round has an item of, or else the next one.
+
+        Creates the replacements of dead shards that the round does not wait for.
+        """
+        if self.shards.changes() != self._changes:
+            self._update_members()
+        begins = not self._round and not self._in_flight
+        live = self.live()
+        for shard in live:
+            if shard.recovery.waits:
+                continue
+            if shard.dead_incarnation is not None:
+                self._replace(shard)
+            if begins and shard.startup is not None and ready_refs([shard.startup]):
+                shard.startup = None  # if it failed, so does the next request
+        return [shard for shard in live if shard.recovery.waits or shard.is_ready] or live
 
     def _fetch_all(self, refs: list[Any]) -> list[Reply | None] | None:
         """Fetch all replies in one request to Ray; return None if they must be fetched one at a

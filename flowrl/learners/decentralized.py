@@ -22,6 +22,9 @@ from flowrl.learners.learner import (
 from flowrl.sampling.rollout_worker import RolloutWorker
 
 
+ARRIVAL_CHECK_S = 0.01  # interval of a worker that waits for the other members of its group
+
+
 @dataclass
 class WorkerUpdate:
     """Report of a worker that has learned from its fragment.
@@ -32,7 +35,7 @@ class WorkerUpdate:
         rows_by_policy: policy id -> number of rows in the fragment.
         weights_checksum: checksum of the weights after the update, equal on all workers of a group.
         group_name: name of the group that the worker learned in; "" if it learned alone.
-        state: learning state of the policies; None except from the first worker.
+        state: learning state of the policies; None except from the first worker of the group.
         sources: see SampleBatch.sources.
         learn_s: duration of the update [s].
     """
@@ -89,6 +92,7 @@ class LearnOnWorker:
         self._worker = worker
         self._store: Any = None
         self._group_name = b""
+        self._rank = 0  # in the group
 
     def bound_to(self, worker: RolloutWorker) -> LearnOnWorker:
         """Return a copy of this operator that is bound to a worker."""
@@ -115,7 +119,7 @@ class LearnOnWorker:
                 for name in sorted(weights):
                     weights_checksum = zlib.crc32(weights[name].tobytes(), weights_checksum)
             state = None
-            if worker.worker_index <= 1:
+            if self._rank == 0:
                 from flowrl.learners.process_group import learning_state
 
                 state = learning_state(worker.policy_map)
@@ -178,21 +182,44 @@ class LearnOnWorker:
         if self._store is None:
             assert self.store_address is not None
             self._store = TCPStore(*self.store_address, is_master=False, wait_for_workers=False)
-        group_name = self._store.get("group_name")
-        if group_name == self._group_name:
+        if self._store.get("group_name") == self._group_name:
             return
         policies: dict[str, Any] = worker.policy_map
         for policy in policies.values():
             check_distributable(policy)
             policy.learner.process_group = None
+        group_name, members = self._wait_for_group()
         name = group_name.decode()
         load_learning_state(policies, self._store.get(f"state/{name}"))
-        size = int(self._store.get(f"size/{name}"))
-        self._group_name = group_name
+        self._group_name, self._rank = group_name, members.index(worker.worker_index)
         store = PrefixStore(name, self._store)
-        group = ProcessGroup(store, worker.worker_index - 1, size, timeout_s=self._timeout_s)
+        group = ProcessGroup(store, self._rank, len(members), timeout_s=self._timeout_s)
         for policy in policies.values():
             policy.learner.process_group = group
+
+    def _wait_for_group(self) -> tuple[bytes, list[int]]:
+        """Wait until all members of the newest group have arrived; return its name and members.
+
+        If a member dies before it arrives, a group without it becomes the newest.
+
+        Raises:
+            ProcessGroupError: a member has not arrived in time.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        arrived_in = None
+        while time.monotonic() < deadline:
+            group_name = self._store.get("group_name")
+            name = group_name.decode()
+            if name != arrived_in:
+                arrived_in = name
+                members = json.loads(self._store.get(f"members/{name}"))
+                if self._store.add(f"arrived/{name}", 1) >= len(members):
+                    self._store.set(f"complete/{name}", "")
+            if self._store.check([f"complete/{name}"]):
+                return group_name, members
+            time.sleep(ARRIVAL_CHECK_S)  # the store's own wait prints a warning at each timeout
+        self._group_name = group_name
+        raise ProcessGroupError(f"group {arrived_in}: a member did not arrive in time")
 
     def __repr__(self) -> str:
         return "LearnOnWorker"

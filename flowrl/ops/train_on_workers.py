@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
@@ -29,7 +29,9 @@ class TrainOnWorkers(LocalIterator[Any]):
     So weights stay equal and no rows are sent. After a round the local worker's policies receive
     the new weights. The item is the first worker's. Updates the same counters as ParallelRollouts
     and TrainOneStep; times `learn`, per round. If a worker dies, joins or leaves, a new group is
-    formed from the state after the last round; counts `num_group_restarts`.
+    formed from the state after the last round; counts `num_group_restarts`. A round that was
+    interrupted is repeated, without the dead worker unless the setting `wait_for_replaced_workers`
+    is on; the worker that replaces it joins a later round.
 
     Args:
         workers: the WorkerSet; without remote workers the local one learns alone.
@@ -86,7 +88,7 @@ class TrainOnWorkersStage(Stage):
         self._count = CountRollouts(workers)
         self._store: Any = None
         self._group_number = 0
-        self._members: list[int] = []  # restart count of each worker in the group
+        self._members: list[tuple[int, int]] = []  # (worker, restart count) in the group
         self._is_new_group = False  # it has not completed a round
         self._group_failures = 0  # since the last round
         self._failed_shard: ShardFailedError | None = None
@@ -101,7 +103,8 @@ class TrainOnWorkersStage(Stage):
         host = ray.util.get_node_ip_address()
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self._learn.store_address = host, self._store.port
-        self.workers.on_recreate.append(self._form_group_again)
+        if self.workers.config.recovery.waits:  # the group must be known before the new worker asks
+            self.workers.on_recreate.append(self._form_group_again)
         self._form_group()
 
     def _form_group(self) -> None:
@@ -109,7 +112,7 @@ class TrainOnWorkersStage(Stage):
         from flowrl.learners.process_group import learning_state
 
         if self._group_number > 1:  # a worker may still read the entries of the last group
-            for entry in ("state", "size"):
+            for entry in ("state", "members", "arrived", "complete"):
                 self._store.delete_key(f"{entry}/{self._group_number - 1}")
         self._group_number += 1
         self._members = self._current_members()
@@ -118,11 +121,13 @@ class TrainOnWorkersStage(Stage):
         name = str(self._group_number)
         state = learning_state(self.workers.local_worker().policy_map)
         self._store.set(f"state/{name}", state)
-        self._store.set(f"size/{name}", str(len(self._members)))
+        self._store.set(f"members/{name}", json.dumps([worker + 1 for worker, _ in self._members]))
         self._store.set("group_name", name)
 
-    def _current_members(self) -> list[int]:
-        return self.workers.restart_counts[: self.workers.num_workers]
+    def _current_members(self) -> list[tuple[int, int]]:
+        rounds: Any = self.parents[0]
+        members = [shard.index for shard in rounds.members()]
+        return [(index, self.workers.restart_counts[index]) for index in members]
 
     def _form_group_again(self) -> None:
         if self._is_new_group:
@@ -136,7 +141,7 @@ class TrainOnWorkersStage(Stage):
             if self._failed_shard is not None:
                 raise self._failed_shard  # pulling again would block: the other workers wait for it
             if self._store is not None and self._members != self._current_members():
-                self._is_new_group = False  # no member waits for the workers that left
+                self._is_new_group = False  # no member waits for the workers that left or died
                 self._form_group_again()
             self._discard_old_generations()
             try:
@@ -161,6 +166,11 @@ class TrainOnWorkersStage(Stage):
                 if self._discard_old_generations():
                     continue  # a new group was formed: request these workers again
                 return updates
+            if self._store is not None and all(update.state is None for update in updates):
+                self._drop(zip(updates, self.parents[0].sources, strict=True))  # its worker died
+                self._is_new_group = False
+                self._form_group_again()
+                continue
             self.items += 1
             return self._finish_round(updates, self.parents[0].sources)
 
@@ -173,10 +183,13 @@ class TrainOnWorkersStage(Stage):
         gather: Any = self.parents[0]
         current = str(self._group_number) if self._store is not None else ""
         discarded = gather.discard(lambda update: update.group_name != current)
-        for update, source in discarded:
+        self._drop(discarded)
+        return bool(discarded)
+
+    def _drop(self, updates: Iterable[tuple[WorkerUpdate, Source]]) -> None:
+        for update, source in updates:
             self._count(((source,), update))
             _get_shared_metrics().counters["num_env_steps_dropped"] += update.num_env_steps
-        return bool(discarded)
 
     def _finish_round(
         self, updates: list[WorkerUpdate], sources: tuple[Source, ...]
@@ -196,7 +209,7 @@ class TrainOnWorkersStage(Stage):
             with worker.lock:
                 load_learning_state(worker.policy_map, state)
             if not any(policy.observation_filter for policy in worker.policy_map.values()):
-                self.workers.weight_sync.mark_synced(range(self.workers.num_workers))
+                self.workers.weight_sync.mark_synced(source.worker for source in sources)
         first_info: Info = {}
         for update, source in zip(updates, sources, strict=True):
             self._count(((source,), update))

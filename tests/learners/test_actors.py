@@ -17,6 +17,7 @@ from flowrl.algorithms.ppo import PPO, PPOConfig, PPOTorchPolicy
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import LocalIterator
 from flowrl.iter.errors import ShardFailedError
+from flowrl.iter.gather_sync import GatherSync
 from flowrl.ops import (
     Dequeue,
     Enqueue,
@@ -343,17 +344,32 @@ def die_after_learning(worker):
     worker.policy.end_learning = lambda batch, stats: os.kill(os.getpid(), signal.SIGKILL)
 
 
+def train_until_all_workers_learn(algorithm):
+    """Train until a worker was replaced and a round has updates of all workers."""
+    rounds = algorithm.plan.stage
+    while not isinstance(rounds, GatherSync):
+        (rounds,) = rounds.parents
+    result = algorithm.train()
+    while not result["num_remote_worker_restarts"] or (
+        len(rounds.sources) < algorithm.workers.num_workers
+    ):
+        result = algorithm.train()
+    return result
+
+
 @pytest.mark.chaos
 @pytest.mark.slow
-def test_group_waits_for_a_worker_that_dies_after_the_update():
-    with ddppo_config(kl_coeff=0.0).build() as algorithm:
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("index", [0, 1])
+def test_group_survives_a_worker_that_dies_after_the_update(index, waits):
+    config = ddppo_config(kl_coeff=0.0, wait_for_replaced_workers=waits)
+    with config.build() as algorithm:
         algorithm.train()
         import ray
 
-        first = algorithm.workers.remote_workers()[0]
-        ray.get(first.apply.remote(die_after_learning))
-        for _ in range(3):
-            result = algorithm.train()
+        dying = algorithm.workers.remote_workers()[index]
+        ray.get(dying.apply.remote(die_after_learning))
+        result = train_until_all_workers_learn(algorithm)
         assert result["num_remote_worker_restarts"] == 1
         counters = algorithm.plan.metrics.counters
         assert result["num_env_steps_sampled"] == (
@@ -418,17 +434,43 @@ class DiesOnce(DefaultCallbacks):
 @pytest.mark.chaos
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_replaced_worker_gets_the_weights_of_the_group():
-    with ddppo_config(callbacks_class=DiesOnce).build() as algorithm:
-        for _ in range(5):
-            result = algorithm.train()
+@pytest.mark.parametrize("waits", [True, False])
+def test_replaced_worker_gets_the_weights_of_the_group(waits):
+    config = ddppo_config(callbacks_class=DiesOnce, wait_for_replaced_workers=waits)
+    with config.build() as algorithm:
+        result = train_until_all_workers_learn(algorithm)
         assert result["num_remote_worker_restarts"] == 1
         assert algorithm.plan.metrics.counters["num_group_restarts"] >= 1
         local, *remote = weights_of_workers(algorithm)
         for remote_weights in remote:
             for name, weight in local.items():
                 np.testing.assert_array_equal(remote_weights[name], weight)
-        assert result["num_env_steps_trained"] == result["num_env_steps_sampled"] == 5 * 120
+        trained, sampled = result["num_env_steps_trained"], result["num_env_steps_sampled"]
+        assert trained == sampled - algorithm.plan.metrics.counters["num_env_steps_dropped"]
+
+
+@pytest.mark.chaos
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_group_continues_without_dead_workers():
+    """Kill all workers but one, then that one, while the others start again."""
+    import ray
+
+    with ddppo_config(num_workers=3).build() as algorithm:
+        algorithm.train()
+        first, *others = algorithm.workers.remote_workers()
+        for worker in others:
+            ray.kill(worker)
+        before = algorithm.env_steps
+        result = algorithm.train()
+        assert result["num_env_steps_sampled"] == before + 40  # of the remaining worker
+        ray.kill(first)
+        result = train_until_all_workers_learn(algorithm)
+        assert result["num_remote_worker_restarts"] == 3
+        weights_by_worker = weights_of_workers(algorithm)
+        for name, weight in weights_by_worker[0].items():
+            for remote_weights in weights_by_worker[1:]:
+                np.testing.assert_array_equal(remote_weights[name], weight)
 
 
 def hang_after_learning(worker):
@@ -468,7 +510,8 @@ class DiesInFirstFragment(DefaultCallbacks):
 @pytest.mark.timeout(120)
 def test_worker_that_dies_before_the_first_round_joins_after_its_restart():
     """The other workers wait for it and lose no steps."""
-    with ddppo_config(callbacks_class=DiesInFirstFragment).build() as algorithm:
+    config = ddppo_config(callbacks_class=DiesInFirstFragment, wait_for_replaced_workers=True)
+    with config.build() as algorithm:
         result = algorithm.train()
         counters = algorithm.plan.metrics.counters
         assert result["num_remote_worker_restarts"] == 1

@@ -1,0 +1,348 @@
+"""Check that the quick tests find mistakes in numerics and bookkeeping.
+
+Applies one mutation at a time to a copy of the package, each a change of a single line, and runs
+the tests of its subject. Prints the mutations that no test fails for; the exit code is 1 if there
+are any.
+
+    python tests/mutations.py [--only NAME ...] [--jobs 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+COPIED = ("flowrl", "tests", "plans", "tuned_examples", "pyproject.toml", "conftest.py")
+TIMEOUT_S = 300
+
+RETURNS = "policies/returns.py"
+PPO = "algorithms/ppo.py"
+DQN = "algorithms/dqn.py"
+SUM_TREE = "replay/sum_tree.py"
+RING = "replay/ring_buffer.py"
+TRAJECTORIES = "replay/trajectories.py"
+RATIO = "replay/replay_ratio.py"
+PRIORITIZED = "replay/prioritized.py"
+BUFFERS = "replay/buffers.py"
+BRANCHES = "iter/stages/branches.py"
+GATHER = "iter/gather.py"
+STALENESS = "ops/staleness.py"
+ROLLOUT = "ops/rollout.py"
+STORAGE = "data/checkpoint_storage.py"
+SYNC = "sampling/weight_sync.py"
+FILTERS = "policies/filters.py"
+TARGET = "policies/target_network.py"
+# fmt: off
+TESTS = {
+    RETURNS: ["policies/test_returns.py"],
+    PPO: ["policies/test_kernels.py", "policies/test_acting_and_learning.py", "algorithms"],
+    DQN: ["algorithms/test_dqn.py"],
+    SUM_TREE: ["replay/test_prioritized.py"],
+    RING: ["replay/test_buffers.py"],
+    TRAJECTORIES: ["replay/test_buffers.py"],
+    RATIO: ["replay", "ops/test_replay.py"],
+    PRIORITIZED: ["replay/test_prioritized.py"],
+    BUFFERS: ["replay/test_buffers.py"],
+    BRANCHES: ["iter/test_branches.py", "iter/test_stages.py"],
+    GATHER: ["iter/test_parallel.py", "iter/test_failures.py"],
+    STALENESS: ["ops/test_staleness.py"],
+    ROLLOUT: ["ops", "test_plans.py"],
+    STORAGE: ["data/test_checkpoint.py"],
+    SYNC: ["ops/test_weights.py", "sampling/test_samplers.py", "test_plans.py"],
+    FILTERS: ["policies", "sampling/test_column_sampler.py"],
+    TARGET: ["algorithms/test_dqn.py", "algorithms/test_actor_critic.py"],
+    "algorithms/sac.py": ["algorithms/test_actor_critic.py"],
+    "algorithms/on_policy.py": ["policies/test_returns.py", "sampling", "algorithms"],
+    "policies/categorical_q.py": ["policies/test_categorical_q.py"],
+    "policies/q_values.py": ["policies/test_q_values.py", "algorithms/test_dqn.py"],
+    "policies/schedules.py": ["policies/test_schedules.py"],
+    "ops/train.py": ["ops"],
+    "ops/plan_metrics.py": ["ops", "test_plans.py"],
+    "ops/concurrency.py": ["ops/test_concurrency.py"],
+    "replay/frame_table.py": ["replay/test_frame_table.py"],
+    "replay/env_step_index.py": ["replay/test_env_step_index.py", "replay/test_multi_agent.py"],
+}
+
+
+class Mutation(NamedTuple):
+    """A change of one line: `old`, which is in the file once, becomes `new`."""
+
+    name: str
+    path: str
+    old: str
+    new: str
+
+
+MUTATIONS = [
+    Mutation("GAE: values of the next state are added", RETURNS,
+             "advantages = rewards + gamma * next_values - values",
+             "advantages = rewards + gamma * next_values + values"),
+    Mutation("GAE: crosses the end of an episode", RETURNS,
+             "decay = (gamma * lambda_) * (1.0 - dones.astype(advantages.dtype))",
+             "decay = (gamma * lambda_) * np.ones_like(advantages)"),
+    Mutation("GAE: no discount of longer estimates", RETURNS,
+             "decay = (gamma * lambda_) * (1.0 - dones.astype(advantages.dtype))",
+             "decay = lambda_ * (1.0 - dones.astype(advantages.dtype))"),
+    Mutation("GAE: skips the last but one row", RETURNS,
+             "for t in range(len(advantages) - 2, -1, -1):",
+             "for t in range(len(advantages) - 3, -1, -1):"),
+    Mutation("GAE: value targets", "algorithms/on_policy.py",
+             '"value_targets": advantages + values}', '"value_targets": advantages - values}'),
+    Mutation("returns without GAE: no value at a truncation", "algorithms/on_policy.py",
+             "bootstrapped = np.where(dones, rewards + config.gamma * next_values, rewards)",
+             "bootstrapped = rewards"),
+    Mutation("discounted returns: no last value", RETURNS,
+             "running = np.asarray(last_values).astype(rewards.dtype)",
+             "running = np.zeros_like(np.asarray(last_values)).astype(rewards.dtype)"),
+    Mutation("discounted returns: the first row is missing", RETURNS,
+             "for t in range(len(rewards) - 1, -1, -1):",
+             "for t in range(len(rewards) - 1, 0, -1):"),
+    Mutation("lambda-returns: values are not replaced", RETURNS,
+             "returns[t] += decay[t] * (returns[t + 1] - next_values[t])",
+             "returns[t] += decay[t] * returns[t + 1]"),
+    Mutation("n-step: one discount too few", RETURNS,
+             "        discount *= gamma\n",
+             "        discount *= gamma if j > 1 else 1.0\n"),
+    Mutation("n-step: sums cross the end of an episode", RETURNS,
+             "continues = included & ~dones[j:]",
+             "continues = included[: len(included)]"),
+    Mutation("n-step: one step too few", RETURNS,
+             "for j in range(1, min(n, len(rewards))):",
+             "for j in range(1, min(n - 1, len(rewards))):"),
+    Mutation("V-trace: ratio upside down", RETURNS,
+             "ratios = np.exp(target_logp - behaviour_logp)",
+             "ratios = np.exp(behaviour_logp - target_logp)"),
+    Mutation("V-trace: rho is not clipped", RETURNS,
+             "deltas = np.minimum(clip_rho, ratios) *",
+             "deltas = ratios *"),
+    Mutation("V-trace: c is not clipped", RETURNS,
+             "decay = gamma * lambda_ * np.minimum(clip_c, ratios)",
+             "decay = gamma * lambda_ * ratios"),
+    Mutation("V-trace: advantages use values instead of targets", RETURNS,
+             "np.where(within_episode, targets[1:], next_values[:-1])",
+             "next_values[:-1]"),
+    Mutation("PPO: maximum instead of minimum", PPO,
+             "torch.minimum(advantages * ratio, advantages * clipped)",
+             "torch.maximum(advantages * ratio, advantages * clipped)"),
+    Mutation("PPO: sign of the objective", PPO,
+             "policy_loss = -clipped_surrogate(ratio, advantages, clip)",
+             "policy_loss = clipped_surrogate(ratio, advantages, clip)"),
+    Mutation("PPO: clip interval on one side", PPO,
+             "ratio.clamp(1 - clip, 1 + clip)", "ratio.clamp(1 - clip, 1 + 2 * clip)"),
+    Mutation("PPO: sign of the entropy bonus", PPO,
+             "loss = loss - bonus * entropy", "loss = loss + bonus * entropy"),
+    Mutation("PPO: smaller value loss", PPO,
+             "torch.maximum((values - targets) ** 2, (clipped - targets) ** 2)",
+             "torch.minimum((values - targets) ** 2, (clipped - targets) ** 2)"),
+    Mutation("PPO: KL coefficient falls when it should rise", PPO,
+             "return min(2 * kl_coeff, 1e6)", "return min(0.5 * kl_coeff, 1e6)"),
+    Mutation("DQN: bootstraps at terminal states", DQN,
+             'discounts = np.where(batch.array("terminateds"), 0.0, discounts)',
+             'discounts = np.where(batch.array("terminateds"), discounts, discounts)'),
+    Mutation("DQN: truncation counts as terminal", DQN,
+             'discounts = np.where(batch.array("terminateds"), 0.0, discounts)',
+             'discounts = np.where(batch.array("dones"), 0.0, discounts)'),
+    Mutation("DQN: discount ignores the number of steps", DQN,
+             'discounts = discounts ** batch.array("n_steps")',
+             'discounts = discounts ** (batch.array("n_steps") * 0 + 1)'),
+    Mutation("DQN: weights of prioritized replay are ignored", DQN,
+             'return (losses * batch["weights"]).mean() if "weights" in batch else losses.mean()',
+             "return losses.mean()"),
+    Mutation("double Q: the target network selects actions", DQN,
+             "if self.config.double_q:", "if not self.config.double_q:"),
+    Mutation("dueling: mean is added", "policies/q_values.py",
+             "q: np.ndarray = advantages + (state_values - advantages.mean(1))[:, None]",
+             "q: np.ndarray = advantages + (state_values + advantages.mean(1))[:, None]"),
+    Mutation("Q-values: sign of the TD error", "policies/q_values.py",
+             "return TDLoss(losses, values, values - targets)",
+             "return TDLoss(losses, values, targets - values)"),
+    Mutation("C51: probability on the wrong side", "policies/categorical_q.py",
+             "np.add.at(projected, (rows, below), probs * (1.0 - upper))",
+             "np.add.at(projected, (rows, below), probs * upper)"),
+    Mutation("C51: rewards are not added", "policies/categorical_q.py",
+             "moved = rewards[:, None] + discounts[:, None] * self.support",
+             "moved = discounts[:, None] * self.support"),
+    Mutation("SAC: sign of the temperature term in targets", "algorithms/sac.py",
+             "return values - self.alpha * logp", "return values + self.alpha * logp"),
+    Mutation("SAC: sign of the temperature loss", "algorithms/sac.py",
+             "self._log_alpha * (entropy - self.target_entropy)",
+             "self._log_alpha * (self.target_entropy - entropy)"),
+    Mutation("SAC: larger of two critics", "algorithms/sac.py",
+             "loss = (alpha * logp - values.amin(0)).mean()",
+             "loss = (alpha * logp - values.amax(0)).mean()"),
+    Mutation("target network: weights swapped", TARGET,
+             "lerp_(self.flat.vector.data, tau)", "lerp_(self.flat.vector.data, 1 - tau)"),
+    Mutation("target network: updates are not counted", TARGET,
+             "self.target_updates += 1", "self.target_updates += 0"),
+    Mutation("target network: one step late", "ops/train.py",
+             "return now - last >= self.target_update_freq",
+             "return now - last > self.target_update_freq"),
+    Mutation("sum tree: child of the next larger sum", SUM_TREE,
+             "child = (sums > values[:, None]).argmax(1)",
+             "child = (sums > values[:, None] * 0.5).argmax(1)"),
+    Mutation("sum tree: one part of the total", SUM_TREE,
+             "values += np.arange(count)", "values += 0 * np.arange(count)"),
+    Mutation("sum tree: parents are not updated after a fill", SUM_TREE,
+             "np.dot(level[start:stop], _ONES, out=sums[start:stop])",
+             "np.dot(level[start:stop], _ONES, out=sums[start:stop].copy())"),
+    Mutation("priorities: exponent of the weights", PRIORITIZED,
+             "** np.float32(-self.beta)", "** np.float32(self.beta)"),
+    Mutation("priorities: alpha is ignored", PRIORITIZED,
+             "weights **= self.alpha", "weights **= 1.0"),
+    Mutation("priorities: overwritten rows are updated", PRIORITIZED,
+             "present = ids >= stored.start", "present = ids >= 0"),
+    Mutation("priorities: maximum is not kept", PRIORITIZED,
+             "self._max_weight = max(self._max_weight, float((high + self.eps) ** self.alpha))",
+             "self._max_weight = float((high + self.eps) ** self.alpha)"),
+    Mutation("ring: wraps one slot early", RING,
+             "room = self.capacity - self.num_added % self.capacity  # slots before the wrap-around",
+             "room = self.capacity - self.num_added % self.capacity - 1"),
+    Mutation("ring: next observation of the row itself", RING,
+             "next_slots = self._successors.next_slots.take(ends, mode=\"clip\")",
+             "next_slots = self._successors.next_slots.take(slots, mode=\"clip\")"),
+    Mutation("trajectories: link over an end", TRAJECTORIES,
+             "adjacent = unfinished[part] & (first_steps[next_part] == last_steps[part] + 1)",
+             "adjacent = first_steps[next_part] == last_steps[part] + 1"),
+    Mutation("trajectories: overwritten rows are linked", TRAJECTORIES,
+             "if last_step >= step or last_row < oldest:", "if last_step >= step:"),
+    Mutation("replay n-step: rewards after the end count", BUFFERS,
+             "rewards = (rewards * counts * self._discounts).sum(0)",
+             "rewards = (rewards * self._discounts).sum(0)"),
+    Mutation("replay ratio: one batch too many", RATIO,
+             "return self.drawn + rows <= self._rows_allowed",
+             "return self.drawn <= self._rows_allowed"),
+    Mutation("replay ratio: rows before learning_starts count", RATIO,
+             "return self.training_intensity * (self.stored - self.learning_starts)",
+             "return self.training_intensity * self.stored"),
+    Mutation("frames: the wrong slots are reused", "replay/frame_table.py",
+             "self._num_released -= reused", "self._num_released -= 0"),
+    Mutation("env steps: overwritten rows stay", "replay/env_step_index.py",
+             "self._complete &= (rows.counts == 0) | (rows.lowest >= row)",
+             "self._complete &= (rows.counts == 0) | (rows.lowest >= 0)"),
+    Mutation("round robin: an item costs nothing", BRANCHES,
+             "self._credit[index] -= 1\n", "self._credit[index] -= 0\n"),
+    Mutation("round robin: debts are forgotten", BRANCHES,
+             "self._credit[i] += max(rounds, 0) * self._weights[i]",
+             "self._credit[i] = ONE"),
+    Mutation("gather: items of a shard have the same number", GATHER,
+             "shard.num_received += 1", "shard.num_received += 0"),
+    Mutation("gather: consecutive deaths are not counted", GATHER,
+             "shard.deaths = shard.deaths + 1 if death == shard.last_death else 1",
+             "shard.deaths = 1"),
+    Mutation("policy lag: one update too old", ROLLOUT,
+             "is_fresh = max(lags) <= self.max_policy_lag",
+             "is_fresh = max(lags) <= self.max_policy_lag + 1"),
+    Mutation("ledger: dropped steps are not counted", ROLLOUT,
+             '            _get_shared_metrics().counters["num_env_steps_dropped"] += batch.env_steps()',
+             '            _get_shared_metrics().counters["num_env_steps_dropped"] += 0'),
+    Mutation("ledger: agent steps count as env steps", ROLLOUT,
+             'metrics.counters["num_env_steps_sampled"] += batch.env_steps()',
+             'metrics.counters["num_env_steps_sampled"] += batch.agent_steps()'),
+    Mutation("ledger: trained steps are counted twice", "ops/plan_metrics.py",
+             'counters["num_env_steps_trained"] += env_steps',
+             'counters["num_env_steps_trained"] += 2 * env_steps'),
+    Mutation("staleness: dropped steps do not count", STALENESS,
+             'done = counters["num_env_steps_trained"] + counters["num_env_steps_dropped"]',
+             'done = counters["num_env_steps_trained"]'),
+    Mutation("staleness: one batch too many", STALENESS,
+             "must_wait = requested >= oldest_mark + (self.max_batches + 1) * self.batch_size",
+             "must_wait = requested >= oldest_mark + (self.max_batches + 2) * self.batch_size"),
+    Mutation("weights: sent again though the worker has them", SYNC,
+             "if self._sent.get(index) == versions:", "if self._sent.get(index) is versions:"),
+    Mutation("weights: replaced workers keep their version", SYNC,
+             "self._sent.pop(index, None)", "self._sent.get(index, None)"),
+    Mutation("checksum: only the last chunk counts", STORAGE,
+             "self._sum = zlib.crc32(data, self._sum)", "self._sum = zlib.crc32(data)"),
+    Mutation("filter: variance of merged statistics", FILTERS,
+             "self.m2 = self.m2 + m2 + delta**2 * (self.count * count / total)",
+             "self.m2 = self.m2 + m2"),
+    Mutation("schedule: interpolation from the wrong end", "policies/schedules.py",
+             "return float(v0 + (v1 - v0) * (timestep - t0) / (t1 - t0))",
+             "return float(v1 + (v1 - v0) * (timestep - t0) / (t1 - t0))"),
+]
+# fmt: on
+
+
+def mutated(mutation: Mutation) -> str:
+    """Return the text of the mutation's file with the mutation.
+
+    Raises:
+        ValueError: the file has the old text not exactly once.
+    """
+    text = (ROOT / "flowrl" / mutation.path).read_text()
+    if text.count(mutation.old) != 1:
+        raise ValueError(
+            f"{mutation.name}: {mutation.path} has {text.count(mutation.old)} times {mutation.old}"
+        )
+    return text.replace(mutation.old, mutation.new)
+
+
+def is_caught(mutation: Mutation, copy: Path) -> bool:
+    """Return whether a test fails for a mutation of a copy of the project."""
+    path = copy / "flowrl" / mutation.path
+    original, changed = path.read_text(), mutated(mutation)
+    path.write_text(changed)
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider"]
+    command += [f"tests/{name}" for name in TESTS[mutation.path]]
+    try:
+        done = subprocess.run(
+            command, cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, timeout=TIMEOUT_S,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return True
+    finally:
+        path.write_text(original)
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"{mutation.name}: pytest ended with {done.returncode}: {command}")
+    return done.returncode == 1
+
+
+def main() -> int:
+    """Run the mutations; return the exit code."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--only", nargs="+", default=[], help="words of the names to run")
+    parser.add_argument("--jobs", type=int, default=1, help="mutations at the same time")
+    options = parser.parse_args()
+    chosen = [m for m in MUTATIONS if not options.only or any(w in m.name for w in options.only)]
+    copies: SimpleQueue[Path] = SimpleQueue()
+    survivors = []
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
+        for number in range(options.jobs):
+            copy = Path(folder) / str(number)
+            copy.mkdir()
+            for name in COPIED:
+                source = ROOT / name
+                if source.is_dir():
+                    shutil.copytree(source, copy / name)
+                else:
+                    shutil.copy(source, copy)
+            copies.put(copy)
+
+        def run(mutation: Mutation) -> None:
+            copy = copies.get()
+            started = time.perf_counter()
+            caught = is_caught(mutation, copy)
+            copies.put(copy)
+            verdict = "caught" if caught else "NOT CAUGHT"
+            print(f"{verdict}  {time.perf_counter() - started:4.0f} s  {mutation.name}", flush=True)
+            if not caught:
+                survivors.append(mutation)
+
+        list(pool.map(run, chosen))
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutations are caught")
+    return bool(survivors)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
