@@ -1,12 +1,13 @@
 """Throughput and recovery of training while workers are killed.
 
 Each plan trains CartPole with 3 workers: first undisturbed, then with a SIGKILL to the process of a
-random worker at regular intervals. Prints, per plan:
+random worker at regular intervals. Writes the figures to results/chaos.json and this table, with a
+row per plan, to results/chaos.md:
 
 - kept: env steps per second with kills, over those without in the same run;
 - gap: the longest time between two results with kills, over the median time without;
 - recovery: seconds from a kill to the first env step of the replacement (median, 95th percentile);
-- lost: env steps that killed processes had taken but not returned, per kill;
+- lost: env steps that the environments have taken but the plan has not received, per kill;
 - twice: env steps that the plan counts beyond those that the environments have taken (must be 0).
 
     python benchmarks/chaos.py [--plans ppo impala] [--seconds 60] [--every 6] [--spares 1]
@@ -24,14 +25,17 @@ import sys
 import tempfile
 import threading
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from gymnasium.envs.classic_control import CartPoleEnv
 
+from flowrl.benchmark.run import commit, machine
 from flowrl.trainer.plan_settings import plan_config
 
+RESULTS = Path(__file__).parent / "results"
 PLANS = ("ppo", "a2c", "ddppo", "a3c", "impala", "appo", "apex", "dqn_distributed")
 NUM_WORKERS = 3
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -82,11 +86,6 @@ class Processes:
         """Return (worker index, process id) of the workers that sample."""
         pids = {(worker, pid) for worker, pid, *_ in self.records() if worker}
         return sorted(one for one in pids if Path(f"/proc/{one[1]}").exists())
-
-    def first_step_after(self, worker: int, moment: float) -> float | None:
-        """Return the time of the first step of a worker's next process; None if there is none."""
-        times = [t for index, _, _, t in self.records() if index == worker and t > moment]
-        return min(times, default=None)
 
 
 def kill_workers(
@@ -157,6 +156,12 @@ def measure(plan: str, seconds: float, every_s: float, num_spares: int) -> dict[
     dropped = counters["num_env_steps_dropped"]
     return {
         "plan": plan,
+        "date": str(date.today()),
+        "machine": machine(),
+        "commit": commit(),
+        "seconds": seconds,
+        "every_s": every_s,
+        "num_spares": num_spares,
         "rate": rate,
         "kept": disturbed_rate / rate,
         "gap": max(disturbed_gaps) / float(np.median(gaps)),
@@ -191,6 +196,20 @@ def cells(figures: dict[str, Any]) -> list[str]:
     ]
 
 
+def table(measured: dict[str, dict[str, Any]]) -> str:
+    """Return the table of all measured plans, with the machines and commits."""
+    lines = [COLUMNS, ["---"] * len(COLUMNS)]
+    lines += [cells(measured[plan]) for plan in PLANS if plan in measured]
+    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    runs = {
+        f"{one['seconds']:g} s without and {one['seconds']:g} s with a kill every {one['every_s']:g} "
+        f"s, {one['num_spares']} spare processes, on {one['machine']}, {one['date']}, commit "
+        f"{one['commit']}"
+        for one in measured.values()
+    }
+    return text + "\n" + "; ".join(sorted(runs)) + ".\n"
+
+
 def main() -> None:
     """Measure the plans, each in a process of its own, and print the table."""
     parser = argparse.ArgumentParser(description=main.__doc__)
@@ -198,24 +217,23 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="with and without kills, each")
     parser.add_argument("--every", type=float, default=6.0, help="seconds between two kills")
     parser.add_argument("--spares", type=int, default=0, help="setting num_spare_workers")
-    parser.add_argument("--json", type=Path, help="write the figures to this file, too")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
         figures = measure(options.measure, options.seconds, options.every, options.spares)
         print(json.dumps(figures))
         return
-    print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|")
-    measured = []
+    path = RESULTS / "chaos.json"
+    measured = json.loads(path.read_text()) if path.exists() else {}
     for plan in options.plans:
         command = [sys.executable, __file__, "--measure", plan]
         command += ["--seconds", str(options.seconds), "--every", str(options.every)]
         command += ["--spares", str(options.spares)]
         output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-        measured.append(json.loads(output.splitlines()[-1]))
-        print("| " + " | ".join(cells(measured[-1])) + " |", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(measured, indent=1) + "\n")
+        measured[plan] = json.loads(output.splitlines()[-1])
+        print(", ".join(map(": ".join, zip(COLUMNS, cells(measured[plan]), strict=True))), flush=True)
+        path.write_text(json.dumps(measured, indent=1) + "\n")
+    (RESULTS / "chaos.md").write_text(table(measured))
 
 
 if __name__ == "__main__":

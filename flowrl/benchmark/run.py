@@ -119,11 +119,16 @@ def result_of(row: BenchmarkRow, seed: int, outcome: Outcome) -> dict[str, Any]:
         "seconds": round(outcome.seconds, 1),
         "curve": [[steps, round(mean, 3), round(at, 1)] for steps, mean, at in shown],
         "date": date.today().isoformat(),
-        "machine": f"{num_cores()} cores of {processor()}",
+        "machine": machine(),
         "python": platform.python_version(),
         "versions": outcome.versions,
         "commit": commit(),
     }
+
+
+def machine() -> str:
+    """Return the number of cores and the name of the processor."""
+    return f"{num_cores()} cores of {processor()}"
 
 
 def processor() -> str:

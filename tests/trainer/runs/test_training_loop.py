@@ -454,5 +454,5 @@ class Endless(gym.Env):
 
 def test_end_of_a_run_without_episodes_names_a_limit(capsys):
     with PPO(Endless, train_batch_size=64, sgd_minibatch_size=64) as algorithm:
-        algorithm.learn(64)
+        algorithm.learn(64, run_dir=None)
     assert "No episode has ended, so there are no returns" in capsys.readouterr().out
