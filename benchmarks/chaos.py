@@ -123,14 +123,12 @@ def measure(plan: str, seconds: float, every_s: float, num_spares: int) -> dict[
             num_workers=NUM_WORKERS,
             num_spare_workers=num_spares,
             total_timesteps=10**9,
-            min_time_s_per_iteration=None,
-            min_sample_timesteps_per_iteration=0,
             monitor=False,
             seed=0,
             **SETTINGS.get(plan, {}),
         )
         kills: list[tuple[int, float]] = []
-        with config.build() as algorithm:
+        with config.build(plan=plan) as algorithm:
             train_for(algorithm, WARM_UP_S)
             rate, gaps = train_for(algorithm, seconds)
             stop = threading.Event()
