@@ -200,9 +200,9 @@ def table(measured: dict[str, dict[str, Any]]) -> str:
     lines += [cells(measured[plan]) for plan in PLANS if plan in measured]
     text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     runs = {
-        f"{one['seconds']:g} s without and {one['seconds']:g} s with a kill every {one['every_s']:g} "
-        f"s, {one['num_spares']} spare processes, on {one['machine']}, {one['date']}, commit "
-        f"{one['commit']}"
+        f"{one['seconds']:g} s without kills and {one['seconds']:g} s with one every "
+        f"{one['every_s']:g} s, {one['num_spares']} spare processes, on {one['machine']}, "
+        f"{one['date']}, commit {one['commit']}"
         for one in measured.values()
     }
     return text + "\n" + "; ".join(sorted(runs)) + ".\n"
@@ -229,7 +229,8 @@ def main() -> None:
         command += ["--spares", str(options.spares)]
         output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
         measured[plan] = json.loads(output.splitlines()[-1])
-        print(", ".join(map(": ".join, zip(COLUMNS, cells(measured[plan]), strict=True))), flush=True)
+        named = zip(COLUMNS, cells(measured[plan]), strict=True)
+        print(", ".join(map(": ".join, named)), flush=True)
         path.write_text(json.dumps(measured, indent=1) + "\n")
     (RESULTS / "chaos.md").write_text(table(measured))
 

@@ -59,6 +59,8 @@ class _ModelConfig(TypedDict, total=False):
     """Share one network between policy and value up to their heads. None shares it only for image observations."""
     free_log_std: bool
     """For continuous actions, make the log standard deviation a parameter instead of an output."""
+    initial_log_std: float
+    """Initial value of this parameter; bounded actions are normalized to [-1, 1]."""
     num_framestacks: int
     """Number of latest observations that the network sees at once."""
     conv_type: Literal["plain", "resnet"]
@@ -216,6 +218,8 @@ class _AlgorithmConfigFaultTolerance(TypedDict, total=False):
     """Number of processes that are started in addition, and become the replacement of a worker that dies: a new process needs several seconds to import its packages."""
     wait_for_replaced_workers: bool
     """Whether the rounds of synchronous plans wait until a dead worker is replaced; if False, they continue with the other workers, if there are any, until the new one has started."""
+    max_worker_memory_mb: int | None
+    """Resident memory of a worker's process, in megabytes (2^20 bytes), above which it is replaced after its current fragment, for environments that leak memory; None for no limit. Its episodes start again."""
     max_num_env_restarts: int
     """Consecutive failures of one environment after which its error stops the run."""
     max_num_worker_restarts: int

@@ -21,7 +21,6 @@ from flowrl.learners.learner import (
 )
 from flowrl.sampling.rollout_worker import RolloutWorker
 
-
 ARRIVAL_CHECK_S = 0.01  # interval of a worker that waits for the other members of its group
 
 

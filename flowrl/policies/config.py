@@ -44,6 +44,8 @@ class ModelConfig(Settings):
     free_log_std: bool = True
     """For continuous actions, make the log standard deviation a parameter instead of an
     output."""
+    initial_log_std: Annotated[float, Field(ge=-20, le=20)] = 0.0
+    """Initial value of this parameter; bounded actions are normalized to [-1, 1]."""
     num_framestacks: Count = 1
     """Number of latest observations that the network sees at once."""
 
@@ -101,6 +103,8 @@ class ModelConfig(Settings):
             raise ValueError("use_lstm and use_attention: use only one of them")
         if self.custom_model is not None and (self.use_lstm or self.use_attention):
             raise ValueError("custom_model: use_lstm and use_attention have no effect on it")
+        if self.initial_log_std and not self.free_log_std:
+            raise ValueError("initial_log_std needs free_log_std=True")
         if self.burn_in and not self.use_lstm:
             raise ValueError("burn_in needs use_lstm=True")
         if self.conv_type == "resnet" and self.conv_filters is not None:

@@ -120,7 +120,7 @@ class TorchPolicy(Policy):
         gaussian = issubclass(self.dist_class, DiagGaussian)
         if num_outputs is None:
             num_outputs = self.dist_class.num_inputs(self.action_space)
-        return make_model(
+        model = make_model(
             self.observation_space,
             self.action_space,
             num_outputs,
@@ -129,6 +129,10 @@ class TorchPolicy(Policy):
             rng=random_stream(self.config.seed, "policy", "weights"),
             **options,
         )
+        for name, parameter in model.named_parameters() if config.initial_log_std else ():
+            if name.split(".")[-1] == "log_std":
+                torch.nn.init.constant_(parameter, config.initial_log_std)
+        return model
 
     def make_exploration(self) -> Exploration:
         """Return the exploration that chooses actions while sampling."""

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from flowrl.iter.pools import ActorPool
 from flowrl.iter.shard_server import serve_next, serve_remote
 from flowrl.iter.shard_stream import ShardRequest
+from flowrl.process_usage import resident_bytes
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.weight_sync import load_weights
+from flowrl.settings import ConfigError
+
+log = logging.getLogger("flowrl")
+
+MB = 1 << 20
 
 
 class RemoteWorkers(Protocol):
@@ -71,6 +78,12 @@ class RolloutPool(ActorPool):
 def _serve(
     worker: RolloutWorker, payload: tuple[Any, ...] | None, request: ShardRequest
 ) -> list[Any]:
+    limit, memory = worker.config.max_worker_memory_mb, resident_bytes() / MB
+    if limit is not None and memory > limit:
+        raise ConfigError(
+            f"max_worker_memory_mb={limit}: worker {worker.worker_index} uses {memory:,.0f} MB "
+            "before its first fragment: set a higher limit"
+        )
     load_weights(worker, payload)
     return serve_remote(worker, request)
 
@@ -78,5 +91,16 @@ def _serve(
 def _serve_next(
     worker: RolloutWorker, payload: tuple[Any, ...] | None, stream_handle: int
 ) -> list[Any]:
+    """Return the next fragment, unless the process has become too large: then end it."""
+    import ray
+
+    limit, memory = worker.config.max_worker_memory_mb, resident_bytes() / MB
+    if limit is not None and memory > limit:
+        log.warning(
+            "worker %d uses %.0f MB, more than max_worker_memory_mb=%d: it ends and is replaced",
+            worker.worker_index, memory, limit,
+        )  # fmt: skip
+        worker.stop()
+        ray.actor.exit_actor()
     load_weights(worker, payload)
     return serve_next(worker, stream_handle)

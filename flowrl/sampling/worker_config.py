@@ -136,6 +136,10 @@ class WorkerConfig(PolicyConfig):
     wait_for_replaced_workers: bool = setting(False, group="fault_tolerance")
     """Whether the rounds of synchronous plans wait until a dead worker is replaced; if False, they
     continue with the other workers, if there are any, until the new one has started."""
+    max_worker_memory_mb: Count | None = setting(None, group="fault_tolerance")
+    """Resident memory of a worker's process, in megabytes (2^20 bytes), above which it is replaced
+    after its current fragment, for environments that leak memory; None for no limit. Its episodes
+    start again."""
     max_num_env_restarts: NotNegativeInt = setting(5, group="fault_tolerance", in_evaluation=True)
     """Consecutive failures of one environment after which its error stops the run."""
     max_num_worker_restarts: NotNegativeInt = setting(1000, group="fault_tolerance")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -309,7 +310,7 @@ class WorkerSet:
     def state_dict(self) -> dict[str, Any]:
         """Return the sampling state of all workers; the policies' states are not included.
 
-        Waits up to 60 s for each remote worker; the entry of one that does not answer is None.
+        Waits up to 60 s for the remote workers; the entry of one that does not answer is None.
         """
         remote: list[Any] = [None] * self.num_workers
         if self._remote is None and self._loaded is not None:
@@ -319,9 +320,10 @@ class WorkerSet:
 
             get_state = RolloutWorker.sampling_state_dict
             refs = [worker.apply.remote(get_state) for worker in self._remote]
+            deadline = time.monotonic() + STATE_TIMEOUT_S
             for index, ref in enumerate(refs):
                 try:
-                    remote[index] = ray.get(ref, timeout=STATE_TIMEOUT_S)
+                    remote[index] = ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
                 except Exception as error:
                     log.warning(
                         "worker %d returned no state; resuming from this checkpoint starts new "

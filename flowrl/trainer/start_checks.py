@@ -33,7 +33,7 @@ log = logging.getLogger("flowrl")
 
 _NOT_FOR_MODULES: tuple[str, ...] = (
     "fcnet_hiddens", "fcnet_activation", "vf_share_layers", "free_log_std",
-    "conv_type", "conv_filters", "conv_activation", "post_fcnet_hiddens",
+    "initial_log_std", "conv_type", "conv_filters", "conv_activation", "post_fcnet_hiddens",
 )  # fmt: skip
 _NOT_FOR_IMAGES: tuple[str, ...] = ("fcnet_hiddens", "fcnet_activation")
 MAX_USUAL_OBSERVATION = 100.0  # bounds of well-known environments are below it

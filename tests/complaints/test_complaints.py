@@ -14,9 +14,9 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from flowrl import A2C, APPO, DQN, IMPALA, PPO, R2D2, SAC, APPOConfig, DQNConfig, IMPALAConfig
-from flowrl import PPOConfig
-from flowrl.envs import InvalidStepError, make_multi_agent
+from flowrl import A2C, APPO, DQN, IMPALA, PPO, R2D2, SAC, IMPALAConfig, PPOConfig
+from flowrl.envs import make_multi_agent
+from flowrl.envs.validation import InvalidStepError
 from flowrl.trainer.plan_settings import plan_config
 
 SMALL_PPO = {"train_batch_size": 64, "sgd_minibatch_size": 32, "num_sgd_iter": 1, "seed": 1}
@@ -108,8 +108,7 @@ def test_error_of_the_learner_thread_ends_training():
 
         algorithm.get_policy().learn_on_minibatches = fail
         with pytest.raises(ArithmeticError, match="the learner diverged"):
-            for _ in range(5):
-                algorithm.train()
+            [algorithm.train() for _ in range(5)]
 
 
 @pytest.mark.parametrize(("algorithm_class", "settings"), [(PPO, SMALL_PPO), (DQN, SMALL_DQN)])
@@ -192,8 +191,8 @@ class Recorded(gym.Wrapper):
 
 
 def test_evaluation_has_its_own_environments_and_acts_greedily():
-    """ray #4569, #27973, #56271: which environment, which exploration and which worker an evaluation
-    uses is not what users think."""
+    """ray #4569, #27973, #56271: which environment, which exploration and which worker an
+    evaluation uses is not what users think."""
     Recorded.steps = {}
     config = PPOConfig(env=Recorded, env_config={"purpose": "training", "limit": 50}, **SMALL_PPO)
     config = config.evaluation(

@@ -9,6 +9,7 @@ from gymnasium import spaces
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowrl import PPO
 from flowrl.data import SampleBatch
 from flowrl.policies import ConfigError, ModelConfig, PolicyConfig, TorchPolicy
 from flowrl.policies.filters import ObservationFilter, RewardScaler, RunningMeanStd
@@ -401,3 +402,13 @@ def test_learning_rates_of_torch_optimizers_follow_the_schedule():
     policy = TwoParameterGroups(BOX, spaces.Discrete(2), {"lr": [(0, 1.0), (10, 0.5)]})
     policy.on_global_var_update({"timestep": 10})
     assert [group["lr"] for group in policy.optimizer.param_groups] == [0.5, 7.0]
+
+
+@pytest.mark.parametrize("model", [{}, {"use_lstm": True}, {"use_attention": True}])
+def test_first_actions_have_the_initial_standard_deviation(model):
+    settings = {"train_batch_size": 64, "sgd_minibatch_size": 32, "seed": 1}
+    with PPO("Pendulum-v1", model={**model, "initial_log_std": -2.0}, **settings) as algorithm:
+        batch = algorithm.workers.local_worker().sample()
+    np.testing.assert_array_equal(batch["action_dist_inputs"][:, 1], np.float32(-2.0))
+    with pytest.raises(ConfigError, match="initial_log_std needs free_log_std=True"):
+        PPO("Pendulum-v1", model={"free_log_std": False, "initial_log_std": -2.0})
