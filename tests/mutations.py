@@ -45,7 +45,7 @@ TARGET = "policies/target_network.py"
 # fmt: off
 TESTS = {
     RETURNS: ["policies/test_returns.py"],
-    PPO: ["policies/test_kernels.py", "policies/test_acting_and_learning.py", "algorithms"],
+    PPO: ["algorithms/test_ppo.py"],
     DQN: ["algorithms/test_dqn.py"],
     SUM_TREE: ["replay/test_prioritized.py"],
     RING: ["replay/test_buffers.py"],
@@ -66,7 +66,7 @@ TESTS = {
     "policies/categorical_q.py": ["policies/test_categorical_q.py"],
     "policies/q_values.py": ["policies/test_q_values.py", "algorithms/test_dqn.py"],
     "policies/schedules.py": ["policies/test_schedules.py"],
-    "ops/train.py": ["ops"],
+    "ops/train.py": ["ops/test_ops.py", "algorithms/test_dqn.py"],
     "ops/plan_metrics.py": ["ops", "test_plans.py"],
     "ops/concurrency.py": ["ops/test_concurrency.py"],
     "replay/frame_table.py": ["replay/test_frame_table.py"],

@@ -111,6 +111,15 @@ def test_loss_matches_the_papers(dueling, double_q, space):
     assert policy.row_stats["batch_indexes"].tolist() == list(range(12))
 
 
+def test_targets_bootstrap_at_truncations():
+    policy = DQNTorchPolicy(BOX, THREE, {"gamma": 0.9, "seed": 0})
+    batch = rows()
+    expected = policy.td_targets(policy.tensors(batch))
+    cut = batch.with_columns(truncateds=~batch["terminateds"])
+    np.testing.assert_array_equal(policy.td_targets(policy.tensors(cut)), expected)
+    assert (expected != batch["rewards"]).any()
+
+
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("activation", ["tanh", "relu"])
 @pytest.mark.parametrize("dueling", [True, False])

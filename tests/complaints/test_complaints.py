@@ -212,7 +212,7 @@ def test_evaluation_has_its_own_environments_and_acts_greedily():
         assert set(Recorded.steps) == {"training", "evaluation"}
         assert Recorded.steps["training"] == result["num_env_steps_sampled"] == 64
         assert result["evaluation"]["episode_len_mean"] == 7
-        assert result["evaluation"]["episodes_this_iter"] == 3
+        assert result["evaluation"]["episodes"] == 3
         algorithm.get_policy().compute_actions = record
         algorithm.evaluate()
     assert set(explored) == {False}

@@ -42,7 +42,8 @@ def endless(value, **options):
 
 
 @pytest.mark.parametrize(
-    "weights", [[1, 1], [3, 1], [0.25, 1], [0.1, 0.3, 1], [2.5, 1], [1 / 3, 1], [7, 2, 5]]
+    "weights",
+    [[1, 1], [3, 1], [0.25, 1], [0.1, 0.3, 1], [2.5, 1], [1 / 3, 1], [7, 2, 5], [0.25, 0.75]],
 )
 def test_ratios_are_exact_if_branches_are_not_always_ready(weights):
     branches = [

@@ -84,6 +84,38 @@ def test_n_step_returns_match_hand_computed_values():
         assert tuple(values) == expected[int(row)]
 
 
+@pytest.mark.parametrize("envs", [1, 2])
+@pytest.mark.parametrize("fragments", [[(0, 4)], [(0, 2), (2, 4)], [(0, 1), (1, 3), (3, 4)]])
+def test_n_step_returns_do_not_cross_an_end_within_an_episode(envs, fragments):
+    """A lost life is the end of a trajectory, but not of the episode."""
+    buffer = ReplayBuffer(20, n_step=3, gamma=0.5, seed=0)
+    for first, end in fragments:
+        t = np.tile(np.arange(first, end), envs)
+        episodes = np.repeat(np.arange(envs), end - first)
+        buffer.add(
+            SampleBatch(
+                obs=10.0 * episodes + t,
+                new_obs=10.0 * episodes + t + 1,
+                rewards=np.ones(len(t), np.float32),
+                terminateds=t == 1,
+                truncateds=np.zeros(len(t), bool),
+                eps_id=episodes,
+                t=t,
+            )
+        )
+    drawn = buffer.sample(200)
+    names = ("obs", "rewards", "new_obs", "n_steps", "terminateds")
+    expected = {
+        0: (1.5, 2, 2, True),
+        1: (1, 2, 1, True),
+        2: (1.5, 4, 2, False),
+        3: (1, 4, 1, False),
+    }
+    for obs, reward, new_obs, *rest in zip(*drawn.columns(list(names)), strict=True):
+        episode, step = divmod(int(obs), 10)
+        assert (reward, new_obs - 10 * episode, *rest) == expected[step]
+
+
 def test_rows_without_episode_ids_are_not_linked():
     rows = SampleBatch(
         obs=np.arange(4.0), new_obs=np.arange(1.0, 5.0), rewards=np.ones(4, np.float32)

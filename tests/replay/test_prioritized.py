@@ -82,6 +82,9 @@ def test_new_rows_have_the_highest_priority_so_far():
     # priorities of overwritten rows are ignored
     buffer.update_priorities(np.array([0, 1, 2]), np.array([1.0, 1.0, 2.0]))
     np.testing.assert_allclose(buffer.weights, [7.5, 7.5, 2.5, 1.0, 7.5, 7.5, 7.5, 7.5])
+    # lower priorities do not change what new rows get
+    buffer.add(stream.fragment(1))
+    assert buffer.weights[10 % 8] == 7.5
     # of duplicates the last one counts
     buffer.update_priorities(np.array([3, 3]), np.array([1.0, 3.0]))
     assert buffer.weights[3] == 3.5

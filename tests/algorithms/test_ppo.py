@@ -1,0 +1,117 @@
+"""PPO: the loss and its gradients against a plain reference in float64, and the KL penalty."""
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from flowrl.algorithms.ppo import PPOTorchPolicy, adapted, clipped_surrogate
+from flowrl.data import SampleBatch
+
+BOX = spaces.Box(-1, 1, (3,), np.float32)
+THREE = spaces.Discrete(3)
+
+
+def rows(count=40):
+    """Return rows whose ratios and value changes are on both sides of the clip bounds."""
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((count, 3)).astype(np.float32)
+    actions = rng.integers(0, 3, count)
+    logp = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    return SampleBatch(
+        obs=rng.uniform(-1, 1, (count, 3)).astype(np.float32),
+        actions=actions,
+        action_dist_inputs=logits,
+        action_logp=logp[np.arange(count), actions].astype(np.float32),
+        advantages=rng.standard_normal(count).astype(np.float32),
+        value_targets=rng.standard_normal(count).astype(np.float32),
+        vf_preds=(0.3 * rng.standard_normal(count)).astype(np.float32),
+    )
+
+
+def reference_loss(weights, batch, clip, vf_clip, vf_coeff, entropy_coeff, kl_coeff):
+    """Compute the loss row by row, in float64, from the weights of the layers."""
+
+    def layers(kind, x):
+        x = torch.tanh(x @ weights[f"{kind}hidden.0.weight"].T + weights[f"{kind}hidden.0.bias"])
+        head = "value_head" if kind else "policy_head"
+        return x @ weights[f"{head}.weight"].T + weights[f"{head}.bias"]
+
+    total = torch.zeros((), dtype=torch.float64)
+    for row in batch.rows():
+        obs = torch.tensor(row["obs"], dtype=torch.float64)
+        logp = torch.log_softmax(layers("", obs), 0)
+        value, target = layers("value_", obs)[0], float(row["value_targets"])
+        ratio = torch.exp(logp[int(row["actions"])] - float(row["action_logp"]))
+        advantage = float(row["advantages"])
+        bounded = min(max(float(ratio.detach()), 1 - clip), 1 + clip)
+        is_clipped = bounded * advantage < float(ratio.detach()) * advantage
+        surrogate = bounded * advantage if is_clipped else ratio * advantage
+        error = (value - target) ** 2
+        if vf_clip is not None:
+            old = float(row["vf_preds"])
+            moved = old + torch.clamp(value - old, -vf_clip, vf_clip)
+            error = torch.maximum(error, (moved - target) ** 2)
+        entropy = -(logp.exp() * logp).sum()
+        old_logp = torch.log_softmax(torch.tensor(row["action_dist_inputs"]).double(), 0)
+        kl = (old_logp.exp() * (old_logp - logp)).sum()
+        total = total - surrogate + vf_coeff * error - entropy_coeff * entropy + kl_coeff * kl
+    return total / batch.count
+
+
+@pytest.mark.parametrize("vf_clip", [None, 0.2])
+@pytest.mark.parametrize(("entropy_coeff", "kl_coeff"), [(0.0, 0.0), (0.1, 0.0), (0.1, 0.7)])
+def test_loss_and_gradients_match_the_paper(vf_clip, entropy_coeff, kl_coeff):
+    policy = PPOTorchPolicy(
+        BOX,
+        THREE,
+        {
+            "model": {"fcnet_hiddens": [8]},
+            "standardize_advantages": False,
+            "clip_param": 0.3,
+            "vf_clip_param": vf_clip,
+            "vf_loss_coeff": 0.4,
+            "entropy_coeff": entropy_coeff,
+            "kl_coeff": kl_coeff,
+            "seed": 0,
+        },
+    )
+    with torch.no_grad():  # the first weights of the head are small: let ratios differ
+        policy.model.policy_head.weight.mul_(50)
+    batch = rows()
+    parameters = dict(policy.model.named_parameters())
+    loss = policy.loss(policy.tensors(batch))
+    gradients = torch.autograd.grad(loss, list(parameters.values()))
+
+    weights = {n: p.detach().double().clone().requires_grad_() for n, p in parameters.items()}
+    expected = reference_loss(weights, batch, 0.3, vf_clip, 0.4, entropy_coeff, kl_coeff)
+    expected_gradients = torch.autograd.grad(expected, list(weights.values()))
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), abs=1e-5)
+    for name, one, two in zip(parameters, gradients, expected_gradients, strict=True):
+        np.testing.assert_allclose(one.numpy(), two.numpy(), atol=1e-5, err_msg=name)
+
+
+def test_surrogate_matches_hand_computed_values():
+    """A ratio outside of [0.8, 1.2] counts in full only if that lowers the objective."""
+    ratio = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.1])
+    advantages = torch.tensor([2.0, -2.0, 2.0, -2.0, 1.0])
+    expected = [2 * 1.2, -2 * 1.5, 2 * 0.5, -2 * 0.8, 1.1]
+    value = clipped_surrogate(ratio, advantages, 0.2)
+    assert float(value) == pytest.approx(sum(expected) / 5, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("coeff", "kl", "expected"),
+    [
+        (0.2, 0.02, 0.4),  # above 1.5 times the target
+        (0.2, 0.005, 0.1),  # below the target / 1.5
+        (0.2, 0.01, 0.2),
+        (0.2, 0.014, 0.2),
+        (0.0, 1.0, 0.0),
+        (0.0, 0.0, 0.0),
+        (9e5, 1.0, 1e6),
+        (1.5e-6, 0.0, 1e-6),
+    ],
+)
+def test_kl_coefficient_follows_the_divergence(coeff, kl, expected):
+    assert adapted(coeff, kl, kl_target=0.01) == pytest.approx(expected)
