@@ -58,7 +58,7 @@ TESTS = {
     STALENESS: ["ops/test_staleness.py"],
     ROLLOUT: ["ops", "test_plans.py"],
     STORAGE: ["data/test_checkpoint.py"],
-    SYNC: ["ops/test_weights.py", "sampling/test_samplers.py", "test_plans.py"],
+    SYNC: ["sampling/test_weight_sync.py"],
     FILTERS: ["policies", "sampling/test_column_sampler.py"],
     TARGET: ["algorithms/test_dqn.py", "algorithms/test_actor_critic.py"],
     "algorithms/sac.py": ["algorithms/test_actor_critic.py"],

@@ -43,7 +43,7 @@ def endless(value, **options):
 
 @pytest.mark.parametrize(
     "weights",
-    [[1, 1], [3, 1], [0.25, 1], [0.1, 0.3, 1], [2.5, 1], [1 / 3, 1], [7, 2, 5], [0.25, 0.75]],
+    [[1, 1], [3, 1], [0.25, 1], [0.1, 0.3, 1], [2.5, 1], [1 / 3, 1], [7, 2, 5], [1e-3, 3e-3]],
 )
 def test_ratios_are_exact_if_branches_are_not_always_ready(weights):
     branches = [
