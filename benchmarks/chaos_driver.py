@@ -1,9 +1,10 @@
 """Runs that are killed at random moments and resumed, compared with the uninterrupted run.
 
 For each plan, in process and with 2 workers: train with the command line to the end; then, many
-times, start the same training, kill the process at a random moment, and continue with `flowrl
-resume`. A resumed run is equal if all its results, without times, and the final weights are. Writes
-the figures to results/chaos_driver.json, and this table to results/chaos_driver.md:
+times, start the same training, kill the process at a random moment after the first checkpoint of
+the uninterrupted run was written, and continue with `flowrl resume`. A resumed run is equal if all
+its results, without times, and the final weights are. Writes the figures to
+results/chaos_driver.json, and this table to results/chaos_driver.md:
 
 - equal: resumed runs that are equal to the uninterrupted one, of all;
 - before: those that were killed before the first checkpoint, which start again with `flowrl train`;
@@ -35,9 +36,9 @@ from flowrl.data.checkpoint import read_checkpoint
 RESULTS = Path(__file__).parent / "results"
 ENVS = {"ppo": "CartPole-v1", "dqn": "CartPole-v1", "sac": "Pendulum-v1", "ppo_dqn": None}
 SETTINGS = {
-    "ppo": ["--train-batch-size=400", "--stop-timesteps=16000"],
+    "ppo": ["--train-batch-size=400", "--stop-timesteps=60000"],
     "dqn": ["--learning-starts=200", "--min-sample-timesteps-per-iteration=250",
-            "--stop-timesteps=6000"],
+            "--stop-timesteps=12000"],
     "sac": ["--learning-starts=100", "--min-sample-timesteps-per-iteration=100",
             "--stop-timesteps=1500"],
     "ppo_dqn": ["--min-sample-timesteps-per-iteration=500", "--stop-timesteps=12000"],
@@ -111,9 +112,9 @@ def kill_and_resume(arguments: list[str], run_dir: Path, delay_s: float) -> tupl
     process.wait()
     result_file = run_dir / "result.json"
     before = result_file.stat().st_size if result_file.exists() else 0
-    has_checkpoint = any((run_dir / "checkpoints").glob("*/manifest.json"))
+    resumes = has_checkpoint(run_dir)
     started = time.perf_counter()
-    if has_checkpoint:
+    if resumes:
         process = flowrl("resume", str(run_dir))
     else:
         process = flowrl(*arguments, "--run-dir", str(run_dir))
@@ -123,7 +124,12 @@ def kill_and_resume(arguments: list[str], run_dir: Path, delay_s: float) -> tupl
         time.sleep(0.01)
     seconds = time.perf_counter() - started
     finish(process)
-    return not has_checkpoint, seconds
+    return not resumes, seconds
+
+
+def has_checkpoint(run_dir: Path) -> bool:
+    """Return whether a run has a complete checkpoint."""
+    return any((run_dir / "checkpoints").glob("*/manifest.json"))
 
 
 def measure(plan: str, num_workers: int, num_kills: int, jobs: int) -> dict[str, Any]:
@@ -136,9 +142,13 @@ def measure(plan: str, num_workers: int, num_kills: int, jobs: int) -> dict[str,
     with tempfile.TemporaryDirectory() as folder:
         reference = Path(folder) / "reference"
         started = time.perf_counter()
-        finish(flowrl(*arguments, "--run-dir", str(reference)))
+        process = flowrl(*arguments, "--run-dir", str(reference))
+        while process.poll() is None and not has_checkpoint(reference):
+            time.sleep(0.01)
+        first = time.perf_counter() - started
+        finish(process)
         seconds = time.perf_counter() - started
-        delays = [rng.uniform(0.15, 0.95) * seconds for _ in range(num_kills)]
+        delays = [rng.uniform(first, seconds) for _ in range(num_kills)]
 
         def one(number: int) -> tuple[str | None, bool, float]:
             run_dir = Path(folder) / str(number)
