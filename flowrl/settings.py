@@ -362,7 +362,10 @@ class Settings(BaseModel):
         for name, value in changes.items():
             current = values.get(name)
             if isinstance(current, Settings) and isinstance(value, dict):
-                value = current.updated(**value)
+                try:
+                    value = current.updated(**value)
+                except ConfigError as error:
+                    raise ConfigError(_within(name, str(error))) from None
             values[name] = value
         copied = type(self)(**values)
         copied.model_fields_set.clear()

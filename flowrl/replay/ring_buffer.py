@@ -336,6 +336,9 @@ class RingBuffer:
                 f"a state of a buffer of capacity {state['capacity']} for one of {self.capacity}: "
                 "create the buffer with the capacity of the state"
             )
+        names = {*state["columns"], *([OBS] if "frames" in state else ())}
+        if names != set(state["treespecs"]):
+            raise ValueError(f"the columns {sorted(names)} are not {sorted(state['treespecs'])}")
         for name, leaves in state["columns"].items():
             for leaf in leaves:
                 is_flat = name not in _FLAT or leaf.ndim == 1

@@ -58,7 +58,7 @@ def plan_path(plan: str) -> Path:
         return path.resolve()
     if path.suffix == ".py":
         raise ConfigError(f"plan: there is no file {plan!r}")
-    if path.with_suffix(".py").is_file():
+    if path.name and path.with_suffix(".py").is_file():
         raise ConfigError(f"plan: unknown plan {plan!r}. Did you mean the file '{plan}.py'?")
     known = sorted(shipped_plans())
     raise ConfigError(

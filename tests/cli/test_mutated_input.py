@@ -57,7 +57,7 @@ MISTAKES = [
     ('mode="bulk_sync"', "mode=3", "mode"),
     ("ConcatBatches(64)", "ConcatBatches(0)", "min_batch_size"),
     ("ConcatBatches(64)", "ConcatBatches(-1)", "min_batch_size"),
-    ("ConcatBatches(64)", "ConcatBatches('x')", "ConcatBatches"),
+    ("ConcatBatches(64)", "ConcatBatches('x')", "min_batch_size"),
     ("ConcatBatches(64)", "ConcatBatches()", "min_batch_size"),
     ("ConcatBatches(64)", "ConcatBatches(64, count_steps_by='rows')", "count_steps_by"),
     ("output_indexes=[0]", "output_indexes=[5]", "no branch 5"),
@@ -151,7 +151,10 @@ def yaml_case(rng):
     match rng.randrange(8):
         case 0:
             entry = {**entry, "config": value if value != {} else []}
-            field, invalid = "config", bool(entry["config"]) and not isinstance(value, dict)
+            is_mapping = isinstance(value, dict)
+            field, invalid = "config", bool(entry["config"]) and not is_mapping
+            if is_mapping and value:  # the message names its unknown setting
+                (field,) = value
         case 1:
             entry = {"../evil": {**entry, "config": small}}
             field, invalid = "../evil", True
