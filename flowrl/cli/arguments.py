@@ -56,7 +56,9 @@ def json_object(text: str) -> dict[str, Any]:
 def finite_float(text: str) -> float:
     """Parse a finite number."""
     try:
-        value = float(text if text.isascii() else "digits of another script")
+        if not text.isascii():
+            raise ValueError("digits of another script")
+        value = float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a number, got {text}") from None
     if not math.isfinite(value):

@@ -78,8 +78,8 @@ class RolloutPool(ActorPool):
 def _serve(
     worker: RolloutWorker, payload: tuple[Any, ...] | None, request: ShardRequest
 ) -> list[Any]:
-    limit, memory = worker.config.max_worker_memory_mb, resident_bytes() / MB
-    if limit is not None and memory > limit:
+    if (memory := _excessive_memory(worker)) is not None:
+        limit = worker.config.max_worker_memory_mb
         raise ConfigError(
             f"max_worker_memory_mb={limit}: worker {worker.worker_index} uses {memory:,.0f} MB "
             "before its first fragment: set a higher limit"
@@ -92,15 +92,23 @@ def _serve_next(
     worker: RolloutWorker, payload: tuple[Any, ...] | None, stream_handle: int
 ) -> list[Any]:
     """Return the next fragment, unless the process has become too large: then end it."""
-    import ray
-
-    limit, memory = worker.config.max_worker_memory_mb, resident_bytes() / MB
-    if limit is not None and memory > limit:
+    if (memory := _excessive_memory(worker)) is not None:
         log.warning(
             "worker %d uses %.0f MB, more than max_worker_memory_mb=%d: it ends and is replaced",
-            worker.worker_index, memory, limit,
+            worker.worker_index, memory, worker.config.max_worker_memory_mb,
         )  # fmt: skip
+        import ray
+
         worker.stop()
         ray.actor.exit_actor()
     load_weights(worker, payload)
     return serve_next(worker, stream_handle)
+
+
+def _excessive_memory(worker: RolloutWorker) -> float | None:
+    """Return the memory of this process [MB] if it exceeds `max_worker_memory_mb`, else None."""
+    limit = worker.config.max_worker_memory_mb
+    if limit is None:
+        return None
+    memory = resident_bytes() / MB
+    return memory if memory > limit else None

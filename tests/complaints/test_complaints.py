@@ -59,7 +59,7 @@ class SlowWorker(gym.Wrapper):
 
 @pytest.mark.slow
 def test_policy_lag_is_bounded_and_reported_with_a_slow_worker(ray_session):
-    """ray #2857: asynchronous training is unstable, and nobody sees how old the samples are."""
+    """ray #2857: asynchronous training is unstable, and the age of samples is not reported."""
     config = IMPALAConfig(
         env=SlowWorker,
         **{**SMALL_IMPALA, "num_workers": 2},
