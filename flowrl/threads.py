@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from threadpoolctl import ThreadpoolController
@@ -29,6 +31,22 @@ def limit_threads(count: Threads) -> None:
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != count:
         torch.set_num_threads(count)
+
+
+@contextmanager
+def worker_threads(count: Threads) -> Iterator[None]:
+    """Use as many threads of torch in the block as `limit_threads(count)` sets in a worker."""
+    torch: Any = sys.modules.get("torch")
+    before = None if torch is None else torch.get_num_threads()
+    wanted = 1 if count == "auto" else count
+    if before is None or wanted is None or before == wanted:
+        yield
+        return
+    torch.set_num_threads(wanted)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def num_free_cores(num_workers: int) -> int:

@@ -25,6 +25,7 @@ _USAGE = """usage: flowrl COMMAND …
   train FILE.yaml                         Train the runs in a YAML file.
   resume RUN_DIR                          Continue a training run.
   evaluate RUN_DIR                        Play episodes with a trained policy.
+  replay RUN_DIR                          Run an asynchronous training again, in one process.
   explain PLAN                            Print a plan as a tree without running it.
   check PLAN                              Find mistakes in a plan without running it.
   diagnose RUN_DIR                        Say what limits a running or finished run.
@@ -47,6 +48,7 @@ _COMMANDS = {
     "train": "flowrl.cli.train:train_command",
     "resume": "flowrl.cli.resume:resume_command",
     "evaluate": "flowrl.cli.evaluate:evaluate_command",
+    "replay": "flowrl.cli.replay:replay_command",
     "explain": "flowrl.cli.explain:explain_command",
     "check": "flowrl.cli.check:check_command",
     "diagnose": "flowrl.cli.diagnose:diagnose_command",

@@ -103,6 +103,8 @@ class Gather(Stage):
     def start(self, seed: str | None) -> None:
         if seed is not None and not self._loaded:
             self.shards.seed = seed
+        if self.journal is not None and self.journal.replays:
+            self._has_timeouts = False
         self.shards.start()
 
     @property
@@ -122,6 +124,7 @@ class Gather(Stage):
     def _update_members(self) -> list[ShardState]:
         """Note which workers have joined or left; return the states of those that have joined."""
         self._changes = self.shards.changes()
+        self._end_journal("workers joined or left")
         joined = []
         for index, is_present in enumerate(self.shards.present()):
             old = self.states[index] if index < len(self.states) else None
@@ -236,6 +239,7 @@ class Gather(Stage):
         Raises:
             ShardFailedError: the shard cannot be replaced.
         """
+        self._end_journal(f"shard {shard.index} of {self.shards.name} died or did not reply")
         if shard.dead_incarnation is not None or self.shards.incarnation(shard.index) > incarnation:
             return  # another request to the same worker has reported it
         lines = [line for line in str(error).splitlines() if line.strip()] or [""]
@@ -290,6 +294,10 @@ class Gather(Stage):
             incarnation = self.shards.incarnation(shard.index)
             error = TimeoutError(f"no reply for {timeout_s} s")
             self._handle_death(shard, incarnation, error)
+
+    def _end_journal(self, reason: str) -> None:
+        if self.journal is not None:
+            self.journal.end(reason)
 
     def _on_cancelled(self, shard: ShardState, num_requests: int) -> None:
         """Handle the cancellation of the requests of a hanging shard."""

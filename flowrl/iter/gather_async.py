@@ -32,6 +32,7 @@ class GatherAsync(Gather):
     state_fields: ClassVar[Fields] = {"requests": list[Natural] | None}
 
     name = "gather_async"
+    is_asynchronous = True
 
     def __init__(
         self,
@@ -117,6 +118,14 @@ class GatherAsync(Gather):
         """Return the ref of a reply that is ready, else None; wait for one if `block`."""
         if not self.shards.remote:
             return next(iter(self._in_flight), None)
+        if self.journal is None:
+            return self._next_arrived(block)
+        ref = None if self.journal.replays else self._next_arrived(block)
+        number = 0 if ref is None else self._in_flight[ref].shard.index + 1
+        number = self.journal.plan.decide(self.name, number)
+        return self.states[number - 1].requests[0] if number else None
+
+    def _next_arrived(self, block: bool) -> Any | None:
         while self._ready:
             ref = self._ready.popleft()
             if ref in self._in_flight:  # not cancelled since
@@ -126,7 +135,7 @@ class GatherAsync(Gather):
             self._ready.extend(ready_refs(list(self._in_flight)))
         if not self._ready and block:
             self._ready.extend(self._wait())
-        return self._next_ready(block) if self._ready else None
+        return self._next_arrived(block) if self._ready else None
 
     @property
     def has_limit(self) -> bool:
@@ -163,9 +172,9 @@ class GatherShard(GatherAsync):
 
     name = "shard"
 
-    def _next_ready(self, block: bool) -> Any | None:
+    def _next_arrived(self, block: bool) -> Any | None:
         oldest = next(iter(self._in_flight), None)
-        if not self.shards.remote or (oldest is not None and ready_refs([oldest])):
+        if oldest is not None and ready_refs([oldest]):
             return oldest
         if block:
             self.waiting_since = started = time.perf_counter()

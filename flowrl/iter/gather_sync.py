@@ -48,7 +48,7 @@ class GatherSync(Gather):
                 self._sources = (source,)
                 self.items += 1
                 return item
-            if self._complete_round(block):
+            if self._is_complete(block):
                 if not self._round:
                     raise self._end()
                 in_order = [self._round[index] for index in sorted(self._round)]
@@ -67,8 +67,30 @@ class GatherSync(Gather):
         indexes = [index for index, (item, _) in self._round.items() if condition(item)]
         return [self._round.pop(index) for index in indexes]
 
-    def _complete_round(self, block: bool) -> bool:
+    def _is_complete(self, block: bool) -> bool:
         """Request and receive items; return whether the round has one of every member."""
+        if self.journal is None or not self.shards.remote:
+            return self._complete_round(block)
+        if not self.journal.replays:
+            try:
+                complete = self._complete_round(block)
+            except BaseException:
+                self.journal.plan.decide(self.name, True, expected=True)
+                self.journal.end(f"an item of {self.shards.name} raised an error")
+                raise
+            return bool(self.journal.plan.decide(self.name, complete, expected=True))
+        for shard in self.members():
+            if not shard.requests and shard.index not in self._round:
+                self._request(shard)
+        if not self.journal.plan.decide(self.name, True, expected=True):
+            return False
+        for ref in [ref for shard in self.states for ref in shard.requests]:
+            index = self._in_flight[ref].shard.index
+            for item in self._receive(ref):
+                self._round[index] = item
+        return True
+
+    def _complete_round(self, block: bool) -> bool:
         round_, remote = self._round, self.shards.remote
         while True:
             missing = [shard for shard in self.members() if shard.index not in round_]

@@ -214,8 +214,9 @@ class LocalIterator(Generic[T]):
         )
         for name, stage in by_name.items():
             if not stage.started:  # the plan of another child of a duplicate may have started it
+                stage.name, stage.journal = name, self.metrics.journal
                 stage.start(None if seed is None else f"{seed}/{name}")
-                stage.name, stage.started = name, True
+                stage.started = True
         self._profiler = Profiler(self.stage)
 
     def _claim(
@@ -273,6 +274,8 @@ class LocalIterator(Generic[T]):
             item = profiler.pull(True)
             if item is not NOT_READY:
                 return item
+            if self.metrics.journal is not None and self.metrics.journal.replays:
+                continue  # the journal says how often the plan was pulled
             waits = self.stage.waits()
             if waits:
                 profiler.wait(self._waiter, waits)

@@ -12,9 +12,12 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flowrl.state_schema import Amount, Fields, check_state
+
+if TYPE_CHECKING:
+    from flowrl.iter.journal import Journal
 
 R = TypeVar("R")
 
@@ -82,6 +85,7 @@ class MetricsContext:
         info: name -> any value for the report (`info["learner"][policy_id]`: learner statistics).
         scopes: operator name -> its MetricsContext.
         on_lost: functions called with each item that is lost to an exception in an operator.
+        journal: records or replays what time decides in the plan; None does neither.
     """
 
     def __init__(self) -> None:
@@ -91,6 +95,7 @@ class MetricsContext:
         self.scopes: dict[str, MetricsContext] = {}
         self._records: dict[type, Any] = {}
         self.on_lost: list[Any] = []
+        self.journal: Journal | None = None
         self._operator_names: dict[int, str] = {}
         self._lock = threading.Lock()
 
@@ -138,7 +143,7 @@ class MetricsContext:
             self.scopes.setdefault(name, MetricsContext()).load_state_dict(scope_state)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None, "on_lost": []}
+        return {**self.__dict__, "_lock": None, "on_lost": [], "journal": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.Lock())
@@ -162,6 +167,12 @@ def get_metrics() -> MetricsContext:
 def current_metrics() -> MetricsContext | None:
     """Return the context of the plan that this thread is pulling, None outside a pull."""
     return active_context.get()
+
+
+def current_journal() -> Journal | None:
+    """Return the journal of the plan that this thread is pulling; None if it has none."""
+    context = active_context.get()
+    return None if context is None else context.journal
 
 
 def count_bytes_between_nodes(num_bytes: int) -> None:

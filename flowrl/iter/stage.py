@@ -16,9 +16,12 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from flowrl.state_schema import Fields, Natural, check_own_state, check_state
+
+if TYPE_CHECKING:
+    from flowrl.iter.journal import Journal
 
 
 class _NotReady:
@@ -90,6 +93,8 @@ class Stage:
     state_fields: ClassVar[Fields] = {"items": Natural}
     has_state = True  # False: not in saved state, a restored plan may add or lack the stage
     resumable = True  # False: its position is not saved, a restored plan starts it again
+    is_asynchronous = False  # True: the order of its items depends on when they arrive
+    journal: Journal | None = None  # of the plan; set before `start`
 
     def __init__(self, *parents: Stage):
         self.parents = parents

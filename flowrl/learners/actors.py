@@ -166,7 +166,7 @@ class LearnerGroup(Learner):
             arguments = (
                 rows_ref,
                 batch.sources,
-                dict(self.workers.global_vars),
+                dict(self.global_vars),
                 self.num_sgd_iter,
                 self.sgd_minibatch_size,
                 isinstance(batch, MultiAgentBatch),

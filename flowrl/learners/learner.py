@@ -97,6 +97,9 @@ class Learner:
         sgd_minibatch_size: rows per update, 0 for the whole batch; None uses each policy's own
             setting, or the whole batch if that is smaller.
 
+    Attributes:
+        global_vars: those of the WorkerSet, which the policies get after each update.
+
     Raises:
         TypeError: `policies` is a string.
         ValueError: a number is out of range.
@@ -115,6 +118,7 @@ class Learner:
         if sgd_minibatch_size is not None and sgd_minibatch_size < 0:
             raise ValueError(f"sgd_minibatch_size must be at least 0, got {sgd_minibatch_size}")
         self.workers = workers
+        self.global_vars = workers.global_vars
         self.policies = policies
         self.num_sgd_iter = num_sgd_iter
         self.sgd_minibatch_size = sgd_minibatch_size
@@ -156,7 +160,7 @@ class LocalLearner(Learner):
                 on_learn=worker.on_learn_on_batch,
             )
             for policy_id in rows:
-                worker.policy_map[policy_id].on_global_var_update(self.workers.global_vars)
+                worker.policy_map[policy_id].on_global_var_update(self.global_vars)
             return updates
 
     def compute_gradients(self, batch: Batch) -> Gradients:
@@ -180,7 +184,7 @@ class LocalLearner(Learner):
                 policy = worker.policy_map[policy_id]
                 lags = policy_lags(policy_id, policy.version, gradients.sources)
                 policy.apply_gradients(gradient)
-                policy.on_global_var_update(self.workers.global_vars)
+                policy.on_global_var_update(self.global_vars)
                 updates[policy_id] = PolicyUpdate(
                     gradients.stats[policy_id],
                     gradients.rows[policy_id],

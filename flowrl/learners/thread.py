@@ -9,11 +9,12 @@ from collections import deque
 from collections.abc import Collection
 from typing import Any, ClassVar, NamedTuple
 
+from flowrl.iter.journal import Journal, ReplayError
 from flowrl.iter.private_api import queued_items, restore_items
 from flowrl.iter.stage import describe, sources_from_list, sources_to_list
 from flowrl.iter.waiting import Signal, Waiter, queue_signal
 from flowrl.learners.actors import make_learner
-from flowrl.learners.learner import Batch, PolicyUpdate, Updates
+from flowrl.learners.learner import Batch, LocalLearner, PolicyUpdate, Updates
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.state_schema import Fields, check_own_state
 
@@ -113,6 +114,9 @@ class LearnerThread:
         sgd_minibatch_size: rows per update, 0 for the whole batch.
         num_learners, num_gpus: learn on that many Ray actors instead; see `make_learner`.
 
+    Attributes:
+        num_steps: passes over a batch so far, in this process.
+
     Raises:
         ValueError: a number is out of range.
     """
@@ -160,12 +164,22 @@ class LearnerThread:
         self._stop_signal = Signal()
         self._idle_s = 0.0
         self._has_learned = False  # waiting for the first batch does not count as idle
+        self.num_steps = 0
+        self._has_taken = False  # the batches of the next step
+        self._num_observed_steps = 0  # at the last call of `observe`
+        self._journal: Journal | None = None
+        self._timestep = 0  # of the last step
         self._total_learn_s = self._total_idle_s = 0.0
 
     # -- lifecycle -------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Start the thread; wait until an earlier one has finished its last update."""
+    def start(self, journal: Journal | None = None) -> None:
+        """Start the thread; wait until an earlier one has finished its last update.
+
+        Args:
+            journal: records or replays the plan. In a replay there is no thread: the plan's own
+                thread makes each step when the plan observes its result.
+        """
         if self._stopping and self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -173,11 +187,20 @@ class LearnerThread:
             self._stopping = False
             self.learner.start()
             self.workers.weight_sync.publish()
+            if journal is not None:
+                if not isinstance(self.learner, LocalLearner):
+                    journal.end("its learners are Ray actors")
+                self._journal = journal
+                self.workers.weight_sync.learner = self
+                if journal.replays:
+                    return
             self._thread = threading.Thread(target=self._run, name="flowrl-learner", daemon=True)
             self._thread.start()
 
     def is_alive(self) -> bool:
         """Return whether the thread runs."""
+        if self._journal is not None and self._journal.replays:
+            return True
         return self._thread is not None and self._thread.is_alive()
 
     def stop(self) -> None:
@@ -211,20 +234,19 @@ class LearnerThread:
 
     def _step(self) -> bool:
         """Make one pass over one batch; return False if no batch or no room for a result exists."""
-        if self.outqueue.full():
+        if not self._take_batches():
             return False
         buffer = self._minibatches
-        while not buffer.is_full() and not self.inqueue.empty():
-            buffer.put(self.inqueue.get_nowait())
-        if not len(buffer):
-            return False
         batch, is_last_pass = buffer.get()
+        self._has_taken = False
+        self.num_steps += 1
+        self.learner.global_vars = self._global_vars()
         self._has_learned = True
         started = time.perf_counter()
         try:
             updates = self.learner.update(batch)
             if not self._stopping:
-                self.workers.weight_sync.publish()
+                self.workers.weight_sync.publish(self.num_steps)
         except BaseException as error:
             if self._stopping:
                 return False  # the learner's actors were killed
@@ -240,6 +262,79 @@ class LearnerThread:
             learned = LearnedBatch(batch, updates, learn_s, idle_s, time.time())
             self.outqueue.put_nowait(learned)
         return True
+
+    def _take_batches(self) -> bool:
+        """Take the batches of the next step from the queue; return whether it can be made."""
+        if self._has_taken:
+            return True
+        if self.outqueue.full():
+            return False
+        buffer, journal = self._minibatches, self._journal
+        most = buffer.size - len(buffer)
+        if journal is not None and journal.replays:
+            most = journal.learner.decide("batches taken", 0, expected=1)
+        num_taken = 0
+        while num_taken < most and not self.inqueue.empty():
+            buffer.put(self.inqueue.get_nowait())
+            num_taken += 1
+        if journal is not None and len(buffer) and not journal.replays:
+            journal.learner.decide("batches taken", num_taken, expected=1)
+        self._has_taken = bool(len(buffer))
+        return self._has_taken
+
+    def _global_vars(self) -> dict[str, Any]:
+        """Return the global variables of the next step."""
+        global_vars = self.workers.global_vars
+        if self._journal is None:
+            return global_vars
+        timestep = int(global_vars["timestep"])
+        timestep = self._journal.learner.decide("timestep", timestep, expected=self._timestep)
+        self._timestep = timestep
+        return {**global_vars, "timestep": timestep}
+
+    # -- recording and replaying -----------------------------------------------------------------
+
+    def observe(self, num_steps: int) -> int:
+        """Record how many steps the plan observes, and return the number; in a replay, return the
+        recorded number, after as many steps.
+
+        Raises:
+            ReplayError: the replay lacks a batch that the recorded run learned from.
+        """
+        if self._journal is None:
+            return num_steps
+        lane, last = self._journal.plan, self._num_observed_steps
+        num_steps = self._num_observed_steps = lane.decide("learner", num_steps, expected=last)
+        while self._journal.replays and self.num_steps < num_steps:
+            self.replay_step()
+        return num_steps
+
+    def replay_step(self) -> None:
+        """Make the next step of a replay, in the plan's own thread.
+
+        Raises:
+            ReplayError: there is no batch, or no room for the result.
+        """
+        with self.workers.local_worker().lock:
+            self._check_replayed(self._step())
+
+    def replay_room(self) -> None:
+        """Make room in `inqueue` in a replay: take the batches of the next step.
+
+        Raises:
+            ReplayError: see `replay_step`.
+        """
+        while self.inqueue.full():
+            if self._has_taken:
+                self.replay_step()
+            self._check_replayed(self._take_batches())
+
+    def _check_replayed(self, is_done: bool) -> None:
+        if not is_done:
+            raise ReplayError(
+                f"the replay differs from the run: step {self.num_steps + 1} of the learner has no "
+                "batch, or no room for its result"
+            )
 
     # -- inspection ------------------------------------------------------------------------------
 

@@ -16,10 +16,14 @@ MAX_RETRIES = 2  # of a task whose process dies
 
 
 def leave_in_store(batch: Batch) -> BatchRef:
-    """for_each on the shards, batch -> BatchRef: put the batch into Ray's object store."""
+    """for_each on the shards, batch -> BatchRef: put the batch into Ray's object store.
+
+    Without Ray, in a replay, the BatchRef contains the batch.
+    """
     import ray
 
-    return BatchRef([ray.put(batch)], batch.env_steps(), batch.steps_by_policy(), node_id())
+    part = ray.put(batch) if ray.is_initialized() else batch
+    return BatchRef([part], batch.env_steps(), batch.steps_by_policy(), node_id())
 
 
 class AggregateBatches(LocalIterator[Any]):

@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
 from flowrl.iter.errors import note_origin, operator_error
+from flowrl.iter.journal import Journal
+from flowrl.iter.metrics import current_journal
 from flowrl.iter.stage import walk
 from flowrl.iter.stages.branches import Union
 from flowrl.iter.waiting import Signal, queue_signal
@@ -106,6 +108,7 @@ class Enqueue:
         if isinstance(output_queue, LearnerThread):
             output_queue = output_queue.inqueue
         self.queue = _check_queue(output_queue, "Enqueue")
+        self._was_ready = True
 
     def ready(self) -> bool:
         """Return whether the queue has room.
@@ -114,12 +117,21 @@ class Enqueue:
             RuntimeError: the queue is full and belongs to a learner that has not been started.
         """
         full = self.queue.full()
+        journal = current_journal()
+        if journal is not None:
+            full = not self._decide_ready(journal, not full)
         if full and self.learner is not None and not self.learner.is_alive():
             raise RuntimeError(
                 "Enqueue: its learner has not been started: add a branch with Dequeue(learner), "
                 "which starts it, to the same plan"
             )
         return not full
+
+    def _decide_ready(self, journal: Journal, ready: bool) -> bool:
+        self._was_ready = bool(journal.plan.decide("Enqueue", ready, expected=self._was_ready))
+        if journal.replays and self._was_ready and self.learner is not None:
+            self.learner.replay_room()
+        return self._was_ready
 
     def waits(self) -> list[Any]:
         """Return the signal that fires when the queue may have room again."""
@@ -179,6 +191,7 @@ class DequeueStage(Stage):
     """The stage of Dequeue."""
 
     name = "Dequeue"
+    is_asynchronous = True
     depends_on_sibling = True
 
     def __init__(
@@ -201,7 +214,9 @@ class DequeueStage(Stage):
     def start(self, seed: str | None) -> None:
         self._signal = queue_signal(self.queue)
         if self.learner is not None:
-            self.learner.start()
+            self.learner.start(self.journal)
+        elif self.journal is not None:
+            self.journal.end("the plan reads the queue of a thread that is no LearnerThread")
 
     def stop(self) -> None:
         if self.learner is not None:
@@ -236,6 +251,12 @@ class DequeueStage(Stage):
         return item
 
     def _get(self) -> Any:
+        if self.journal is not None and self.learner is not None:
+            has_item = not self.queue.empty()
+            if not self.journal.plan.decide(self.name, has_item):
+                return NOT_READY
+            while self.queue.empty():
+                self.learner.replay_step()
         try:
             return self.queue.get_nowait()
         except queue.Empty:

@@ -11,7 +11,6 @@ from flowrl.data import BatchRef, MultiAgentBatch, SampleBatch
 from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
 from flowrl.iter.errors import note_origin, operator_error
 from flowrl.iter.stage import sources_to_list
-from flowrl.iter.waiting import ready_refs
 from flowrl.learners.learner import Batch
 from flowrl.learners.thread import with_sources
 from flowrl.ops.replay_actors import PendingRequest, ReplayActors
@@ -183,6 +182,9 @@ class ReplayActorsStage(ReplayStage):
         self._drawn: deque[Batch] = deque()
         self._sources: tuple[Source, ...] = ()
 
+    def start(self, seed: str | None) -> None:
+        self.buffer.journal = self.journal
+
     def _next(self) -> Any:
         while True:
             self._request()
@@ -190,7 +192,7 @@ class ReplayActorsStage(ReplayStage):
                 batch = self._drawn.popleft()
                 self._sources = batch.sources
                 return batch
-            if not self._pending or not ready_refs([self._pending[0].ref]):
+            if not self._pending or not self.buffer.is_ready(self._pending[0].ref, "drawn"):
                 return NOT_READY
             self._drawn.extend(self.buffer.taken(self._pending.popleft()))
 

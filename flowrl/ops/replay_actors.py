@@ -14,8 +14,11 @@ import numpy as np
 
 from flowrl.data import BatchRef, MultiAgentBatch, SampleBatch
 from flowrl.iter import Source, _get_shared_metrics
-from flowrl.iter.metrics import count_bytes_between_nodes
+from flowrl.iter.in_process import InProcessActor, fetch
+from flowrl.iter.journal import Journal
+from flowrl.iter.metrics import count_bytes_between_nodes, current_metrics
 from flowrl.iter.ray_runtime import leave_ray, node_id, start_ray
+from flowrl.iter.waiting import ready_refs
 from flowrl.replay import MultiAgentReplayBuffer
 from flowrl.replay.multi_agent import NOTHING_TO_DRAW, loss_rows
 from flowrl.replay.replay_ratio import ReplayRatio
@@ -105,6 +108,9 @@ class ReplayActors:
         colocated: place the actors on the node of this process; if False, on any node.
         address: address of the Ray cluster, used if this process is not connected to one.
 
+    Attributes:
+        journal: that of the plan; in a replay, the shards are in this process.
+
     Raises:
         ValueError: num_shards or batch_rows is below 1; see ReplayRatio.
     """
@@ -150,16 +156,24 @@ class ReplayActors:
         self._last_number = 0  # of the batches sent to shards
         self._next_shard = 0  # to draw from
         self._owns_ray = False
+        self.journal: Journal | None = None
 
     # -- actors ------------------------------------------------------------------------------------
 
     def handles(self) -> list[Any]:
         """Return the actors; start them on the first call."""
-        if not self._handles:
+        if not self._handles and self._is_replay:
+            shards = range(self.num_shards)
+            self._handles = [InProcessActor(ReplayShard(self.make_shard, i)) for i in shards]
+        elif not self._handles:
             self._owns_ray = start_ray(self.address)
             self._node = node_id()
             self._handles = [self._start_shard(index) for index in range(self.num_shards)]
         return self._handles
+
+    @property
+    def _is_replay(self) -> bool:
+        return self.journal is not None and self.journal.replays
 
     def _start_shard(self, index: int) -> Any:
         import ray
@@ -173,6 +187,8 @@ class ReplayActors:
 
     def _replace_shard(self, index: int, error: BaseException) -> None:
         """Replace a dead shard by an empty one and resend the batches that it had not stored."""
+        if self.journal is not None:
+            self.journal.end(f"replay shard {index} died")
         log.warning("replay shard %d died and is replaced by an empty one: %s", index, error)
         metrics = _get_shared_metrics()
         metrics.counters["num_replay_shard_restarts"] += 1
@@ -187,7 +203,7 @@ class ReplayActors:
         """Stop the actors."""
         import ray
 
-        if ray.is_initialized():
+        if ray.is_initialized() and not self._is_replay:
             for handle in self._handles:
                 ray.kill(handle)
         if self._owns_ray:
@@ -209,7 +225,7 @@ class ReplayActors:
         if not self.ratio.may_store(self.batch_rows, alternate) and self._may_have_items():
             return False
         if any(len(adds) >= ADDS_IN_FLIGHT for adds in self._pending_adds):
-            self._process_stored()
+            self._process_stored("room")
         return all(len(adds) < ADDS_IN_FLIGHT for adds in self._pending_adds)
 
     def waits(self) -> list[Any]:
@@ -228,19 +244,24 @@ class ReplayActors:
         self.ratio.note_stored(batch.agent_steps())
 
     def _send_batch(self, index: int, batch: Any, number: int, node: str | None) -> _PendingAdd:
+        if self._is_replay:
+            batch = BatchRef([batch], 0, {}).get()
         ref = self.handles()[index].add.remote(batch, number, node)
         return _PendingAdd(ref, batch, number, node)
 
-    def _process_stored(self) -> None:
-        """Process the replies of shards that have stored batches."""
-        import ray
+    def _process_stored(self, purpose: str) -> None:
+        """Process the replies of shards that have stored batches.
+
+        Args:
+            purpose: why; names the observation in the journal.
+        """
         from ray.exceptions import ObjectLostError, RayActorError
 
         for index in range(self.num_shards):
             adds = self._pending_adds[index]
-            while adds and ray.wait([adds[0].ref], timeout=0, fetch_local=False)[0]:
+            while adds and self.is_ready(adds[0].ref, f"stored for {purpose}"):
                 try:
-                    added: Added = ray.get(adds[0].ref)
+                    added: Added = fetch(adds[0].ref)
                     self.rows[index], self._has_items[index], bytes_received, node = added
                     self._nodes[index] = node
                     count_bytes_between_nodes(bytes_received)
@@ -255,6 +276,18 @@ class ReplayActors:
                     raise
                 adds.popleft()
 
+    def is_ready(self, ref: Any, name: str) -> bool:
+        """Return whether a shard has replied.
+
+        Args:
+            ref: of the reply.
+            name: of the observation in the journal, if a plan is being pulled.
+        """
+        ready = self._is_replay or bool(ready_refs([ref]))
+        if self.journal is None or current_metrics() is None:
+            return ready
+        return bool(self.journal.plan.decide(name, ready))
+
     # -- drawing -----------------------------------------------------------------------------------
 
     def can_draw(self, alternate: bool = True) -> bool:
@@ -264,7 +297,7 @@ class ReplayActors:
     def _may_have_items(self) -> bool:
         """Return False if all shards have replied that there is nothing to draw."""
         if not any(self._has_items):
-            self._process_stored()
+            self._process_stored("draws")
         return any(self._has_items) or any(self._pending_adds)
 
     def missing_stores(self) -> str:
@@ -299,14 +332,13 @@ class ReplayActors:
         Raises:
             Exception: the shard's error.
         """
-        import ray
         from ray.exceptions import RayActorError
 
         index, ref, number, handle = request
         self._in_flight -= number
         batches: list[Batch] = []
         try:
-            served: Served = ray.get(ref)
+            served: Served = fetch(ref)
             batches, self.rows[index], self._has_items[index], self._nodes[index] = served
         except RayActorError as error:
             if handle is self._handles[index]:  # not replaced yet
@@ -330,12 +362,11 @@ class ReplayActors:
             self._send_updates(shard)
 
     def _send_updates(self, shard: int) -> None:
-        import ray
         from ray.exceptions import RayActorError
 
         updates, self._updates[shard] = self._updates[shard], []
         with contextlib.suppress(RayActorError):  # the next request replaces the shard
-            ray.get(self.handles()[shard].serve.remote(updates, 0))
+            fetch(self.handles()[shard].serve.remote(updates, 0))
 
     # -- statistics and state ----------------------------------------------------------------------
 
@@ -345,10 +376,7 @@ class ReplayActors:
 
     def stats(self) -> list[dict[str, Any]]:
         """Return the statistics of each shard."""
-        import ray
-
-        stats: list[dict[str, Any]] = ray.get([handle.stats.remote() for handle in self.handles()])
-        return stats
+        return [fetch(handle.stats.remote()) for handle in self.handles()]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all shards, after they have stored the batches in flight.
@@ -373,11 +401,12 @@ class ReplayActors:
 
         while True:
             while self._pending_adds[shard]:
-                ray.wait([self._pending_adds[shard][0].ref], fetch_local=False)
-                self._process_stored()
+                if not self._is_replay:
+                    ray.wait([self._pending_adds[shard][0].ref], fetch_local=False)
+                self._process_stored("a checkpoint")
             self._send_updates(shard)
             try:
-                state: dict[str, Any] = ray.get(self.handles()[shard].state_dict.remote())
+                state: dict[str, Any] = fetch(self.handles()[shard].state_dict.remote())
             except RayActorError as error:
                 self._replace_shard(shard, error)
                 continue

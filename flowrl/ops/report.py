@@ -12,7 +12,7 @@ import numpy as np
 
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
-from flowrl.iter.metrics import Timer
+from flowrl.iter.metrics import Timer, current_journal
 from flowrl.iter.stage import walk
 from flowrl.ops.plan_metrics import Info, PlanMetrics
 from flowrl.sampling.worker_config import WorkerConfig
@@ -150,8 +150,13 @@ class ReportDue:
         now = time.monotonic()
         if steps - self._last_steps < self.min_steps:
             return False
-        if self.min_seconds is not None and now - self._last_time < self.min_seconds:
-            return False
+        if self.min_seconds is not None:
+            due = now - self._last_time >= self.min_seconds
+            journal = current_journal()
+            if journal is not None:
+                due = bool(journal.plan.decide("ReportDue", due))
+            if not due:
+                return False
         self._last_steps, self._last_time = steps, now
         return True
 

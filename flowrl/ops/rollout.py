@@ -161,6 +161,7 @@ class CountRollouts:
             plan.sampler_timings[source.worker] = source.tags.get("timings", {})
             for filters in source.tags.get("filters", ()):
                 with worker.lock:
+                    self.workers.weight_sync.observe_learner()
                     for policy_id, policy_filters in filters.items():
                         worker.policy_map[policy_id].merge_filter_updates(policy_filters)
             plan.worker_health[source.worker, source.incarnation] = WorkerHealth(
@@ -196,9 +197,9 @@ class DropStale:
     max_policy_lag: int
 
     def __call__(self, batch: Any) -> bool:
-        policies = self.workers.local_worker().policy_map
+        newest = self.workers.weight_sync.versions()
         lags = [
-            policies[policy_id].version - version
+            newest[policy_id] - version
             for source in batch.sources
             for policy_id, version in source.tags["weights_versions"].items()
         ]

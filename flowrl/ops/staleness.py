@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from flowrl.iter import _get_shared_metrics
+from flowrl.iter.metrics import current_journal
 from flowrl.state_schema import Fields
 
 
@@ -68,10 +69,13 @@ class OncePerTimeInterval:
 
     def __call__(self, item: Any) -> bool:
         now = time.monotonic()
-        if self._last is not None and now - self._last < self.delay:
-            return False
-        self._last = now
-        return True
+        due = self._last is None or now - self._last >= self.delay
+        journal = current_journal()
+        if journal is not None:
+            due = bool(journal.plan.decide("OncePerTimeInterval", due))
+        if due:
+            self._last = now
+        return due
 
 
 class StalenessLimit:

@@ -178,6 +178,8 @@ class UpdateTargetNetwork:
         ]
         worker, num_updates = self.workers.local_worker(), 0
         with worker.lock if due else nullcontext():
+            if due:  # the learner may be in any of its steps
+                self.workers.weight_sync.observe_learner()
             for policy_id in due:
                 policy: Any = worker.policy_map[policy_id]
                 if not hasattr(policy, "update_target"):

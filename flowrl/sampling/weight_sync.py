@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from flowrl.iter.metrics import count_bytes_between_nodes, current_metrics
 from flowrl.sampling.rollout_worker import RolloutWorker
@@ -18,6 +18,7 @@ class _Snapshot(NamedTuple):
     versions: dict[str, int]
     weights: dict[str, Any]
     filters: dict[str, Any]
+    learner_step: int = 0  # of the learner thread that published them
 
 
 class _Payload:
@@ -35,7 +36,7 @@ class _Payload:
         self.content: Any = (
             snapshot.weights, snapshot.versions, snapshot.filters, dict(global_vars),
         )  # fmt: skip
-        if self.num_bytes > INLINE_BYTES:
+        if self.num_bytes > INLINE_BYTES and node is not None:  # the workers are in processes
             import ray
 
             self.content = ray.put(self.content)
@@ -51,6 +52,16 @@ class _Payload:
             self.nodes.add(to_node)
 
 
+class ObservedLearner(Protocol):
+    """A learner thread, whose progress the plan observes; see LearnerThread."""
+
+    num_steps: int
+
+    def observe(self, num_steps: int) -> int:
+        """Record how many steps the plan observes, and return the number; in a replay, return the
+        recorded number, after as many steps."""
+
+
 class WeightSync:
     """Tracks the weights versions of remote workers; workers are numbered from 0.
 
@@ -60,6 +71,7 @@ class WeightSync:
 
     Attributes:
         num_invalidations: number of calls of `invalidate`.
+        learner: the learner thread that publishes weights, if its progress is recorded or replayed.
     """
 
     def __init__(self, local_worker: Callable[[], RolloutWorker], global_vars: dict[str, Any]):
@@ -70,25 +82,50 @@ class WeightSync:
         self._published: _Snapshot | None = None
         self._payload: _Payload | None = None
         self.num_invalidations = 0
+        self.learner: ObservedLearner | None = None
 
     def versions(self) -> dict[str, int]:
         """Return the published versions by policy id, or else those of the local policies."""
-        if self._published is not None:
-            return self._published.versions
+        return self._versions_of(self._observed())
+
+    def _versions_of(self, published: _Snapshot | None) -> dict[str, int]:
+        if published is not None:
+            return published.versions
         return {pid: policy.version for pid, policy in self._local_worker().policy_map.items()}
 
-    def publish(self) -> None:
+    def _observed(self) -> _Snapshot | None:
+        """Return the published copy; None if there is none."""
+        published = self._published
+        if published is None or self.learner is None or current_metrics() is None:
+            return published
+        num_steps = self.learner.observe(published.learner_step)
+        return published if published.learner_step == num_steps else self._published
+
+    def observe_learner(self) -> None:
+        """Note that the plan will change policies that a learner thread may train.
+
+        The caller holds the lock of the local worker.
+        """
+        if self.learner is not None and current_metrics() is not None:
+            self.learner.observe(self.learner.num_steps)
+
+    def publish(self, learner_step: int | None = None) -> None:
         """Copy the current weights; workers get this copy until the next call.
 
         A learner thread calls this after each update, because no other thread may read weights that
         it is changing.
+
+        Args:
+            learner_step: number of steps of the learner thread; None: as in the last copy.
         """
+        if learner_step is None:
+            learner_step = 0 if self._published is None else self._published.learner_step
         with self._local_worker().lock:
-            self._published = self._snapshot()
+            self._published = self._snapshot()._replace(learner_step=learner_step)
 
     def unpublish(self) -> None:
         """Drop the copy of `publish`: workers get the current weights. No thread may learn."""
-        self._published = None
+        self._published = self.learner = None
 
     def _snapshot(self) -> _Snapshot:
         policies = self._local_worker().policy_map
@@ -111,7 +148,8 @@ class WeightSync:
         Returns:
             An argument for `load_weights`; None if the worker has the weights or is not selected.
         """
-        versions = self.versions()
+        published = self._observed()
+        versions = self._versions_of(published)
         if self._sent.get(index) == versions:
             return None
         if self._selected is not None and index in self._sent:
@@ -120,7 +158,7 @@ class WeightSync:
             self._selected.discard(index)
         if self._payload is None or self._payload.versions != versions:
             started = time.perf_counter()
-            snapshot = self._published or self._snapshot()
+            snapshot = published or self._snapshot()
             self._payload = _Payload(snapshot, self._global_vars, from_node)
             metrics = current_metrics()
             if metrics is not None:

@@ -21,6 +21,7 @@ from flowrl.iter.ray_runtime import leave_ray, node_id, start_ray
 from flowrl.iter.shards import Shard
 from flowrl.policies.policy import Policy
 from flowrl.sampling.placement import Placement
+from flowrl.sampling.replayed_pool import ReplayedPool
 from flowrl.sampling.rollout_pool import RolloutPool
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.spare_worker import SpareWorkers
@@ -120,7 +121,22 @@ class WorkerSet:
         """Return the env steps of one worker in a train batch."""
         return math.ceil(self.config.train_batch_size / max(1, self._num_configured))
 
+    def replay_in_process(self) -> None:
+        """Create the remote workers in this process, one after another, to replay a recorded run.
+
+        Raises:
+            RuntimeError: the set is in use.
+        """
+        if self._pool is not None or self._remote is not None:
+            raise RuntimeError("replay_in_process() must be called before the workers start")
+        if self.num_workers:
+            self._pool = ReplayedPool(self)
+
     # -- workers -------------------------------------------------------------------------------
+
+    def new_worker(self, worker_index: int) -> RolloutWorker:
+        """Return a new worker in this process; its number is 0 for a local one, else from 1."""
+        return RolloutWorker(**self._worker_arguments(worker_index))
 
     def _worker_arguments(self, worker_index: int) -> dict[str, Any]:
         return {
@@ -137,11 +153,13 @@ class WorkerSet:
         if self._stopped:
             raise RuntimeError("the workers were stopped: build a new algorithm or WorkerSet")
         if self._local is None:
-            self._local = RolloutWorker(**self._worker_arguments(0))
+            self._local = self.new_worker(0)
         return self._local
 
     def remote_workers(self) -> list[Any]:
         """Return the Ray actor handles of the remote workers; created on the first call."""
+        if isinstance(self._pool, ReplayedPool):
+            return []
         if self._remote is None:
             if self.num_workers:
                 self.local_worker()  # raises errors of the environment that all would raise
@@ -408,6 +426,8 @@ class WorkerSet:
     def foreach_worker(self, fn: Callable[[RolloutWorker], T]) -> list[T]:
         """Return fn(worker) for every worker: the local one first, then the remote ones."""
         results = [fn(self.local_worker())]
+        if isinstance(self._pool, ReplayedPool):
+            return [*results, *map(fn, self._pool.workers())]
         if self.remote_workers():
             import ray
 
@@ -430,6 +450,8 @@ class WorkerSet:
         """Stop the workers, close the environments, shut down Ray if this set started it."""
         if self._local is not None:
             self._local.stop()
+        if isinstance(self._pool, ReplayedPool):
+            self._pool.stop_workers()
         if self._remote:
             import ray
 

@@ -54,7 +54,7 @@ def wait_until_stored(actors):
     deadline = time.monotonic() + 60  # generous, for busy machines
     while any(actors._pending_adds):
         assert time.monotonic() < deadline
-        actors._process_stored()
+        actors._process_stored("draws")
         time.sleep(0.01)
     return actors.rows
 

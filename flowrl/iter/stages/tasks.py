@@ -64,6 +64,10 @@ class ForEachConcurrent(FunctionStage):
         self._ended = False
         self._emitted: tuple[Source, ...] = ()
 
+    def start(self, seed: str | None) -> None:
+        if self.journal is not None:
+            self.journal.end(f"{self} runs Ray tasks, whose order is not recorded")
+
     def _submit(self, task: _Task) -> None:
         import ray
 

@@ -155,7 +155,7 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def _json_line(result: dict[str, Any]) -> bytes:
-    return json.dumps(_result_to_json(result), allow_nan=False).encode() + b"\n"
+    return json.dumps(result_to_json(result), allow_nan=False).encode() + b"\n"
 
 
 def _csv_table(columns: list[str], rows: list[dict[str, Any]]) -> bytes:
@@ -184,12 +184,12 @@ def _warn(message: str) -> None:
     print(f"flowrl: {message}", file=sys.stderr, flush=True)
 
 
-def _result_to_json(value: Any) -> Any:
+def result_to_json(value: Any) -> Any:
     """Return a result as JSON values, with null for NaN and infinity."""
     if isinstance(value, dict):
-        return {key: _result_to_json(inner) for key, inner in value.items()}
+        return {key: result_to_json(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_result_to_json(inner) for inner in value]
+        return [result_to_json(inner) for inner in value]
     if isinstance(value, (np.generic, np.ndarray)):
-        return _result_to_json(value.tolist())
+        return result_to_json(value.tolist())
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,8 +1,9 @@
 """The run directory: everything that a training run writes.
 
 config.json, stop.json, command.txt, plan.txt (the plan as a tree), plan.py (its source),
-versions.json, progress.csv and result.json (one line per iteration), TensorBoard events, and
-checkpoints/NUMBER, where NUMBER is the iteration. progress.csv is written again if a result has new
+versions.json, progress.csv and result.json (one line per iteration), TensorBoard events,
+journal.msgpack (the order of an asynchronous run, for `flowrl replay`), and checkpoints/NUMBER,
+where NUMBER is the iteration. progress.csv is written again if a result has new
 columns.
 """
 
@@ -26,6 +27,7 @@ from flowrl.data.checkpoint import CHECKPOINTS, list_checkpoints, remove_checkpo
 from flowrl.settings import ConfigError
 from flowrl.trainer.metric_names import metric_value
 from flowrl.trainer.plan_files import plan_source
+from flowrl.trainer.runs.recording import JOURNAL
 from flowrl.trainer.runs.result_files import ResultFiles, event_files
 from flowrl.trainer.runs.saved_run import (
     best_checkpoint,
@@ -59,8 +61,10 @@ class RunDirectory:
                 self._lock = os.open(path, os.O_RDONLY)
                 on_error.callback(os.close, self._lock)
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for name in (".result.json", ".progress.csv", CHECKPOINTS, EVENTS):
+                for name in (".result.json", ".progress.csv", CHECKPOINTS, EVENTS, JOURNAL):
                     self._check_no_link(name)
+                if not resume:
+                    (path / JOURNAL).unlink(missing_ok=True)
                 self._results = ResultFiles(path, names)
                 self._results.rewrite(read_results(path) if resume else [], with_events=False)
             except BlockingIOError as error:

@@ -24,6 +24,7 @@ from flowrl.trainer.runs.continuing import ways_to_continue
 from flowrl.trainer.runs.formatting import format_count, format_path
 from flowrl.trainer.runs.live_view import LiveView
 from flowrl.trainer.runs.progress import ProgressTable
+from flowrl.trainer.runs.recording import Recording, end_recording_at
 from flowrl.trainer.runs.run_directory import RunDirectory, default_run_dir, env_name
 from flowrl.trainer.runs.saved_run import read_config, read_stop_rules, result_at
 from flowrl.trainer.runs.signal_handler import (
@@ -85,7 +86,9 @@ def train_until(
     config = algorithm.config
     progress: ProgressTable | LiveView | None = None
     tracer: Tracer | None = None
+    recording: Recording | None = None
     if run is not None:
+        recording = Recording(algorithm, run.path)
         activity_log = ActivityLog(run.path)
         algorithm.monitor.listeners.append(activity_log.append)
         if config.trace_s is not None:
@@ -114,9 +117,12 @@ def train_until(
                 now = time.perf_counter()
                 window = config.metrics_num_episodes_for_smoothing
                 reason = stop.reached(result, window, now - started)
-                if run and reason is None and _checkpoint_is_due(algorithm, now - saved):
+                is_due = reason is None and _checkpoint_is_due(algorithm, now - saved)
+                if run is not None and is_due:
                     run.save(algorithm, result)
                     saved = time.perf_counter()
+                if recording is not None:
+                    recording.add(is_due)
         except KeyboardInterrupt:
             exit_code, reason = 130, "interrupted"
         except BaseException as error:
@@ -136,6 +142,8 @@ def train_until(
                 exit_code, reason = 141, "output closed"
                 discard_closed_output()
         finally:
+            if recording is not None:
+                recording.close()
             if run is not None:
                 algorithm.monitor.listeners.remove(activity_log.append)
             if run is not None and tracer is not None:
@@ -267,6 +275,7 @@ def prepare_to_resume(algorithm: Any, run: RunDirectory, stop: StopRules, total:
     run.write_limits(asdict(stop), total)
     kept = run.truncate(algorithm.iteration)
     truncate_activities(run.path, algorithm.iteration)
+    end_recording_at(run.path, algorithm.iteration)
     if kept is not None:
         print(
             f"the checkpoints and results after iteration {algorithm.iteration} are kept in {kept}"

@@ -1,0 +1,103 @@
+"""`flowrl replay RUN_DIR`: run an asynchronous training again, in one process."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from flowrl.cli.arguments import Parser, add_trust_option
+from flowrl.cli.display import print_failure, printable
+from flowrl.cli.saved_runs import config_of_run, open_run
+from flowrl.iter.journal import ReplayError
+from flowrl.settings import ConfigError
+from flowrl.trainer.runs.formatting import format_number
+from flowrl.trainer.runs.replaying import NOT_REPLAYED, Replay, ReplayedResult, Until
+from flowrl.trainer.runs.saved_run import read_command, read_config
+
+
+def replay_command(arguments: list[str]) -> int:
+    """Run the command; return the exit code.
+
+    Raises:
+        ConfigError: wrong usage, or the run has no journal.
+    """
+    parser = Parser(
+        prog="flowrl replay",
+        description="Run an asynchronous training again in this process, in the order in which its "
+        "items arrived, and compare the results. Ends where the recording ends: at a resume, when "
+        "a worker died, joined or left, or at the last result.",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.add_argument(
+        "--until",
+        type=_until,
+        metavar="OPERATOR:N",
+        help="stop in the debugger with the N-th item of an operator in the variable `item`; "
+        "`flowrl diagnose RUN_DIR` lists the operators",
+    )
+    add_trust_option(parser, "the run")
+    options = parser.parse_args(arguments)
+    run_dir = options.run_dir.expanduser()
+    with _build(run_dir, options.trust) as algorithm:
+        try:
+            replay = Replay(algorithm, run_dir, options.until)
+            is_equal = _print_results(replay)
+        except ReplayError as error:
+            print(f"flowrl: {printable(error)}", file=sys.stderr)
+            return 1
+        except ConfigError:
+            raise
+        except Exception as error:
+            print_failure(error)
+            return 1
+    return 0 if is_equal else 1
+
+
+def _until(text: str) -> Until:
+    name, _, number = text.rpartition(":")
+    if not name or not (number.isascii() and number.isdigit()) or int(number) < 1:
+        raise argparse.ArgumentTypeError(
+            f"must be an operator and a number from 1, such as Dequeue:10, got {text!r}"
+        )
+    return Until(name, int(number))
+
+
+def _build(run_dir: Path, trust: bool) -> Any:
+    """Return the algorithm of a run, which may have no checkpoint."""
+    read_config(run_dir)  # a clear error if this is not a run directory
+    if read_command(run_dir)[:2] != ["flowrl", "train"]:
+        run = open_run(str(run_dir), trust=trust)
+        return run.build(run.config.updated(**NOT_REPLAYED))
+    config, plan = config_of_run(run_dir, run_dir / "checkpoints", trust=trust)
+    if plan is not None:
+        config = config.updated(plan=plan)
+    return config.updated(**NOT_REPLAYED).build_as(None)
+
+
+def _print_results(replay: Replay) -> bool:
+    """Print a line per result; return whether all are equal to those of the run."""
+    print(f"{'iteration':>9}  {'env steps':>11}  {'mean return':>11}")
+    numbers = {"equal": 0, "different": 0}
+    for replayed in replay.results():
+        kind = "equal" if replayed.difference is None else "different"
+        numbers[kind] += replayed.difference != ""
+        print(_line(replayed), flush=True)
+    total = sum(numbers.values())
+    print(
+        f"{numbers['equal']} of {total} results are equal to those of the run; "
+        f"end: {printable(replay.end)}"
+    )
+    return not numbers["different"]
+
+
+def _line(replayed: ReplayedResult) -> str:
+    result, difference = replayed
+    line = (
+        f"{result['training_iteration']:>9}  {result['timesteps_total']:>11,}  "
+        f"{format_number(result['episode_reward_mean']):>11}  "
+    )
+    if difference == "":
+        return line + "(the run wrote no result)"
+    return line + ("equal" if difference is None else f"differs in {difference}")

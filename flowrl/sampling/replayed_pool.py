@@ -1,0 +1,71 @@
+"""ReplayedPool: the remote workers of a WorkerSet in this process, to replay a recorded run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from flowrl.iter.pools import Pool
+from flowrl.iter.shard_server import serve
+from flowrl.iter.shard_stream import Reply, ShardRequest
+from flowrl.sampling.rollout_worker import RolloutWorker
+from flowrl.sampling.weight_sync import load_weights
+from flowrl.threads import worker_threads
+
+
+class ReplayedWorkers(Protocol):
+    """The part of a WorkerSet that a ReplayedPool uses."""
+
+    num_workers: int
+
+    def new_worker(self, worker_index: int) -> RolloutWorker:
+        """Return a new worker with a number from 1."""
+
+    def weights_for(self, index: int) -> Any | None:
+        """Return the weights that a worker must load before it samples; None if it needs none."""
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    worker: RolloutWorker
+    weights: Any | None  # as of the request
+    request: ShardRequest
+
+
+class ReplayedPool(Pool):
+    """Workers that reply when the plan reads the reply, with the weights as of the request.
+
+    Args:
+        workers: the WorkerSet.
+    """
+
+    remote = True  # the stages of the plan treat the workers like actors
+
+    def __init__(self, workers: ReplayedWorkers):
+        super().__init__(self._new_workers, workers.num_workers)
+        self._set = workers
+
+    def _new_workers(self) -> list[RolloutWorker]:
+        return [self._set.new_worker(index + 1) for index in range(self._set.num_workers)]
+
+    def workers(self) -> list[RolloutWorker]:
+        """Return the workers."""
+        self.start()
+        return list(self._workers or ())
+
+    def submit(self, index: int, request: ShardRequest) -> Any:
+        return _Request(self.handle(index), self._set.weights_for(index), request)
+
+    def result(self, ref: Any) -> Reply:
+        with worker_threads(ref.worker.config.num_threads_per_process):
+            load_weights(ref.worker, ref.weights)
+            return serve(ref.worker, ref.request)
+
+    def stop(self) -> None:
+        """Do nothing: the set stops its workers."""
+
+    def stop_workers(self) -> None:
+        """Stop the workers."""
+        for worker in self._workers or ():
+            worker.stop()
+        self._workers = None

@@ -1,0 +1,67 @@
+"""Recording: the journal of an asynchronous run, for `flowrl replay`."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from flowrl.iter.journal import JournalWriter, truncate_journal
+from flowrl.iter.stage import walk
+
+JOURNAL = "journal.msgpack"  # file in the run directory
+
+log = logging.getLogger("flowrl")
+
+
+class Recording:
+    """Record the order in which an asynchronous plan runs, unless its run continues another one.
+
+    Args:
+        algorithm: the algorithm; its plan has not been started.
+        run_dir: the run directory.
+    """
+
+    def __init__(self, algorithm: Any, run_dir: Path):
+        self._journal: JournalWriter | None = None
+        self._algorithm = algorithm
+        stages = walk(algorithm.plan.stage)
+        if not algorithm.iteration and any(stage.is_asynchronous for stage in stages):
+            total = algorithm.workers.global_vars["total_timesteps"]
+            self._journal = JournalWriter(run_dir / JOURNAL, {"total_timesteps": total})
+            algorithm.plan.metrics.journal = self._journal
+
+    def add(self, saved: bool) -> None:
+        """Write the order of the last iteration; an error of the file system ends the recording.
+
+        Args:
+            saved: whether the iteration ended with a checkpoint, which requests replies.
+        """
+        if self._journal is None:
+            return
+        self._journal.plan.decide("saved", saved)
+        try:
+            self._journal.flush(self._algorithm.iteration)
+        except OSError as error:
+            log.warning("the order of the run is not recorded any more: %s", error)
+            self._journal.end("the journal could not be written")
+            self._journal = None
+
+    def close(self) -> None:
+        """Write the rest and close the file."""
+        if self._journal is not None:
+            self.add(saved=False)
+        if self._journal is not None:
+            self._journal.close()
+
+
+def end_recording_at(run_dir: Path, iteration: int) -> None:
+    """Remove what the journal of a run has recorded after the iteration of its resume."""
+    path = run_dir / JOURNAL
+    if not path.is_file():
+        return
+    try:
+        truncate_journal(path, iteration, "the run was resumed here")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("%s cannot be shortened and is removed: %s", path, error)
+        path.unlink(missing_ok=True)

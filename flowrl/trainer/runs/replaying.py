@@ -1,0 +1,122 @@
+"""Replay: run a recorded training again in this process, item by item."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flowrl.iter.journal import JournalReader, ReplayEnded
+from flowrl.iter.stage import NOT_READY, Stage, stages_by_name, walk
+from flowrl.ops.inspection import Breakpoint
+from flowrl.settings import ConfigError
+from flowrl.trainer.runs.comparison import first_difference
+from flowrl.trainer.runs.recording import JOURNAL
+from flowrl.trainer.runs.result_files import result_to_json
+from flowrl.trainer.runs.saved_run import read_results
+
+# settings of a run that a replay does not use: they write files, or measure
+NOT_REPLAYED: dict[str, Any] = {
+    "monitor": False,
+    "trace_s": None,
+    "log_to": [],
+    "log_config": {},
+    "output": None,
+    "evaluation_interval": None,
+    "evaluation_parallel_to_training": False,
+    "num_spare_workers": 0,
+    "max_worker_memory_mb": None,
+}
+
+
+class ReplayedResult(NamedTuple):
+    """A result of a replay.
+
+    `difference` is the first metric that differs from the run's result, with both values; None if
+    all are equal; "" if the run has not written a result of this iteration.
+    """
+
+    result: dict[str, Any]
+    difference: str | None
+
+
+class Until(NamedTuple):
+    """A breakpoint: the `number`-th item of the operator `name`, as `stats()` names it."""
+
+    name: str
+    number: int
+
+
+class Replay:
+    """Run a recorded training again. Its remote workers and replay actors are in this process.
+
+    Args:
+        algorithm: a new algorithm with the settings of the run.
+        run_dir: the run directory.
+        until: where to stop in the debugger; None nowhere.
+
+    Attributes:
+        end: why the replay ended; "" before its end.
+
+    Raises:
+        ConfigError: the run has no journal, or there is no such operator.
+        ReplayError: the journal is damaged.
+    """
+
+    def __init__(self, algorithm: Any, run_dir: Path, until: Until | None = None):
+        journal = run_dir / JOURNAL
+        if not journal.is_file():
+            raise ConfigError(
+                f"{run_dir}: it has no {JOURNAL}: only runs of asynchronous plans have one "
+                "(impala, appo, a3c, apex, …); the command of a synchronous run repeats it"
+            )
+        self._algorithm = algorithm
+        self._journal = JournalReader(journal)
+        self._expected = {r.get("training_iteration"): r for r in read_results(run_dir)}
+        self.end = ""
+        algorithm.workers.replay_in_process()
+        # a resumed run may have got a larger number
+        algorithm.workers.set_total_timesteps(self._journal.about.get("total_timesteps"))
+        algorithm.plan.metrics.journal = self._journal
+        if until is not None:
+            _stop_at(until, algorithm.plan.stage)
+
+    def results(self) -> Iterator[ReplayedResult]:
+        """Yield each result.
+
+        Raises:
+            ReplayError: the replay does something else than the run.
+            Exception: the error of an operator or an environment, which the run also had.
+        """
+        while True:
+            try:
+                result = self._algorithm.train()
+                if self._journal.plan.decide("saved", 0):
+                    self._algorithm.plan.state_dict()  # a checkpoint waits for replies
+            except ReplayEnded as end:
+                self.end = str(end)
+                return
+            expected = self._expected.get(result["training_iteration"])
+            difference: str | None = ""
+            if expected is not None:
+                difference = first_difference(result_to_json(result), expected)
+            yield ReplayedResult(result, difference)
+
+
+def _stop_at(until: Until, plan: Stage) -> None:
+    """Set a breakpoint after an item of a stage of a plan that has not been started."""
+    stages = stages_by_name(plan)
+    if until.name not in stages:
+        raise ConfigError(f"there is no operator {until.name!r}, only {', '.join(stages)}")
+    stage, stop = stages[until.name], Breakpoint()
+    pull = stage.pull
+
+    def pull_and_stop(block: bool) -> Any:
+        item = pull(block)
+        if item is not NOT_READY and stage.items == until.number:
+            stop(item)
+        return item
+
+    stage.pull = pull_and_stop  # type: ignore[method-assign]
+    for consumer in walk(plan):
+        consumer.wire([parent.pull for parent in consumer.parents])

@@ -1,0 +1,192 @@
+"""`flowrl replay`: an asynchronous run again in one process, bit for bit."""
+
+import json
+import os
+import signal
+
+import pytest
+from gymnasium.envs.classic_control import CartPoleEnv
+
+from flowrl.algorithms.a3c import A3CConfig
+from flowrl.cli.main import main
+from flowrl.data.checkpoint import read_checkpoint
+from flowrl.settings import ConfigError
+from flowrl.trainer.plan_settings import plan_config
+from flowrl.trainer.runs.recording import JOURNAL
+from flowrl.trainer.runs.replaying import NOT_REPLAYED, Replay
+
+stopped_at = []
+
+PLANS = ["impala", "appo", "a3c", "ppo_async", "apex", "dqn_distributed"]
+SMALL = {
+    "apex": ["--learning-starts", "300", "--num-replay-shards", "2"],
+    "dqn_distributed": ["--learning-starts", "300"],
+}
+
+
+def train(tmp_path, plan, *flags, steps=3000):
+    run_dir = tmp_path / plan
+    command = ["train", plan, "--no-tuned", "--seed=3", "--num-workers=2", "--display=none"]
+    command += [*SMALL.get(plan, []), f"--stop-timesteps={steps}", "--checkpoint-frequency=4"]
+    assert main([*command, *flags, "--run-dir", str(run_dir)]) == 0
+    return run_dir
+
+
+def replay(run_dir, capsys, *flags):
+    capsys.readouterr()
+    code = main(["replay", str(run_dir), *flags])
+    return code, capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    "plan",
+    ["impala", "apex"] + [pytest.param(p, marks=pytest.mark.slow) for p in PLANS[1:4] + PLANS[5:]],
+)
+def test_a_replay_has_the_results_and_weights_of_the_run(tmp_path, capsys, plan):
+    run_dir = train(tmp_path, plan)
+    num_results = len((run_dir / "result.json").read_text().splitlines())
+    code, printed = replay(run_dir, capsys)
+    assert f"{num_results} of {num_results} results are equal" in printed.out, printed.out
+    assert num_results > (plan != "ppo_async")
+    assert code == 0
+
+
+@pytest.mark.parametrize("plan", ["impala", pytest.param("a3c", marks=pytest.mark.slow)])
+def test_a_replay_ends_with_the_weights_of_the_run(tmp_path, plan):
+    run_dir = train(tmp_path, plan, "--normalize-observations")
+    saved, _ = read_checkpoint(max((run_dir / "checkpoints").iterdir()))
+    settings = json.loads((run_dir / "config.json").read_text())
+    names = ("seed", "num_workers", "normalize_observations", "total_timesteps")
+    changes = {name: settings[name] for name in names}
+    config = plan_config(plan, "CartPole-v1", tuned=False).updated(**changes, **NOT_REPLAYED)
+    with config.build() as algorithm:
+        replayed = Replay(algorithm, run_dir)
+        assert all(one.difference is None for one in replayed.results())
+        policy = algorithm.get_policy()
+        expected = saved["worker"]["policies"]["default_policy"]
+        if plan == "a3c":  # the learner of impala may have been ahead of the plan
+            for name, array in policy.get_weights().items():
+                assert array.tobytes() == expected["weights"][name].tobytes()
+        assert policy.timestep <= expected["timestep"]
+
+
+@pytest.mark.slow
+def test_batches_that_are_used_several_times_replay(tmp_path, capsys):
+    flags = ["--minibatch-buffer-size=3", "--num-sgd-iter=2", "--max-policy-lag=3"]
+    run_dir = train(tmp_path, "impala", *flags, steps=20_000)
+    code, printed = replay(run_dir, capsys)
+    assert code == 0, printed.out
+
+
+def test_a_replay_stops_at_an_item(tmp_path, capsys, monkeypatch):
+    run_dir = train(tmp_path, "a3c")
+    monkeypatch.setattr("sys.breakpointhook", lambda: stopped_at.append("breakpoint"))
+    stopped_at.clear()
+    code, _ = replay(run_dir, capsys, "--until", "gather_async:5")
+    assert stopped_at == ["breakpoint"]
+    assert code == 0
+
+
+def test_an_unknown_operator_is_refused_with_the_known_ones(tmp_path, capsys):
+    run_dir = train(tmp_path, "a3c", steps=500)
+    code, printed = replay(run_dir, capsys, "--until", "nothing:5")
+    assert code == 2
+    assert "there is no operator 'nothing', only StandardMetricsReporting, " in printed.err
+
+
+@pytest.mark.parametrize("until", ["gather_async", "gather_async:0", ":3", "a:١"])
+def test_a_breakpoint_needs_an_operator_and_a_number(tmp_path, capsys, until):
+    code, printed = replay(tmp_path, capsys, "--until", until)
+    assert code == 2
+    assert "an operator and a number from 1" in printed.err
+
+
+def test_synchronous_runs_have_no_journal(tmp_path, capsys):
+    flags = ["--train-batch-size=200", "--stop-timesteps=200", "--display=none"]
+    assert main(["train", "ppo", "--no-tuned", *flags, "--run-dir", str(tmp_path / "ppo")]) == 0
+    assert not (tmp_path / "ppo" / JOURNAL).exists()
+    code, printed = replay(tmp_path / "ppo", capsys)
+    assert code == 2
+    assert "only runs of asynchronous plans have one" in printed.err
+
+
+def test_a_damaged_journal_is_refused(tmp_path, capsys):
+    run_dir = train(tmp_path, "a3c", steps=500)
+    (run_dir / JOURNAL).write_bytes(b"text")
+    code, printed = replay(run_dir, capsys)
+    assert code == 1
+    assert JOURNAL in printed.err
+    assert "damaged" in printed.err
+
+
+def test_another_run_than_the_recorded_one_is_an_error(tmp_path, capsys):
+    run_dir = train(tmp_path, "impala", steps=2000)
+    settings = json.loads((run_dir / "config.json").read_text())
+    (run_dir / "config.json").write_text(json.dumps({**settings, "train_batch_size": 100}))
+    code, printed = replay(run_dir, capsys)
+    assert code == 1
+    assert "differ" in printed.err + printed.out
+
+
+def test_a_resume_ends_the_recording(tmp_path, capsys):
+    run_dir = train(tmp_path, "a3c", "--min-sample-timesteps-per-iteration=500")
+    before = len((run_dir / "result.json").read_text().splitlines())
+    assert main(["resume", str(run_dir), "--stop-timesteps=5000", "--display=none"]) == 0
+    code, printed = replay(run_dir, capsys)
+    assert f"{before} of {before} results are equal" in printed.out
+    assert "end: the run was resumed here" in printed.out
+    assert code == 0
+
+
+class DyingCartPole(CartPoleEnv):
+    """Kills the process of worker 1 in its 300th step; its replacement lives."""
+
+    def __init__(self, context, marker):
+        super().__init__()
+        self.steps_left = 300 if context.worker_index == 1 else None
+        self.marker = marker
+
+    def step(self, action):
+        if self.steps_left is not None:
+            self.steps_left -= 1
+            if not self.steps_left and not self.marker.exists():
+                self.marker.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+@pytest.mark.slow
+def test_the_death_of_a_worker_ends_the_recording(tmp_path):
+    config = A3CConfig(
+        env=lambda context: DyingCartPole(context, tmp_path / "died"),
+        num_workers=2,
+        num_envs_per_worker=2,
+        seed=1,
+    )
+    with config.build() as algorithm:
+        algorithm.learn(6000, run_dir=tmp_path / "run", progress=False)
+        assert algorithm.last_result["num_remote_worker_restarts"] == 1
+    total = config.updated(total_timesteps=6000, **NOT_REPLAYED)
+    safe = total.updated(env=lambda context: CartPoleEnv())
+    with safe.build() as algorithm:
+        replayed = Replay(algorithm, tmp_path / "run")
+        results = list(replayed.results())
+    assert results
+    assert all(one.difference is None for one in results)
+    assert replayed.end == "shard 0 of rollouts[workers=2].for_each() died or did not reply"
+
+
+def test_a_replay_needs_workers_that_have_not_started(tmp_path):
+    run_dir = train(tmp_path, "a3c", steps=500)
+    with A3CConfig(env="CartPole-v1", num_workers=0).build() as algorithm:
+        algorithm.train()
+        with pytest.raises(RuntimeError, match="before the workers start"):
+            Replay(algorithm, run_dir)
+
+
+def test_a_run_without_a_journal_is_refused(tmp_path):
+    with (
+        A3CConfig(env="CartPole-v1").build() as algorithm,
+        pytest.raises(ConfigError, match=r"it has no journal\.msgpack"),
+    ):
+        Replay(algorithm, tmp_path)
