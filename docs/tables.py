@@ -330,6 +330,8 @@ def errors() -> str:
         "flowrl.policies.code_references:UntrustedCodeError",
         "flowrl.envs.validation:InvalidStepError",
         "flowrl.iter.errors:ShardFailedError",
+        "flowrl.iter.ray_health:RayLostError",
+        "flowrl.iter.journal:ReplayError",
         "flowrl.offline.parquet:OfflineDataError",
         "flowrl.learners.learner:ProcessGroupError",
     )

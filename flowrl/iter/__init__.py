@@ -22,6 +22,7 @@ from flowrl.iter.parallel import (
     from_iterators,
     from_range,
 )
+from flowrl.iter.ray_health import RayLostError
 from flowrl.iter.recovery import Recovery
 from flowrl.iter.shard_server import ParallelIteratorWorker
 from flowrl.iter.stage import NOT_READY, Source, Stage
@@ -32,6 +33,7 @@ __all__ = [
     "MetricsContext",
     "ParallelIterator",
     "ParallelIteratorWorker",
+    "RayLostError",
     "Recovery",
     "Retry",
     "ShardFailedError",

@@ -24,6 +24,7 @@ from flowrl.iter.errors import (
     operator_error,
 )
 from flowrl.iter.metrics import current_metrics
+from flowrl.iter.ray_health import RayLostError, check_ray
 from flowrl.iter.recovery import STARTING_S, PendingRequest, ShardState, is_death
 from flowrl.iter.shard_stream import Reply
 from flowrl.iter.shards import Shards
@@ -156,6 +157,7 @@ class Gather(Stage):
     def _replace(self, shard: ShardState) -> bool:
         """Recreate a shard, unless another gather has done so; return False during its back-off."""
         if self.shards.incarnation(shard.index) == shard.dead_incarnation:
+            check_ray()
             if time.monotonic() < shard.restart_at:
                 return False
             incarnation, shard.dead_incarnation = shard.dead_incarnation, None
@@ -187,6 +189,8 @@ class Gather(Stage):
         try:
             if reply is None:
                 reply = self.shards.result(request, ref)
+        except RayLostError:
+            raise
         except BaseException as error:
             if self.shards.remote and is_death(error):
                 self._handle_death(shard, request.incarnation, error)

@@ -14,6 +14,8 @@ from flowrl.iter.stage import NOT_READY, Source, sources_from_list, sources_to_l
 from flowrl.iter.waiting import ready_refs
 from flowrl.state_schema import Fields
 
+SLOW_ROUND_S = 0.03  # in longer rounds, another call of Ray costs little
+
 
 class GatherSync(Gather):
     """Return lists of one item per live shard, in shard order; each pull requests one round.
@@ -40,6 +42,7 @@ class GatherSync(Gather):
         self.yields_lists = not flat
         self._flat = flat
         self._round: dict[int, tuple[Any, Source]] = {}  # shard -> item
+        self._round_s = 0.0  # that the last round was waited for
 
     def pull(self, block: bool) -> Any:
         while True:
@@ -142,11 +145,13 @@ class GatherSync(Gather):
             return None
         started = time.perf_counter()
         try:
-            return self.shards.results([self._in_flight[ref] for ref in refs], refs)
+            requests = [self._in_flight[ref] for ref in refs]
+            return self.shards.results(requests, refs, waits=self._round_s > SLOW_ROUND_S)
         except Exception:
             return None
         finally:
-            self.waited_s += time.perf_counter() - started
+            self._round_s = time.perf_counter() - started
+            self.waited_s += self._round_s
 
     def queued(self) -> list[Source]:
         return [*super().queued(), *(source for _, source in self._round.values())]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from flowrl.iter import ray_health
+
 
 class InProcessActor:
     """Has the interface of an actor handle: `actor.method.remote(...)`.
@@ -53,6 +55,4 @@ def fetch(ref: Any) -> Any:
     """Return the value of an InProcessResult or of a Ray object reference, or raise its error."""
     if isinstance(ref, InProcessResult):
         return ref.get()
-    import ray
-
-    return ray.get(ref)
+    return ray_health.get(ref)

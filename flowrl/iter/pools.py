@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from flowrl.iter import ray_health
 from flowrl.iter.recovery import is_death
 from flowrl.iter.shard_server import drop_stream, serve, serve_next, serve_remote
 from flowrl.iter.shard_stream import Reply, ShardRequest
@@ -174,7 +175,7 @@ class ActorPool(Pool):
         import ray
 
         try:
-            return Reply(*ray.get(ref))
+            return Reply(*ray_health.get(ref, waits=False))  # it is ready
         except ray.exceptions.RayTaskError as error:
             if type(error.cause) in (ray.exceptions.RayTaskError, str):
                 raise  # the error itself could not be pickled
@@ -201,19 +202,20 @@ class ActorPool(Pool):
     def kill(self, index: int) -> None:
         import ray
 
+        ray_health.check_ray()
         ray.kill(self.handle(index))
 
     def drop_stream(self, index: int, stream_id: str) -> None:
         import ray
 
-        if self._handles is not None and ray.is_initialized():
+        if self._handles is not None and ray.is_initialized() and not ray_health.is_ray_lost():
             self._handles[index].apply.remote(drop_stream, stream_id)
 
     def stop(self) -> None:
         if self._handles is not None and self._owned:
             import ray
 
-            if ray.is_initialized():
+            if ray.is_initialized() and not ray_health.is_ray_lost():
                 for index in self._owned:
                     ray.kill(self._handles[index])
             self._handles = None if len(self._owned) == self._count else self._handles

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import queue
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -57,3 +58,27 @@ def call_when_ready(ref: Any, callback: Callable[..., None]) -> None:
         ref._on_ready(callback)
     else:
         ref.future().add_done_callback(callback)
+
+
+def ray_sockets() -> dict[str, str]:
+    """Return the addresses of the processes that Ray cannot work without: "raylet" (the path of a
+    socket) and "GCS" (host:port). Empty without Ray, and for Ray clients, which have neither.
+
+    Uses `ray._private.worker._global_node`.
+    """
+    worker: Any = sys.modules.get("ray._private.worker")
+    node = getattr(worker, "_global_node", None)
+    if node is None:
+        return {}
+    return {"raylet": node.raylet_socket_name, "GCS": node.gcs_address}
+
+
+def kill_ray_processes() -> None:
+    """Kill the processes that Ray has started for this one, without asking them.
+
+    Uses `ray._private.worker._global_node.kill_all_processes`.
+    """
+    worker: Any = sys.modules.get("ray._private.worker")
+    node = getattr(worker, "_global_node", None)
+    if node is not None:
+        node.kill_all_processes(check_alive=False, allow_graceful=False)

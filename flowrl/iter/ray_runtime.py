@@ -6,6 +6,9 @@ import logging
 import sys
 from typing import Any
 
+from flowrl.iter.private_api import kill_ray_processes
+from flowrl.iter.ray_health import is_ray_lost, watch_ray
+
 _num_users = 0  # of a Ray runtime that `start_ray` started or joined
 
 
@@ -30,7 +33,9 @@ def start_ray(address: str | None = None, **options: Any) -> bool:
         ray.init(address or "local", **{**defaults, **options})
         _num_users = 0
     elif not _num_users:
+        watch_ray()
         return False  # the user of flowrl started it
+    watch_ray()
     _num_users += 1
     return True
 
@@ -42,6 +47,8 @@ def leave_ray() -> None:
     global _num_users
     _num_users = max(0, _num_users - 1)
     if not _num_users and ray.is_initialized():
+        if is_ray_lost():
+            kill_ray_processes()
         ray.shutdown()
 
 

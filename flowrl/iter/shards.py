@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from flowrl.iter import ray_health
 from flowrl.iter.pools import Pool
 from flowrl.iter.recovery import PendingRequest, Recovery
 from flowrl.iter.shard_stream import Reply, ShardRequest, Step
@@ -144,12 +145,18 @@ class Shards:
         self._confirm(request, reply)
         return reply
 
-    def results(self, requests: Sequence[PendingRequest], refs: list[Any]) -> list[Reply | None]:
-        """Return the replies to requests to actors, fetched together; raise if one failed."""
-        import ray
+    def results(
+        self, requests: Sequence[PendingRequest], refs: list[Any], waits: bool
+    ) -> list[Reply | None]:
+        """Return the replies to requests to actors, fetched together; raise if one failed.
 
+        Args:
+            requests: the requests.
+            refs: of their replies.
+            waits: see `ray_health.get`.
+        """
         replies: list[Reply | None] = []
-        for request, fields in zip(requests, ray.get(refs), strict=True):
+        for request, fields in zip(requests, ray_health.get(refs, waits), strict=True):
             reply = Reply(*fields)
             self._confirm(request, reply)
             replies.append(reply)

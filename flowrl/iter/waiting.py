@@ -13,7 +13,9 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from flowrl.iter import ray_health
 from flowrl.iter.private_api import call_on_put_and_get, call_when_ready
+from flowrl.iter.ray_health import CHECK_S
 
 
 class Signal:
@@ -83,8 +85,10 @@ class Waiter:
         for ref in set(refs) - self._watched:
             self._watched.add(ref)
             self._watch(ref)
-        if not new:
+        if not new and not refs:
             self._event.wait(timeout)
+        elif not new:
+            self._event.wait(min(timeout or CHECK_S, CHECK_S))  # pulled again, it sees Ray's death
 
     def _watch(self, ref: Any) -> None:
         def on_ready(*_: Any) -> None:
@@ -99,9 +103,7 @@ def wait_for_any(refs: Sequence[Any], timeout: float | None = None) -> list[Any]
 
     Does not fetch the objects.
     """
-    import ray
-
-    return ray.wait(list(refs), num_returns=1, timeout=timeout, fetch_local=False)[0]
+    return ray_health.wait(refs, 1, timeout)
 
 
 def ready_refs(refs: Sequence[Any]) -> list[Any]:
@@ -113,6 +115,4 @@ def ready_refs(refs: Sequence[Any]) -> list[Any]:
 
 def wait_for_all(refs: Sequence[Any], timeout: float | None = None) -> list[Any]:
     """Block until all refs are ready or the timeout [s] passes; return the ready refs."""
-    import ray
-
-    return ray.wait(list(refs), num_returns=len(refs), timeout=timeout, fetch_local=False)[0]
+    return ray_health.wait(refs, len(refs), timeout)

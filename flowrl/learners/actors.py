@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.data import MultiAgentBatch, SampleBatch
-from flowrl.iter import Source
+from flowrl.iter import Source, ray_health
 from flowrl.iter.ray_runtime import leave_ray, start_ray
 from flowrl.learners.learner import (
     Batch,
@@ -325,13 +325,12 @@ def check_distributable(policy: Policy) -> None:
 
 def _get_all_or_first_error(refs: list[Any]) -> list[Any]:
     """Return all results; raise the first error at once, even if other results never come."""
-    import ray
-
     pending = list(refs)
     while pending:
-        done, pending = ray.wait(pending, num_returns=1)
-        ray.get(done)
-    results: list[Any] = ray.get(refs)
+        done = ray_health.wait(pending, 1)
+        pending = [ref for ref in pending if ref not in done]
+        ray_health.get(done)
+    results: list[Any] = ray_health.get(refs)
     return results
 
 

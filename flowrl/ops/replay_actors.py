@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from flowrl.data import BatchRef, MultiAgentBatch, SampleBatch
-from flowrl.iter import Source, _get_shared_metrics
+from flowrl.iter import Source, _get_shared_metrics, ray_health
 from flowrl.iter.in_process import InProcessActor, fetch
 from flowrl.iter.journal import Journal
 from flowrl.iter.metrics import count_bytes_between_nodes, current_metrics
@@ -203,7 +203,7 @@ class ReplayActors:
         """Stop the actors."""
         import ray
 
-        if ray.is_initialized() and not self._is_replay:
+        if ray.is_initialized() and not self._is_replay and not ray_health.is_ray_lost():
             for handle in self._handles:
                 ray.kill(handle)
         if self._owns_ray:
@@ -396,13 +396,12 @@ class ReplayActors:
         }
 
     def _shard_state(self, shard: int) -> dict[str, Any]:
-        import ray
         from ray.exceptions import RayActorError
 
         while True:
             while self._pending_adds[shard]:
                 if not self._is_replay:
-                    ray.wait([self._pending_adds[shard][0].ref], fetch_local=False)
+                    ray_health.wait([self._pending_adds[shard][0].ref], 1)
                 self._process_stored("a checkpoint")
             self._send_updates(shard)
             try:
@@ -418,7 +417,6 @@ class ReplayActors:
         Raises:
             ValueError: the state has another number of shards, or a buffer does not fit.
         """
-        import ray
 
         check_own_state(self, state)
         shards = state["shards"]
@@ -428,7 +426,8 @@ class ReplayActors:
                 "set num_replay_shards to the same number"
             )
         pairs = zip(self.handles(), shards, strict=True)
-        self.rows = ray.get([handle.load_state_dict.remote(shard) for handle, shard in pairs])
+        refs = [handle.load_state_dict.remote(shard) for handle, shard in pairs]
+        self.rows = [fetch(ref) for ref in refs]
         self._has_items = [rows > 0 for rows in self.rows]
         self.ratio.load_state_dict(state["ratio"])
         restore_stream(self.rng, state["rng"])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 from flowrl.iter.metrics import count_bytes_between_nodes, current_metrics
+from flowrl.iter.ray_health import check_ray
 from flowrl.sampling.rollout_worker import RolloutWorker
 
 INLINE_BYTES = 100_000  # larger weights go through the object store, one object per version
@@ -39,6 +40,7 @@ class _Payload:
         if self.num_bytes > INLINE_BYTES and node is not None:  # the workers are in processes
             import ray
 
+            check_ray()
             self.content = ray.put(self.content)
             self.nodes = {node}
 

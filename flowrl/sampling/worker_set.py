@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from flowrl.envs.registry import EnvCreator, env_creator_for
-from flowrl.iter import ParallelIterator
+from flowrl.iter import ParallelIterator, ray_health
 from flowrl.iter.pools import Pool
 from flowrl.iter.ray_runtime import leave_ray, node_id, start_ray
 from flowrl.iter.shards import Shard
@@ -293,10 +293,9 @@ class WorkerSet:
         actors = self.remote_workers()
         if not actors:
             return
-        import ray
 
         payloads = [(actor, self.weights_for(index)) for index, actor in enumerate(actors)]
-        ray.get(
+        ray_health.get(
             [
                 actor.apply.remote(load_weights, payload)
                 for actor, payload in payloads
@@ -333,7 +332,7 @@ class WorkerSet:
         remote: list[Any] = [None] * self.num_workers
         if self._remote is None and self._loaded is not None:
             remote = self._loaded
-        elif self._remote:
+        elif self._remote and not ray_health.is_ray_lost():
             import ray
 
             get_state = RolloutWorker.sampling_state_dict
@@ -403,7 +402,6 @@ class WorkerSet:
         """Send the loaded states to the remote workers, and wait."""
         if self._loaded is None or not self._remote:
             return
-        import ray
 
         versions, refs = self.weight_sync.versions(), []
         for index, (worker, state) in enumerate(zip(self._remote, self._loaded, strict=True)):
@@ -415,7 +413,7 @@ class WorkerSet:
             if RolloutWorker.versions_in(state) != versions:
                 self.weight_sync.forget(index)  # its next request carries the newest weights
             refs.append(worker.apply.remote(resume_worker, payload, state))
-        restarted = sum(ray.get(refs))
+        restarted = sum(ray_health.get(refs))
         self._loaded = None
         self.num_episodes_restarted += restarted
         if restarted:
@@ -429,9 +427,7 @@ class WorkerSet:
         if isinstance(self._pool, ReplayedPool):
             return [*results, *map(fn, self._pool.workers())]
         if self.remote_workers():
-            import ray
-
-            results += ray.get([worker.apply.remote(fn) for worker in self.remote_workers()])
+            results += ray_health.get([worker.apply.remote(fn) for worker in self.remote_workers()])
         return results
 
     def parallel_iterator(self) -> ParallelIterator[Any]:
@@ -455,11 +451,12 @@ class WorkerSet:
         if self._remote:
             import ray
 
-            if ray.is_initialized():
+            if ray.is_initialized() and not ray_health.is_ray_lost():
                 self._spares.stop()
                 for worker in self._remote:
                     ray.kill(worker)
-            self._placement.release()
+            if not ray_health.is_ray_lost():
+                self._placement.release()
         if self._owns_ray:
             self._owns_ray = False
             leave_ray()

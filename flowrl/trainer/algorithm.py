@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Literal, Self, get_args
 
+from flowrl.iter.ray_health import check_ray
 from flowrl.monitoring.diagnosis import Diagnosis
 from flowrl.monitoring.monitor import Monitor
 from flowrl.ops import (
@@ -254,6 +255,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
 
     def _train(self) -> dict[str, Any]:
         self._check_not_stopped()
+        check_ray()
         started = time.perf_counter()
         self.check_start()
         if not self._has_trained:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.envs.registry import NO_ENV_MESSAGE, EnvContext
+from flowrl.iter import ray_health
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import PolicySpec
 from flowrl.sampling.episode import EpisodeMetrics
@@ -238,7 +239,7 @@ class EvaluationWorkers:
 
         requests, self._requests = self._requests, []
         try:
-            parts = ray.get(requests)
+            parts = ray_health.get(requests)
         except ray.exceptions.RayActorError as error:
             self._workers.stop()
             if not self._config.recreate_failed_workers:

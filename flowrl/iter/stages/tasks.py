@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
+from flowrl.iter import ray_health
 from flowrl.iter.errors import OnError, Retry, note_origin
 from flowrl.iter.stage import (
     NOT_READY,
@@ -95,7 +96,6 @@ class ForEachConcurrent(FunctionStage):
             self._to_submit.append(_Task(item, self.parents[0].sources))
 
     def pull(self, block: bool) -> Any:
-        import ray
 
         while True:
             self._fill(block)
@@ -117,7 +117,7 @@ class ForEachConcurrent(FunctionStage):
             ref = self._done.popleft()
             task = self._in_flight.pop(ref)
             try:
-                result = ray.get(ref)
+                result = ray_health.get(ref)
             except BaseException as error:
                 cause = getattr(error, "cause", None)  # of a RayTaskError
                 task_error = cause if isinstance(cause, Exception) else error

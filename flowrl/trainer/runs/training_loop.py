@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 
+from flowrl.iter.ray_health import RayLostError
 from flowrl.iter.stage import walk
 from flowrl.monitoring.trace import Tracer
 from flowrl.ops import WriteParquet
@@ -133,7 +134,8 @@ def train_until(
                 if run is not None:
                     _note_failure(run, error)
                 if run is not None and result is not None:
-                    run.save(algorithm, result)
+                    with suppress(RayLostError):  # the state of an actor cannot be read
+                        run.save(algorithm, result)
                 raise
             exit_code, reason = 143, "terminated"
             if signals.terminal_closed:

@@ -1,0 +1,177 @@
+"""Notice that Ray cannot be used any more: its raylet on this machine, or its GCS, has died.
+
+Ray's own calls raise no error then. They block, or Ray ends the process: at once when an object is
+read from or put into the object store of a dead raylet, after a minute without the GCS. So a thread
+watches both, and calls that may block go through this module, which raises RayLostError.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from flowrl.iter.private_api import ray_sockets
+
+PROBE_INTERVAL_S = 1.0
+MAX_S_WITHOUT_GCS = 10.0  # a cluster with fault tolerance may restart it
+CHECK_S = 2.0  # seconds for which a call may block between two checks
+
+
+class RayLostError(RuntimeError):
+    """Ray's raylet on this machine, or its GCS, has died: no worker can be used any more."""
+
+
+class _Watch:
+    """Watches the Ray runtime of this process in a thread, until it is shut down or lost."""
+
+    def __init__(self, sockets: dict[str, str]):
+        self.sockets = sockets
+        self.lost: str | None = None  # the message
+        self._raylet_exit = _exit_event_of(sockets["raylet"])
+        threading.Thread(target=self._run, name="flowrl-ray-watch", daemon=True).start()
+
+    def _run(self) -> None:
+        gcs_seen = time.monotonic()
+        while self.lost is None and ray_sockets() == self.sockets:
+            if not self.is_raylet_alive():
+                self.lost = _message("raylet", "the process that runs the workers of this machine")
+            elif _answers(self.sockets["GCS"]):
+                gcs_seen = time.monotonic()
+            elif time.monotonic() - gcs_seen > MAX_S_WITHOUT_GCS:
+                self.lost = _message("GCS", "the process that manages the cluster")
+            time.sleep(PROBE_INTERVAL_S)
+
+    def is_raylet_alive(self) -> bool:
+        """Return whether the raylet of this machine runs."""
+        if self._raylet_exit is None:
+            return _answers(self.sockets["raylet"])
+        return not select.select([self._raylet_exit], [], [], 0)[0]
+
+
+_watch: _Watch | None = None
+_lock = threading.Lock()
+
+
+def watch_ray() -> None:
+    """Watch the Ray runtime of this process, unless it is watched already."""
+    global _watch
+    with _lock:
+        sockets = ray_sockets()
+        if sockets and (_watch is None or _watch.sockets != sockets):
+            _watch = _Watch(sockets)
+
+
+def _exit_event_of(socket_path: str) -> int | None:
+    """Return a file descriptor that becomes readable when the process behind a socket ends.
+
+    None if there is no such thing: on other systems than Linux, or across containers.
+    """
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(socket_path)
+            size = struct.calcsize("3i")
+            peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        return os.pidfd_open(struct.unpack("3i", peer)[0])
+    except (OSError, AttributeError):
+        return None
+
+
+def _answers(address: str) -> bool:
+    """Return whether a process listens at an address, host:port or the path of a socket."""
+    host, _, port = address.rpartition(":")
+    is_path = not port.isdigit()
+    with socket.socket(socket.AF_UNIX if is_path else socket.AF_INET) as connection:
+        connection.settimeout(PROBE_INTERVAL_S)
+        try:
+            connection.connect(address if is_path else (host, int(port)))
+        except TimeoutError:
+            return True  # it is busy
+        except OSError:
+            return False
+    return True
+
+
+def _message(name: str, role: str) -> str:
+    return (
+        f"Ray's {name}, {role}, has died, so workers can neither be reached nor replaced. Continue "
+        "the run from its last checkpoint in a new process: flowrl resume RUN_DIR"
+    )
+
+
+def is_ray_lost() -> bool:
+    """Return whether Ray cannot be used any more."""
+    if _watch is None:
+        return False
+    if _watch.lost is None and ray_sockets() == _watch.sockets and not _watch.is_raylet_alive():
+        _watch.lost = _message("raylet", "the process that runs the workers of this machine")
+    return _watch.lost is not None
+
+
+def check_ray() -> None:
+    """Check that Ray can be used.
+
+    Raises:
+        RayLostError: it cannot.
+    """
+    if is_ray_lost():
+        assert _watch is not None
+        raise RayLostError(_watch.lost)
+
+
+def get(refs: Any, waits: bool = True) -> Any:
+    """Return `ray.get(refs)`.
+
+    Args:
+        refs: a Ray object reference or a list of them.
+        waits: wait for the objects before reading them. Ray ends the process if its raylet dies
+            while an object is read, and reading includes waiting. False saves a call.
+
+    Raises:
+        RayLostError: Ray died meanwhile.
+        Exception: the error of a task.
+    """
+    import ray
+    from ray.exceptions import GetTimeoutError, RayTaskError
+
+    if waits:
+        waited_for = refs if isinstance(refs, list) else [refs]
+        wait(waited_for, len(waited_for))
+    while True:
+        check_ray()
+        try:
+            return ray.get(refs, timeout=CHECK_S)
+        except GetTimeoutError as error:
+            if isinstance(error, RayTaskError):
+                raise
+
+
+def wait(refs: Sequence[Any], num_returns: int, timeout: float | None = None) -> list[Any]:
+    """Return the refs that are ready; `ray.wait` without fetching the objects.
+
+    Args:
+        refs: Ray object references.
+        num_returns: number of refs to wait for.
+        timeout: seconds; None waits without limit.
+
+    Raises:
+        RayLostError: Ray died meanwhile.
+    """
+    import ray
+
+    if not refs:
+        return []
+    until = None if timeout is None else time.monotonic() + timeout
+    while True:
+        check_ray()
+        left = CHECK_S if until is None else min(CHECK_S, max(0.0, until - time.monotonic()))
+        ready: list[Any] = ray.wait(
+            list(refs), num_returns=num_returns, timeout=left, fetch_local=False
+        )[0]
+        if len(ready) >= num_returns or (until is not None and time.monotonic() >= until):
+            return ready

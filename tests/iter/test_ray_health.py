@@ -1,0 +1,113 @@
+"""The death of Ray's own processes is an error, not a run that never continues."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from flowrl.iter import ray_health
+
+PROGRAM = """
+    import os, signal, sys, time
+    import ray
+    from flowrl.algorithms.a3c import A3CConfig
+    from flowrl.iter.ray_health import RayLostError
+
+    config = A3CConfig(env="CartPole-v1", num_workers=2, seed=1, monitor=False)
+    with config.build() as algorithm:
+        algorithm.train()
+        processes = ray._private.worker._global_node.all_processes
+        os.kill(processes[{victim!r}][0].process.pid, signal.SIGKILL)
+        killed = time.monotonic()
+        try:
+            while True:
+                algorithm.train()
+        except RayLostError as error:
+            assert time.monotonic() - killed < 30
+            print("lost:", error, flush=True)
+        algorithm.save({path!r})
+        print("saved", flush=True)
+    print("stopped", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("victim", "name"),
+    [
+        pytest.param("raylet", "raylet", marks=pytest.mark.slow),
+        pytest.param("gcs_server", "GCS", marks=pytest.mark.slow),
+    ],
+)
+def test_a_dead_process_of_ray_is_an_error_and_the_state_can_be_saved(tmp_path, victim, name):
+    path = str(tmp_path / "checkpoint")
+    program = textwrap.dedent(PROGRAM).format(victim=victim, path=path)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert f"lost: Ray's {name}, the process that" in done.stdout, done.stderr[-3000:]
+    assert {"saved", "stopped"} <= set(done.stdout.splitlines())
+    assert os.path.exists(f"{path}/manifest.json")
+
+
+def test_no_ray_is_not_a_loss(monkeypatch):
+    monkeypatch.setattr(ray_health, "_watch", None)
+    assert not ray_health.is_ray_lost()
+    ray_health.check_ray()
+
+
+def a_listening_process(path):
+    program = (
+        "import socket, sys, time; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); "
+        "s.listen(); print('ready', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, path], stdout=subprocess.PIPE)
+    process.stdout.readline()
+    return process
+
+
+@pytest.mark.parametrize("with_process_id", [True, False])
+def test_the_end_of_the_process_behind_a_socket_is_noticed(tmp_path, monkeypatch, with_process_id):
+    path = str(tmp_path / "raylet")
+    process = a_listening_process(path)
+    sockets = {"raylet": path, "GCS": "127.0.0.1:1"}
+    monkeypatch.setattr(ray_health, "ray_sockets", lambda: sockets)
+    if not with_process_id:
+        monkeypatch.delattr(os, "pidfd_open")
+    try:
+        watch = ray_health._Watch(sockets)
+        monkeypatch.setattr(ray_health, "_watch", watch)
+        ray_health.check_ray()
+        os.kill(process.pid, signal.SIGKILL)
+        # not reaped yet: a zombie has ended, too
+        until = time.monotonic() + 20
+        while not ray_health.is_ray_lost() and time.monotonic() < until:
+            time.sleep(0.01)
+        with pytest.raises(ray_health.RayLostError, match="flowrl resume RUN_DIR"):
+            ray_health.check_ray()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_gcs_that_does_not_answer_for_a_while_is_lost(tmp_path, monkeypatch):
+    path = str(tmp_path / "raylet")
+    process = a_listening_process(path)
+    sockets = {"raylet": path, "GCS": "127.0.0.1:1"}
+    monkeypatch.setattr(ray_health, "ray_sockets", lambda: sockets)
+    monkeypatch.setattr(ray_health, "PROBE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(ray_health, "MAX_S_WITHOUT_GCS", 0.05)
+    try:
+        watch = ray_health._Watch(sockets)
+        monkeypatch.setattr(ray_health, "_watch", watch)
+        until = time.monotonic() + 20
+        while not ray_health.is_ray_lost() and time.monotonic() < until:
+            time.sleep(0.01)
+        with pytest.raises(ray_health.RayLostError, match="GCS"):
+            ray_health.check_ray()
+    finally:
+        process.kill()
+        process.wait()
