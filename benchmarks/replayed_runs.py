@@ -38,7 +38,7 @@ from flowrl.trainer.runs.recording import JOURNAL
 RESULTS = Path(__file__).parent / "results"
 PLANS = ("impala", "appo", "a3c", "apex")
 SETTINGS: dict[str, dict[str, Any]] = {"apex": {"learning_starts": 1000}}
-SECONDS_PER_ROUND = 8.0
+WARM_UP_S, SECONDS_PER_ROUND = 3.0, 8.0
 COLUMNS = ("plan", "equal", "results", "journal", "cost")
 
 
@@ -88,44 +88,37 @@ def rate(plan: str, seconds: float, records: bool) -> float:
         journal = JournalWriter(Path(folder) / JOURNAL)
         if records:
             algorithm.plan.metrics.journal = journal
-        started, steps, since = time.perf_counter(), 0, 0.0
-        while time.perf_counter() - started < seconds + 4.0:
+        rate = 0.0
+        for duration in (WARM_UP_S, seconds):
             algorithm.train()
-            if records:
-                journal.flush(algorithm.iteration)
-            if not since and time.perf_counter() - started > 4.0:
-                since, steps = time.perf_counter(), algorithm.env_steps
-        return float((algorithm.env_steps - steps) / (time.perf_counter() - since))
+            steps, started = algorithm.env_steps, time.perf_counter()
+            while time.perf_counter() - started < duration:
+                algorithm.train()
+                if records:
+                    journal.flush(algorithm.iteration)
+            rate = (algorithm.env_steps - steps) / (time.perf_counter() - started)
+        return rate
 
 
-def measure(plan: str, num_runs: int, steps: int, rounds: int) -> dict[str, Any]:
-    """Return the figures of a plan."""
-    figures = replays(plan, num_runs, steps)
-    costs = []
+def costs(plan: str, rounds: int) -> dict[str, Any]:
+    """Return the share of the env steps per second that recording costs, of each round."""
+    shares = []
     for number in range(rounds):
         rates = {}
         for records in (True, False) if number % 2 else (False, True):
             rates[records] = rate(plan, SECONDS_PER_ROUND, records)
-        costs.append(1 - rates[True] / rates[False])
-    return {
-        "plan": plan,
-        "date": str(date.today()),
-        "machine": machine(),
-        "commit": commit(),
-        "steps": steps,
-        "costs": costs,
-        **figures,
-    }
+        shares.append(1 - rates[True] / rates[False])
+    return {"costs": shares}
 
 
 def cells(figures: dict[str, Any]) -> list[str]:
     """Return the cells of a plan's row in the table."""
-    low, median, high = np.percentile(figures["costs"], [0, 50, 100])
+    low, median, high = np.percentile(figures.get("costs") or [np.nan], [0, 50, 100])
     return [
         figures["plan"],
-        f"{figures['equal']} of {figures['runs']}",
-        f"{figures['results']:,}",
-        f"{figures['bytes_per_million_steps'] / 1000:,.0f} kB",
+        f"{figures.get('equal', 0)} of {figures.get('runs', 0)}",
+        f"{figures.get('results', 0):,}",
+        f"{figures.get('bytes_per_million_steps', 0.0) / 1000:,.0f} kB",
         f"{median:.1%} ({low:.1%} to {high:.1%})",
     ]
 
@@ -136,8 +129,8 @@ def table(measured: dict[str, dict[str, Any]]) -> str:
     lines += [cells(measured[plan]) for plan in PLANS if plan in measured]
     text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     runs = {
-        f"{one['steps']:,} env steps per run, {len(one['costs'])} rounds, on {one['machine']}, "
-        f"{one['date']}, commit {one['commit']}"
+        f"{one['steps']:,} env steps per run, {len(one.get('costs', ()))} rounds, on "
+        f"{one['machine']}, {one['date']}, commit {one['commit']}"
         for one in measured.values()
     }
     return text + "\n" + "; ".join(sorted(runs)) + ".\n"
@@ -147,18 +140,31 @@ def main() -> None:
     """Measure the plans and print the table."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=PLANS)
-    parser.add_argument("--runs", type=int, default=20, help="runs per plan, each with its seed")
+    parser.add_argument(
+        "--runs",
+        type=int,
+        default=20,
+        help="runs per plan, each with its seed; 0: keep the figures",
+    )
     parser.add_argument("--steps", type=int, default=50_000, help="env steps per run")
-    parser.add_argument("--rounds", type=int, default=7, help="of the measurement of the cost")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="of the cost, on a quiet machine; 0: keep the figures"
+    )
     options = parser.parse_args()
     path = RESULTS / "replayed_runs.json"
     measured = json.loads(path.read_text()) if path.exists() else {}
     for plan in options.plans:
-        measured[plan] = measure(plan, options.runs, options.steps, options.rounds)
+        place = {"date": str(date.today()), "machine": machine(), "commit": commit()}
+        figures = {**measured.get(plan, {}), "plan": plan, "steps": options.steps, **place}
+        if options.runs:
+            figures |= replays(plan, options.runs, options.steps)
+        if options.rounds:
+            figures |= costs(plan, options.rounds)
+        measured[plan] = figures
         named = zip(COLUMNS, cells(measured[plan]), strict=True)
         print(", ".join(map(": ".join, named)), flush=True)
         path.write_text(json.dumps(measured, indent=1) + "\n")
-    (RESULTS / "replayed_runs.md").write_text(table(measured))
+        (RESULTS / "replayed_runs.md").write_text(table(measured))
 
 
 if __name__ == "__main__":

@@ -289,9 +289,9 @@ def commands() -> str:
 
     parts = []
     names = (
-        "train ppo", "resume", "evaluate", "explain", "check", "diagnose", "watch", "report",
-        "plot", "plans", "tuned", "benchmark", "checkpoint", "checkpoint inspect", "tensorboard",
-        "copy",
+        "train ppo", "resume", "evaluate", "replay", "explain", "check", "diagnose", "watch",
+        "report", "plot", "plans", "tuned", "benchmark", "checkpoint", "checkpoint inspect",
+        "tensorboard", "copy",
     )  # fmt: skip
     for name in names:
         output = io.StringIO()
