@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field, ValidationError, create_model
 
 Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Natural = Annotated[int, Field(ge=0, lt=2**63)]
+Positive = Annotated[int, Field(ge=1, lt=2**63)]
 Amount = Annotated[float, Field(ge=0)]
 Fields = Mapping[str, Any]
 """Name of a field -> its type. A class has the fields of its states in `state_fields`; those of its

@@ -290,8 +290,8 @@ def policy_lags(policy_id: str, version: int, sources: Iterable[Source]) -> list
 
     Fragments drawn from a replay buffer carry no version and are left out.
     """
-    versions = [source.tags.get("weights_versions") for source in sources]
-    return [version - by_policy[policy_id] for by_policy in versions if by_policy is not None]
+    versions = [source.tags.get("weights_versions", {}) for source in sources]
+    return [version - by_policy[policy_id] for by_policy in versions if policy_id in by_policy]
 
 
 def check_policy_ids(policies: Any) -> None:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Collection
 from typing import Any, ClassVar, NamedTuple
 
+from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter.journal import Journal, ReplayError
 from flowrl.iter.private_api import queued_items, restore_items
 from flowrl.iter.stage import describe, sources_from_list, sources_to_list
@@ -16,9 +17,18 @@ from flowrl.iter.waiting import Signal, Waiter, queue_signal
 from flowrl.learners.actors import make_learner
 from flowrl.learners.learner import Batch, LocalLearner, PolicyUpdate, Updates
 from flowrl.sampling.worker_set import WorkerSet
-from flowrl.state_schema import Fields, check_own_state
+from flowrl.state_schema import Amount, Fields, Natural, Positive, check_own_state, check_state
 
 JOIN_TIMEOUT_S = 30.0  # that stop() waits for the running update
+
+
+_WAITING: Fields = {"batch": SampleBatch | MultiAgentBatch, "sources": list[Any]}
+_LEARNED: Fields = {
+    **_WAITING,
+    "updates": dict[str, dict[str, Any]],
+    "learn_s": Amount,
+    "idle_s": Amount,
+}
 
 
 class LearnedBatch(NamedTuple):
@@ -95,6 +105,9 @@ class MinibatchBuffer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         check_own_state(self, state)
+        for entry in state["batches"]:
+            passes = {"batch": SampleBatch | MultiAgentBatch, "passes": Positive}
+            check_state(dict(zip(passes, entry, strict=True)), passes, "batches")
         self._batches = deque((batch, remaining) for batch, remaining in state["batches"])
 
 
@@ -385,11 +398,15 @@ class LearnerThread:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         check_own_state(self, state)
+        for entry in state["waiting"]:
+            check_state(dict(zip(_WAITING, entry, strict=True)), _WAITING, "waiting")
+        for saved in state["learned"]:
+            check_state(saved, _LEARNED, "learned")
         self._minibatches.load_state_dict(state["minibatches"])
         for batch, sources in zip(
             self._minibatches.batches(), state["minibatch_sources"], strict=True
         ):
-            batch.sources = sources_from_list(sources)
+            with_sources(batch, sources)
         # a saved queue may be longer than the capacity of this one
         restore_items(self.inqueue, [with_sources(*entry) for entry in state["waiting"]])
         for saved in state["learned"]:
@@ -407,6 +424,13 @@ class LearnerThread:
 
 
 def with_sources(batch: Batch, sources: Any) -> Batch:
-    """Return a batch of a saved plan with the sources of its rows."""
+    """Return a batch of a saved plan with the sources of its rows.
+
+    Raises:
+        ValueError: the sources are not those of a batch.
+    """
     batch.sources = sources_from_list(sources)
+    for source in batch.sources:
+        versions = {"weights_versions": source.tags.get("weights_versions", {})}
+        check_state(versions, {"weights_versions": dict[str, Natural]}, "sources")
     return batch

@@ -17,7 +17,7 @@ from flowrl.ops.replay_actors import PendingRequest, ReplayActors
 from flowrl.ops.train import Trained, check_trained
 from flowrl.replay import MultiAgentReplayBuffer
 from flowrl.seeding import random_stream, restore_stream, stream_state
-from flowrl.state_schema import Fields, check_own_state
+from flowrl.state_schema import Fields, StateError, check_own_state
 
 
 class StoreToReplayBuffer:
@@ -308,7 +308,10 @@ class SimpleReplayBuffer:
         ValueError: num_slots is not an int of at least 1.
     """
 
-    state_fields: ClassVar[Fields] = {"batches": list[Any], "rng": dict[str, Any]}
+    state_fields: ClassVar[Fields] = {
+        "batches": list[SampleBatch | MultiAgentBatch],
+        "rng": dict[str, Any],
+    }
 
     def __init__(self, num_slots: int, seed: int | None = None):
         if isinstance(num_slots, bool) or not isinstance(num_slots, int) or num_slots < 1:
@@ -404,6 +407,8 @@ class MixInReplay:
         return {"buffer": self.buffer.state_dict(), "owed": self._batches_due}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if not 0 <= state["owed"] <= self.replay_proportion + 1:
+            raise StateError(f"MixInReplay/owed: got {state['owed']!r}")
         self.buffer.load_state_dict(state["buffer"])
         self._batches_due = state["owed"]
 

@@ -340,6 +340,6 @@ _STATE = ("episode_ids", "resets", "starts", "_firsts", "_begins", "_steps", "_a
 _STATE_FIELDS: Fields = {
     "next_id": Natural,
     "events": list[list[Any]],
-    "finals": list[Any],
+    "finals": list[np.ndarray | list[Any]],
     "rows_closed": Natural,
 }

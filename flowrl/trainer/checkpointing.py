@@ -44,11 +44,12 @@ _STATE: Fields = {
     "plan": dict[str, Any],
     "env_steps_lost": Natural,
     "worker": dict[str, Any],
-    "global_vars": dict[str, Natural | None],
+    "global_vars": dict[str, Any],
     "iteration": Natural,
     "time_total_s": Amount,
     "loggers": dict[str, str],
 }
+_GLOBAL_VARS: Fields = {"timestep": Natural, "total_timesteps": Natural | None}
 
 
 class Checkpointing:
@@ -226,6 +227,7 @@ class Checkpointing:
         policies = self.workers.local_worker().policy_map
         with loading_errors(path, manifest, policies, self.config):
             check_state(state, _STATE, "state")
+            check_state(state["global_vars"], _GLOBAL_VARS, "global_vars")
             iteration, time_total_s = int(state["iteration"]), float(state["time_total_s"])
             global_vars, run_ids = dict(state["global_vars"]), dict(state["loggers"])
             load_sampling_state(self.workers, plan, state)

@@ -45,8 +45,9 @@ CASES = {
     ),
 }
 MISSING = object()
-# items between operators, and outputs of a policy, whose types only the plan and the policy know
-UNKNOWN = ("pending", "columns/rows/state_out", "sequences/states", "/step", "learned")
+# items between operators, and outputs of a policy, whose types only the plan and the policy know;
+# and whether a branch of a plan has ended, which is valid either way
+UNKNOWN = ("pending", "columns/rows/state_out", "sequences/states", "/step", "learned", "/done/")
 
 
 def config_of(case):
