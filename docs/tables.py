@@ -6,6 +6,7 @@ import argparse
 import inspect
 import io
 import json
+import sys
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from flowrl.trainer.metric_reference import METRICS
 from flowrl.trainer.plan_files import shipped_plans
 from flowrl.trainer.plan_settings import plan_config
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 _ACTION_SPACES = {
     "discrete": spaces.Discrete(3),
     "multi-discrete": spaces.MultiDiscrete([2, 3]),
@@ -319,6 +321,15 @@ def metrics() -> str:
 
 
 # -- the rest ----------------------------------------------------------------------------------
+
+
+def faults() -> str:
+    """Return a table of the faults that tests cause."""
+    sys.path.insert(0, str(ROOT))
+    from tests.fault_cases import FAULTS
+
+    rows = [[case.fault, case.outcome, str(len(case.tests))] for case in FAULTS]
+    return _table(["fault", "what happens", "tests"], rows)
 
 
 def errors() -> str:

@@ -1,8 +1,13 @@
 """Fixtures: the two execution modes, one Ray instance per session."""
 
 import os
+from pathlib import Path
 
 import pytest
+
+from tests.fault_cases import FAULTS
+
+TESTS = Path(__file__).parent
 
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
@@ -33,7 +38,12 @@ def num_workers(request):
 
 
 def pytest_collection_modifyitems(items):
-    """Apply `slow_on_actors`: mark the case that runs on actors as slow."""
+    """Mark the actors' case of tests with `slow_on_actors` as slow, and the tests of faults as
+    chaos."""
+    tests_of_faults = {test for case in FAULTS for test in case.tests}
     for item in items:
+        path = item.path.relative_to(TESTS) if item.path.is_relative_to(TESTS) else item.path
+        if f"{path}::{getattr(item, 'originalname', None)}" in tests_of_faults:
+            item.add_marker(pytest.mark.chaos)
         if "two_actors" in item.name and item.get_closest_marker("slow_on_actors"):
             item.add_marker(pytest.mark.slow)

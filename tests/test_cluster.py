@@ -74,7 +74,7 @@ def test_plan_trains_with_workers_on_several_nodes(tmp_path, plan):
     assert output == "3 2 3\nTrue\nTrue\n"
 
 
-@pytest.mark.chaos
+@pytest.mark.slow
 def test_lost_node_loses_no_counted_steps(tmp_path):
     """Workers of the lost node are recreated on other nodes with the newest weights."""
     output = run(
@@ -191,7 +191,7 @@ def test_stop_leaves_no_actors_and_threads(tmp_path):
     ]
 
 
-@pytest.mark.chaos
+@pytest.mark.slow
 def test_killed_driver_leaves_no_processes(tmp_path):
     code = textwrap.dedent(
         """

@@ -357,7 +357,7 @@ def train_until_all_workers_learn(algorithm):
     return result
 
 
-@pytest.mark.chaos
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("index", [0, 1])
@@ -381,7 +381,7 @@ def test_group_survives_a_worker_that_dies_after_the_update(index, waits):
                 np.testing.assert_array_equal(remote_weights[name], weight)
 
 
-@pytest.mark.chaos
+@pytest.mark.slow
 @pytest.mark.slow
 def test_dead_worker_ends_training_without_recreation():
     with ddppo_config(recreate_failed_workers=False).build() as algorithm:
@@ -431,7 +431,7 @@ class DiesOnce(DefaultCallbacks):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.chaos
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("waits", [True, False])
@@ -449,7 +449,7 @@ def test_replaced_worker_gets_the_weights_of_the_group(waits):
         assert trained == sampled - algorithm.plan.metrics.counters["num_env_steps_dropped"]
 
 
-@pytest.mark.chaos
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_group_continues_without_dead_workers():
@@ -478,7 +478,7 @@ def hang_after_learning(worker):
     worker.policy.end_learning = lambda batch, stats: time.sleep(600)
 
 
-@pytest.mark.chaos
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_hanging_worker_is_replaced_after_the_timeout():
@@ -505,7 +505,7 @@ class DiesInFirstFragment(DefaultCallbacks):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.chaos
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_worker_that_dies_before_the_first_round_joins_after_its_restart():
