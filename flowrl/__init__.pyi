@@ -222,6 +222,10 @@ class _AlgorithmConfigFaultTolerance(TypedDict, total=False):
     """Resident memory of a worker's process, in megabytes (2^20 bytes), above which it is replaced after its current fragment, for environments that leak memory; None for no limit. Its episodes start again."""
     max_num_env_restarts: int
     """Consecutive failures of one environment after which its error stops the run."""
+    env_step_timeout_s: float | None
+    """Seconds that a step of one environment may take. A longer one is a failure of the environment, which is created again. A call that ignores signals is not interrupted: set `sample_timeout_s`."""
+    env_reset_timeout_s: float | None
+    """Seconds that a reset of one environment may take; see `env_step_timeout_s`."""
     max_num_worker_restarts: int
     """Restarts of one worker, after which it counts as failed."""
     delay_between_worker_restarts_s: float

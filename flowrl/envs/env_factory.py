@@ -22,6 +22,7 @@ from flowrl.envs.atari import (
     is_atari,
     is_unprocessed,
 )
+from flowrl.envs.call_limits import NO_LIMITS, CallLimits
 from flowrl.envs.gymnasium_vector_env import GymnasiumVectorEnv
 from flowrl.envs.multi_agent import is_multi_agent
 from flowrl.envs.multi_agent_vector_env import DirectMultiAgentVectorEnv
@@ -61,6 +62,7 @@ class EnvFactory:
         max_restarts, on_env_created: see RestartingEnvs.
         drop_invalid: whether a step with invalid values is a failure of its environment.
         atari: preprocessing of Atari games that are created by their ids; None leaves it out.
+        call_limits: on the time that each call may take.
 
     Attributes:
         is_atari: whether the environments are preprocessed Atari games.
@@ -81,6 +83,7 @@ class EnvFactory:
         on_env_created: Callable[[int, Any], None] | None = None,
         drop_invalid: bool = False,
         atari: AtariSettings | None = None,
+        call_limits: CallLimits = NO_LIMITS,
     ):
         self._creator = creator
         self._env_config = env_config
@@ -93,6 +96,7 @@ class EnvFactory:
         self._on_env_created = on_env_created
         self._drop_invalid = drop_invalid
         self._atari = atari
+        self._call_limits = call_limits
         self.is_atari = atari is not None and is_atari(env_id_of(creator))
 
     def env_context(self, vector_index: int) -> EnvContext:
@@ -112,9 +116,9 @@ class EnvFactory:
             env = wrap_pettingzoo(self._creator(self.env_context(vector_index)))
         except (ImportError, gym.error.DependencyNotInstalled) as error:
             raise missing_package_error(error) from error
-        if not _is_gymnasium(env):
-            return env
-        return apply_horizon(env, self._horizon, self._soft_horizon)
+        if _is_gymnasium(env):
+            env = apply_horizon(env, self._horizon, self._soft_horizon)
+        return self._call_limits.apply(env)
 
     def make_vector_env(self) -> SingleAgentAdapter | DirectMultiAgentVectorEnv:
         """Create all environments of the worker.
@@ -126,6 +130,11 @@ class EnvFactory:
         """
         if self._mode != "flowrl":
             self._check_drop()
+            if self._call_limits != NO_LIMITS:
+                raise ConfigError(
+                    "env_step_timeout_s, env_reset_timeout_s: a vector environment steps all its "
+                    'environments in one call: use vectorization_mode="flowrl" or sample_timeout_s'
+                )
         if self._mode in ("vector_entry_point", "envpool"):
             return SingleAgentAdapter(self._make_from_id())
         if self._mode in ("sync", "async"):

@@ -8,6 +8,7 @@ from typing import Any
 from gymnasium import spaces
 
 from flowrl.data.types import AgentID
+from flowrl.envs.call_limits import CallLimits
 from flowrl.envs.env_factory import EnvFactory
 from flowrl.envs.multi_agent_vector_env import MultiAgentVectorEnv
 from flowrl.envs.registry import EnvContext, EnvCreator, env_creator_for
@@ -55,6 +56,7 @@ class WorkerEnvironments:
             lambda index, env: on_created(env, self._envs.env_context(index)),
             config.on_invalid_step == "drop",
             config.atari,
+            CallLimits(config.env_step_timeout_s, config.env_reset_timeout_s),
         )
         self.is_atari = self._envs.is_atari
         self._open()

@@ -142,6 +142,12 @@ class WorkerConfig(PolicyConfig):
     start again."""
     max_num_env_restarts: NotNegativeInt = setting(5, group="fault_tolerance", in_evaluation=True)
     """Consecutive failures of one environment after which its error stops the run."""
+    env_step_timeout_s: Positive | None = setting(None, group="fault_tolerance")
+    """Seconds that a step of one environment may take. A longer one is a failure of the
+    environment, which is created again. A call that ignores signals is not interrupted: set
+    `sample_timeout_s`."""
+    env_reset_timeout_s: Positive | None = setting(None, group="fault_tolerance")
+    """Seconds that a reset of one environment may take; see `env_step_timeout_s`."""
     max_num_worker_restarts: NotNegativeInt = setting(1000, group="fault_tolerance")
     """Restarts of one worker, after which it counts as failed."""
     delay_between_worker_restarts_s: NotNegative = setting(0.1, group="fault_tolerance")

@@ -1,0 +1,70 @@
+"""Limits on the time that a step or a reset of an environment may take."""
+
+from __future__ import annotations
+
+import functools
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+
+class CallLimits(NamedTuple):
+    """Seconds that each call of an environment may take; None for no limit."""
+
+    step_s: float | None = None
+    reset_s: float | None = None
+
+    def apply(self, env: Any) -> Any:
+        """Return the environment, whose `step` and `reset` raise TimeoutError after their limit."""
+        for method, seconds in (("step", self.step_s), ("reset", self.reset_s)):
+            if seconds is not None:
+                setattr(env, method, _limited(getattr(env, method), seconds, method))
+        return env
+
+
+NO_LIMITS = CallLimits()
+
+
+def _limited(function: Callable[..., Any], seconds: float, method: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with time_limit(seconds, f"{method}() took more than env_{method}_timeout_s={seconds:g} s"):
+            return function(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def time_limit(seconds: float, message: str) -> Iterator[None]:
+    """Raise TimeoutError in the block after a time, by the signal SIGALRM.
+
+    A function in C that ignores signals is not interrupted, and neither is another thread than the
+    main one: the error is raised when the block ends.
+
+    Args:
+        seconds: the time.
+        message: of the error.
+    """
+    started = time.monotonic()
+    if threading.current_thread() is not threading.main_thread():
+        yield
+    else:
+
+        def on_alarm(*_: Any) -> None:
+            raise TimeoutError(message)
+
+        handler = signal.signal(signal.SIGALRM, on_alarm)
+        timer = signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, handler)
+            if timer[0]:  # a timer of the caller
+                left = max(timer[0] - (time.monotonic() - started), 1e-3)
+                signal.setitimer(signal.ITIMER_REAL, left, timer[1])
+    if time.monotonic() - started > seconds:
+        raise TimeoutError(message)
