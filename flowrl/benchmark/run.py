@@ -67,8 +67,11 @@ def train_flowrl(row: BenchmarkRow, seed: int, run_dir: Path) -> Outcome:
         evaluation = algorithm.evaluate(
             episodes=EVALUATION_EPISODES, explore=row.explore, num_envs=10, seed=10_000 + seed
         )
+    curve = learning_curve(run_dir)
+    if curve:  # a training that was interrupted has taken longer than this process
+        seconds = max(seconds, curve[-1][2])
     return Outcome(
-        learning_curve(run_dir),
+        curve,
         evaluation["episode_reward_mean"],
         evaluation["episode_reward_std"],
         seconds,

@@ -70,9 +70,11 @@ class _WrittenLane:
         self.is_closed = False
 
     def decide(self, name: str, value: int, expected: int = 0) -> int:
+        if self.is_closed:
+            return value
         if value == expected:
             self._num_expected += 1
-        elif not self.is_closed:
+        else:
             self._entries.append((self._num_expected, name, value))
             self._num_expected = 0
         return value
@@ -110,6 +112,7 @@ class JournalWriter:
         self.plan = _WrittenLane()
         self.learner = _WrittenLane()
         self._ended: str | None = None
+        self._is_end_written = False
         self._file: IO[bytes] | None = None
 
     def end(self, reason: str) -> None:
@@ -126,7 +129,7 @@ class JournalWriter:
         Raises:
             OSError: the file cannot be written.
         """
-        if self.plan.is_closed and self._ended is None:
+        if self._is_end_written:
             return
         # the plan first: the steps of the learner that it has observed are then in the other lane
         plan = self.plan.take()
@@ -142,7 +145,7 @@ class JournalWriter:
             self._file.write(msgpack.packb({"version": VERSION, **self._about}))
         self._file.write(msgpack.packb(chunk))
         self._file.flush()
-        self._ended = None
+        self._is_end_written = self._ended is not None
 
     def close(self) -> None:
         """Close the file."""

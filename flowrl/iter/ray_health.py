@@ -106,9 +106,9 @@ def _message(name: str, role: str) -> str:
 
 def is_ray_lost() -> bool:
     """Return whether Ray cannot be used any more."""
-    if _watch is None:
-        return False
-    if _watch.lost is None and ray_sockets() == _watch.sockets and not _watch.is_raylet_alive():
+    if _watch is None or ray_sockets() != _watch.sockets:
+        return False  # the runtime that was watched has been shut down
+    if _watch.lost is None and not _watch.is_raylet_alive():
         _watch.lost = _message("raylet", "the process that runs the workers of this machine")
     return _watch.lost is not None
 

@@ -111,3 +111,16 @@ def test_a_gcs_that_does_not_answer_for_a_while_is_lost(tmp_path, monkeypatch):
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_runtime_that_was_shut_down_is_not_lost(tmp_path, monkeypatch):
+    path = str(tmp_path / "raylet")
+    process = a_listening_process(path)
+    sockets = {"raylet": path, "GCS": "127.0.0.1:1"}
+    monkeypatch.setattr(ray_health, "ray_sockets", lambda: sockets)
+    monkeypatch.setattr(ray_health, "_watch", ray_health._Watch(sockets))
+    process.kill()
+    process.wait()
+    assert ray_health.is_ray_lost()
+    monkeypatch.setattr(ray_health, "ray_sockets", dict)
+    ray_health.check_ray()

@@ -25,8 +25,9 @@ class Recording:
     def __init__(self, algorithm: Any, run_dir: Path):
         self._journal: JournalWriter | None = None
         self._algorithm = algorithm
-        stages = walk(algorithm.plan.stage)
-        if not algorithm.iteration and any(stage.is_asynchronous for stage in stages):
+        stages = list(walk(algorithm.plan.stage))
+        is_new = not algorithm.iteration and not any(stage.started for stage in stages)
+        if is_new and any(stage.is_asynchronous for stage in stages):
             total = algorithm.workers.global_vars["total_timesteps"]
             self._journal = JournalWriter(run_dir / JOURNAL, {"total_timesteps": total})
             algorithm.plan.metrics.journal = self._journal
