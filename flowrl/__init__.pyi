@@ -223,7 +223,7 @@ class _AlgorithmConfigFaultTolerance(TypedDict, total=False):
     max_num_env_restarts: int
     """Consecutive failures of one environment after which its error stops the run."""
     env_step_timeout_s: float | None
-    """Seconds that a step of one environment may take. A longer one is a failure of the environment, which is created again. A call that ignores signals is not interrupted: set `sample_timeout_s`."""
+    """Seconds that a step of one environment may take. A longer one is a failure of the environment, which is created again. The limit interrupts the main thread only, and no call that ignores signals: set `sample_timeout_s` for those."""
     env_reset_timeout_s: float | None
     """Seconds that a reset of one environment may take; see `env_step_timeout_s`."""
     max_num_worker_restarts: int

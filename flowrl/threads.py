@@ -34,6 +34,16 @@ def limit_threads(count: Threads) -> None:
 
 
 @contextmanager
+def kept_threads() -> Iterator[None]:
+    """Restore the limit on threads after the block, if torch is imported."""
+    torch: Any = sys.modules.get("torch")
+    before = None if torch is None else torch.get_num_threads()
+    yield
+    if before is not None:
+        limit_threads(before)
+
+
+@contextmanager
 def worker_threads(count: Threads) -> Iterator[None]:
     """Use as many threads of torch in the block as `limit_threads(count)` sets in a worker."""
     torch: Any = sys.modules.get("torch")

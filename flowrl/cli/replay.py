@@ -44,6 +44,9 @@ def replay_command(arguments: list[str]) -> int:
         try:
             replay = Replay(algorithm, run_dir, options.until)
             is_equal = _print_results(replay)
+            if options.until is not None and replay.num_items < options.until.number:
+                name, number = options.until
+                print(f"{name} has returned {replay.num_items:,} items, less than {number:,}")
         except ReplayError as error:
             print(f"flowrl: {printable(error)}", file=sys.stderr)
             return 1
@@ -77,7 +80,7 @@ def _build(run_dir: Path, trust: bool) -> Any:
 
 
 def _print_results(replay: Replay) -> bool:
-    """Print a line per result; return whether all are equal to those of the run."""
+    """Print a line per result; return whether there are results, and all are equal to the run's."""
     print(f"{'iteration':>9}  {'env steps':>11}  {'mean return':>11}")
     numbers = {"equal": 0, "different": 0}
     for replayed in replay.results():
@@ -89,7 +92,7 @@ def _print_results(replay: Replay) -> bool:
         f"{numbers['equal']} of {total} results are equal to those of the run; "
         f"end: {printable(replay.end)}"
     )
-    return not numbers["different"]
+    return numbers["equal"] > 0 and not numbers["different"]
 
 
 def _line(replayed: ReplayedResult) -> str:

@@ -106,6 +106,8 @@ class Gather(Stage):
             self.shards.seed = seed
         if self.journal is not None and self.journal.replays:
             self._has_timeouts = False
+        if self._batch_ms:
+            self._end_journal("the number of items that batch_ms collects is not recorded")
         self.shards.start()
 
     @property

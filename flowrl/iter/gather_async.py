@@ -7,6 +7,7 @@ from collections import deque
 from typing import Any, ClassVar, Literal
 
 from flowrl.iter.gather import Gather, RequestLimit
+from flowrl.iter.journal import ReplayError
 from flowrl.iter.recovery import ShardState
 from flowrl.iter.shards import Shards
 from flowrl.iter.stage import NOT_READY
@@ -122,8 +123,15 @@ class GatherAsync(Gather):
             return self._next_arrived(block)
         ref = None if self.journal.replays else self._next_arrived(block)
         number = 0 if ref is None else self._in_flight[ref].shard.index + 1
-        number = self.journal.plan.decide(self.name, number)
-        return self.states[number - 1].requests[0] if number else None
+        number = self.journal.plan.observe(self.name, number)
+        if not number:
+            return None
+        shard = self.states[number - 1] if number <= len(self.states) else None
+        if shard is None or not shard.requests:
+            raise ReplayError(
+                f"the replay differs from the run: {self} has no request to shard {number - 1}"
+            )
+        return shard.requests[0]
 
     def _next_arrived(self, block: bool) -> Any | None:
         while self._ready:

@@ -78,14 +78,14 @@ class GatherSync(Gather):
             try:
                 complete = self._complete_round(block)
             except BaseException:
-                self.journal.plan.decide(self.name, True, expected=True)
+                self.journal.plan.observe(self.name, True, expected=True)
                 self.journal.end(f"an item of {self.shards.name} raised an error")
                 raise
-            return bool(self.journal.plan.decide(self.name, complete, expected=True))
+            return bool(self.journal.plan.observe(self.name, complete, expected=True))
         for shard in self.members():
             if not shard.requests and shard.index not in self._round:
                 self._request(shard)
-        if not self.journal.plan.decide(self.name, True, expected=True):
+        if not self.journal.plan.observe(self.name, True, expected=True):
             return False
         for ref in [ref for shard in self.states for ref in shard.requests]:
             index = self._in_flight[ref].shard.index

@@ -1,9 +1,9 @@
-"""Journal: what time decided while a plan ran, so that a replay decides the same.
+"""Journal: the timing-dependent observations of a plan, recorded by a run and used by its replay.
 
-The items of a seeded plan depend on its seed, and on the moments at which replies arrive, queues
-have room and learners publish weights. Each stage that observes such a moment calls `Lane.decide`
-with what it observed. A JournalWriter records it; a JournalReader returns what was recorded, so the
-same code runs again in the same order.
+The items of a seeded plan depend on its seed and on timing: when replies arrive, when queues have
+room, when a learner publishes weights. Each stage that observes one of these passes the value to
+`ThreadLog.observe`. A JournalWriter records the value. A JournalReader returns the recorded value
+instead, so that a replay does the same in the same order.
 
 Most observations are the expected ones. An entry therefore holds the number of expected
 observations before it, the name of the observation, and its value.
@@ -32,10 +32,10 @@ class ReplayError(RuntimeError):
     """A replay does something else than the recorded run, or its journal is damaged."""
 
 
-class Lane(Protocol):
+class ThreadLog(Protocol):
     """The observations of one thread."""
 
-    def decide(self, name: str, value: int, expected: int = 0) -> int:
+    def observe(self, name: str, value: int, expected: int = 0) -> int:
         """Record an observation; in a replay, return the recorded one instead.
 
         Args:
@@ -55,21 +55,21 @@ class Journal(Protocol):
     """
 
     replays: bool
-    plan: Lane
-    learner: Lane
+    plan: ThreadLog
+    learner: ThreadLog
 
     def end(self, reason: str) -> None:
         """Note that the run cannot be replayed from here on, and why."""
 
 
-class _WrittenLane:
+class _WrittenLog:
     def __init__(self) -> None:
         self._entries: deque[tuple[int, str, int]] = deque()
         self._num_expected = 0
         self._numbers: dict[str, int] = {}  # of the names
         self.is_closed = False
 
-    def decide(self, name: str, value: int, expected: int = 0) -> int:
+    def observe(self, name: str, value: int, expected: int = 0) -> int:
         if self.is_closed:
             return value
         if value == expected:
@@ -109,8 +109,8 @@ class JournalWriter:
     def __init__(self, path: Path, about: dict[str, Any] | None = None):
         self.path = path
         self._about = about or {}
-        self.plan = _WrittenLane()
-        self.learner = _WrittenLane()
+        self.plan = _WrittenLog()
+        self.learner = _WrittenLog()
         self._ended: str | None = None
         self._is_end_written = False
         self._file: IO[bytes] | None = None
@@ -131,7 +131,7 @@ class JournalWriter:
         """
         if self._is_end_written:
             return
-        # the plan first: the steps of the learner that it has observed are then in the other lane
+        # the plan first: the steps of the learner that it has observed are then in the other log
         plan = self.plan.take()
         chunk = {
             "iteration": iteration,
@@ -153,7 +153,7 @@ class JournalWriter:
             self._file.close()
 
 
-class _ReadLane:
+class _ReadLog:
     """The recorded observations of one thread.
 
     Args:
@@ -184,7 +184,7 @@ class _ReadLane:
         """Prepare the first observation."""
         self._num_expected = self._entries[0][0] if self._entries else self._num_after
 
-    def decide(self, name: str, value: int, expected: int = 0) -> int:
+    def observe(self, name: str, value: int, expected: int = 0) -> int:
         self.num_observed += 1
         if self._num_expected:
             self._num_expected -= 1
@@ -221,8 +221,8 @@ class JournalReader:
     replays = True
 
     def __init__(self, path: Path):
-        self.plan = _ReadLane(ends=True)
-        self.learner = _ReadLane(ends=False)
+        self.plan = _ReadLog(ends=True)
+        self.learner = _ReadLog(ends=False)
         self.plan.reason = "nothing was recorded after this"
         try:
             with open(path, "rb") as file:

@@ -19,12 +19,23 @@ from typing import Any
 from flowrl.iter.private_api import ray_sockets
 
 PROBE_INTERVAL_S = 1.0
-MAX_S_WITHOUT_GCS = 10.0  # a cluster with fault tolerance may restart it
+MAX_S_WITHOUT_GCS = 15.0  # a cluster with fault tolerance may restart it
+MAX_PROBES = 3  # of a raylet without an answer, if the process behind its socket is unknown
 CHECK_S = 2.0  # seconds for which a call may block between two checks
 
 
 class RayLostError(RuntimeError):
     """Ray's raylet on this machine, or its GCS, has died: no worker can be used any more."""
+
+
+def _message(name: str, role: str) -> str:
+    return (
+        f"Ray's {name}, {role}, has died, so workers can neither be reached nor replaced. Continue "
+        "the run from its last checkpoint in a new process: flowrl resume RUN_DIR"
+    )
+
+
+RAYLET_DIED = _message("raylet", "the process that runs the workers of this machine")
 
 
 class _Watch:
@@ -37,21 +48,25 @@ class _Watch:
         threading.Thread(target=self._run, name="flowrl-ray-watch", daemon=True).start()
 
     def _run(self) -> None:
-        gcs_seen = time.monotonic()
+        gcs_seen, num_probes = time.monotonic(), 0
         while self.lost is None and ray_sockets() == self.sockets:
-            if not self.is_raylet_alive():
-                self.lost = _message("raylet", "the process that runs the workers of this machine")
+            num_probes = 0 if self._raylet_answers() else num_probes + 1
+            if self.has_raylet_ended() or num_probes >= MAX_PROBES:
+                self.lost = RAYLET_DIED
             elif _answers(self.sockets["GCS"]):
                 gcs_seen = time.monotonic()
             elif time.monotonic() - gcs_seen > MAX_S_WITHOUT_GCS:
                 self.lost = _message("GCS", "the process that manages the cluster")
             time.sleep(PROBE_INTERVAL_S)
 
-    def is_raylet_alive(self) -> bool:
-        """Return whether the raylet of this machine runs."""
+    def has_raylet_ended(self) -> bool:
+        """Return whether the process of the raylet is known to have ended."""
         if self._raylet_exit is None:
-            return _answers(self.sockets["raylet"])
-        return not select.select([self._raylet_exit], [], [], 0)[0]
+            return False
+        return bool(select.select([self._raylet_exit], [], [], 0)[0])
+
+    def _raylet_answers(self) -> bool:
+        return self._raylet_exit is not None or _answers(self.sockets["raylet"])
 
 
 _watch: _Watch | None = None
@@ -85,31 +100,24 @@ def _exit_event_of(socket_path: str) -> int | None:
 def _answers(address: str) -> bool:
     """Return whether a process listens at an address, host:port or the path of a socket."""
     host, _, port = address.rpartition(":")
-    is_path = not port.isdigit()
-    with socket.socket(socket.AF_UNIX if is_path else socket.AF_INET) as connection:
-        connection.settimeout(PROBE_INTERVAL_S)
-        try:
-            connection.connect(address if is_path else (host, int(port)))
-        except TimeoutError:
-            return True  # it is busy
-        except OSError:
-            return False
+    try:
+        if port.isdigit():
+            socket.create_connection((host.strip("[]"), int(port)), PROBE_INTERVAL_S).close()
+        else:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(PROBE_INTERVAL_S)
+                connection.connect(address)
+    except OSError:
+        return False
     return True
-
-
-def _message(name: str, role: str) -> str:
-    return (
-        f"Ray's {name}, {role}, has died, so workers can neither be reached nor replaced. Continue "
-        "the run from its last checkpoint in a new process: flowrl resume RUN_DIR"
-    )
 
 
 def is_ray_lost() -> bool:
     """Return whether Ray cannot be used any more."""
     if _watch is None or ray_sockets() != _watch.sockets:
         return False  # the runtime that was watched has been shut down
-    if _watch.lost is None and not _watch.is_raylet_alive():
-        _watch.lost = _message("raylet", "the process that runs the workers of this machine")
+    if _watch.lost is None and _watch.has_raylet_ended():
+        _watch.lost = RAYLET_DIED
     return _watch.lost is not None
 
 
@@ -142,13 +150,15 @@ def get(refs: Any, waits: bool = True) -> Any:
     if waits:
         waited_for = refs if isinstance(refs, list) else [refs]
         wait(waited_for, len(waited_for))
+    timeout = CHECK_S
     while True:
         check_ray()
         try:
-            return ray.get(refs, timeout=CHECK_S)
+            return ray.get(refs, timeout=timeout)
         except GetTimeoutError as error:
             if isinstance(error, RayTaskError):
                 raise
+            timeout *= 2  # the transfer of a large object begins again
 
 
 def wait(refs: Sequence[Any], num_returns: int, timeout: float | None = None) -> list[Any]:

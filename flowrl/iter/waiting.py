@@ -88,7 +88,8 @@ class Waiter:
         if not new and not refs:
             self._event.wait(timeout)
         elif not new:
-            self._event.wait(min(timeout or CHECK_S, CHECK_S))  # pulled again, it sees Ray's death
+            # the next pull notices if Ray has died
+            self._event.wait(CHECK_S if timeout is None else min(timeout, CHECK_S))
 
     def _watch(self, ref: Any) -> None:
         def on_ready(*_: Any) -> None:

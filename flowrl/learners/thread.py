@@ -203,6 +203,8 @@ class LearnerThread:
             if journal is not None:
                 if not isinstance(self.learner, LocalLearner):
                     journal.end("its learners are Ray actors")
+                if self.workers.weight_sync.learner is not None:
+                    journal.end("the plan has several learner threads")
                 self._journal = journal
                 self.workers.weight_sync.learner = self
                 if journal.replays:
@@ -283,15 +285,16 @@ class LearnerThread:
         if self.outqueue.full():
             return False
         buffer, journal = self._minibatches, self._journal
-        most = buffer.size - len(buffer)
+        most = min(buffer.size - len(buffer), self.inqueue.qsize())
         if journal is not None and journal.replays:
-            most = journal.learner.decide("batches taken", 0, expected=1)
+            most = journal.learner.observe("batches taken", 0, expected=1)
         num_taken = 0
         while num_taken < most and not self.inqueue.empty():
             buffer.put(self.inqueue.get_nowait())
             num_taken += 1
+        self._check_replayed(num_taken == most)
         if journal is not None and len(buffer) and not journal.replays:
-            journal.learner.decide("batches taken", num_taken, expected=1)
+            journal.learner.observe("batches taken", num_taken, expected=1)
         self._has_taken = bool(len(buffer))
         return self._has_taken
 
@@ -301,7 +304,7 @@ class LearnerThread:
         if self._journal is None:
             return global_vars
         timestep = int(global_vars["timestep"])
-        timestep = self._journal.learner.decide("timestep", timestep, expected=self._timestep)
+        timestep = self._journal.learner.observe("timestep", timestep, expected=self._timestep)
         self._timestep = timestep
         return {**global_vars, "timestep": timestep}
 
@@ -316,8 +319,9 @@ class LearnerThread:
         """
         if self._journal is None:
             return num_steps
-        lane, last = self._journal.plan, self._num_observed_steps
-        num_steps = self._num_observed_steps = lane.decide("learner", num_steps, expected=last)
+        last = self._num_observed_steps
+        num_steps = self._journal.plan.observe("learner", num_steps, expected=last)
+        self._num_observed_steps = num_steps
         while self._journal.replays and self.num_steps < num_steps:
             self.replay_step()
         return num_steps

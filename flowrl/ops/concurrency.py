@@ -128,7 +128,7 @@ class Enqueue:
         return not full
 
     def _decide_ready(self, journal: Journal, ready: bool) -> bool:
-        self._was_ready = bool(journal.plan.decide("Enqueue", ready, expected=self._was_ready))
+        self._was_ready = bool(journal.plan.observe("Enqueue", ready, expected=self._was_ready))
         if journal.replays and self._was_ready and self.learner is not None:
             self.learner.replay_room()
         return self._was_ready
@@ -253,7 +253,7 @@ class DequeueStage(Stage):
     def _get(self) -> Any:
         if self.journal is not None and self.learner is not None:
             has_item = not self.queue.empty()
-            if not self.journal.plan.decide(self.name, has_item):
+            if not self.journal.plan.observe(self.name, has_item):
                 return NOT_READY
             while self.queue.empty():
                 self.learner.replay_step()

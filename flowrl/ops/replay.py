@@ -175,6 +175,8 @@ class ReplayStage(Stage):
 class ReplayActorsStage(ReplayStage):
     """The stage of Replay on actors."""
 
+    is_asynchronous = True
+
     def __init__(self, actors: ReplayActors, num_async: int):
         super().__init__(actors)
         self._num_async = num_async

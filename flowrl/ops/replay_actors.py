@@ -286,7 +286,7 @@ class ReplayActors:
         ready = self._is_replay or bool(ready_refs([ref]))
         if self.journal is None or current_metrics() is None:
             return ready
-        return bool(self.journal.plan.decide(name, ready))
+        return bool(self.journal.plan.observe(name, ready))
 
     # -- drawing -----------------------------------------------------------------------------------
 

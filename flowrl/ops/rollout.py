@@ -137,6 +137,8 @@ class CountRollouts:
 
     def __init__(self, workers: WorkerSet):
         self.workers = workers
+        config = workers.config
+        self._has_time_limits = bool(config.env_step_timeout_s or config.env_reset_timeout_s)
         self._fetch_started: float | None = None
 
     def _on_fetch_start(self) -> None:
@@ -164,9 +166,12 @@ class CountRollouts:
                     self.workers.weight_sync.observe_learner()
                     for policy_id, policy_filters in filters.items():
                         worker.policy_map[policy_id].merge_filter_updates(policy_filters)
-            plan.worker_health[source.worker, source.incarnation] = WorkerHealth(
+            health = WorkerHealth(
                 source.tags.get("env_restarts", 0), source.tags.get("faulty_episodes", 0)
             )
+            plan.worker_health[source.worker, source.incarnation] = health
+            if health.env_restarts and metrics.journal is not None and self._has_time_limits:
+                metrics.journal.end("an environment failed or exceeded its time limit")
         if self._fetch_started is not None:
             timer = metrics.timers[self.timer_name]
             timer.push(time.perf_counter() - self._fetch_started)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,7 +11,7 @@ from flowrl.iter.shard_server import serve
 from flowrl.iter.shard_stream import Reply, ShardRequest
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.weight_sync import load_weights
-from flowrl.threads import worker_threads
+from flowrl.threads import kept_threads, worker_threads
 
 
 class ReplayedWorkers(Protocol):
@@ -30,10 +31,12 @@ class _Request:
     worker: RolloutWorker
     weights: Any | None  # as of the request
     request: ShardRequest
+    reply: Reply | None = None
+    error: Exception | None = None
 
 
 class ReplayedPool(Pool):
-    """Workers that reply when the plan reads the reply, with the weights as of the request.
+    """Workers that compute a reply when the plan reads it, with the weights as of the request.
 
     Args:
         workers: the WorkerSet.
@@ -44,9 +47,11 @@ class ReplayedPool(Pool):
     def __init__(self, workers: ReplayedWorkers):
         super().__init__(self._new_workers, workers.num_workers)
         self._set = workers
+        self._requests: deque[_Request] = deque()  # without a reply
 
     def _new_workers(self) -> list[RolloutWorker]:
-        return [self._set.new_worker(index + 1) for index in range(self._set.num_workers)]
+        with kept_threads():  # workers limit those of their own process
+            return [self._set.new_worker(index + 1) for index in range(self._set.num_workers)]
 
     def workers(self) -> list[RolloutWorker]:
         """Return the workers."""
@@ -54,12 +59,31 @@ class ReplayedPool(Pool):
         return list(self._workers or ())
 
     def submit(self, index: int, request: ShardRequest) -> Any:
-        return _Request(self.handle(index), self._set.weights_for(index), request)
+        sent = _Request(self.handle(index), self._set.weights_for(index), request)
+        self._requests.append(sent)
+        return sent
 
     def result(self, ref: Any) -> Reply:
-        with worker_threads(ref.worker.config.num_threads_per_process):
-            load_weights(ref.worker, ref.weights)
-            return serve(ref.worker, ref.request)
+        if ref in self._requests:
+            self._requests.remove(ref)
+            self._compute(ref)
+        if ref.error is not None:
+            raise ref.error
+        reply: Reply = ref.reply
+        return reply
+
+    def _compute(self, sent: _Request) -> None:
+        with worker_threads(sent.worker.config.num_threads_per_process):
+            load_weights(sent.worker, sent.weights)
+            try:
+                sent.reply = serve(sent.worker, sent.request)
+            except Exception as error:
+                sent.error = error
+
+    def finish_requests(self) -> None:
+        """Compute all replies, as workers have done before they run a later call."""
+        while self._requests:
+            self._compute(self._requests.popleft())
 
     def stop(self) -> None:
         """Do nothing: the set stops its workers."""

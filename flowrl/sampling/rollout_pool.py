@@ -6,12 +6,12 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from flowrl.iter.pools import ActorPool
+from flowrl.iter.pools import ActorPool, Pool
 from flowrl.iter.shard_server import serve_next, serve_remote
-from flowrl.iter.shard_stream import ShardRequest
+from flowrl.iter.shard_stream import Reply, ShardRequest
 from flowrl.process_usage import resident_bytes
 from flowrl.sampling.rollout_worker import RolloutWorker
-from flowrl.sampling.weight_sync import load_weights
+from flowrl.sampling.weight_sync import WeightSync, load_weights
 from flowrl.settings import ConfigError
 
 log = logging.getLogger("flowrl")
@@ -34,6 +34,24 @@ class RemoteWorkers(Protocol):
 
     def weights_for(self, index: int) -> Any | None:
         """Return the weights that a worker must load before it samples; None if it needs none."""
+
+
+class LocalRolloutPool(Pool):
+    """The local worker of a WorkerSet as a pool of one shard.
+
+    Args:
+        local_worker: returns the worker.
+        weight_sync: notes how far a learner thread is that trains the policies of the worker.
+    """
+
+    def __init__(self, local_worker: Callable[[], RolloutWorker], weight_sync: WeightSync):
+        super().__init__(lambda: [local_worker()], 1)
+        self._weight_sync = weight_sync
+
+    def result(self, ref: Any) -> Reply:
+        with ref.worker.lock:
+            self._weight_sync.observe_learner()
+            return super().result(ref)
 
 
 class RolloutPool(ActorPool):

@@ -144,8 +144,8 @@ class WorkerConfig(PolicyConfig):
     """Consecutive failures of one environment after which its error stops the run."""
     env_step_timeout_s: Positive | None = setting(None, group="fault_tolerance")
     """Seconds that a step of one environment may take. A longer one is a failure of the
-    environment, which is created again. A call that ignores signals is not interrupted: set
-    `sample_timeout_s`."""
+    environment, which is created again. The limit interrupts the main thread only, and no call
+    that ignores signals: set `sample_timeout_s` for those."""
     env_reset_timeout_s: Positive | None = setting(None, group="fault_tolerance")
     """Seconds that a reset of one environment may take; see `env_step_timeout_s`."""
     max_num_worker_restarts: NotNegativeInt = setting(1000, group="fault_tolerance")
@@ -208,6 +208,11 @@ class WorkerConfig(PolicyConfig):
         for name in ("num_gpus_per_worker", "custom_resources_per_worker", "placement_strategy"):
             if self.num_spare_workers and getattr(self, name):
                 raise ValueError(f"num_spare_workers: not supported with {name}")
+        if self.sample_async and (self.env_step_timeout_s or self.env_reset_timeout_s):
+            raise ValueError(
+                "env_step_timeout_s, env_reset_timeout_s: not supported with sample_async, whose "
+                "environments run in another thread: set sample_timeout_s"
+            )
         if self.soft_horizon and self.horizon is None:
             raise ValueError("soft_horizon needs a horizon: .rollouts(horizon=…)")
         value = self.sample_collector

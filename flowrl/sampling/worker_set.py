@@ -22,7 +22,7 @@ from flowrl.iter.shards import Shard
 from flowrl.policies.policy import Policy
 from flowrl.sampling.placement import Placement
 from flowrl.sampling.replayed_pool import ReplayedPool
-from flowrl.sampling.rollout_pool import RolloutPool
+from flowrl.sampling.rollout_pool import LocalRolloutPool, RolloutPool
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.spare_worker import SpareWorkers
 from flowrl.sampling.weight_sync import WeightSync, load_weights, restart_worker, resume_worker
@@ -425,6 +425,7 @@ class WorkerSet:
         """Return fn(worker) for every worker: the local one first, then the remote ones."""
         results = [fn(self.local_worker())]
         if isinstance(self._pool, ReplayedPool):
+            self._pool.finish_requests()
             return [*results, *map(fn, self._pool.workers())]
         if self.remote_workers():
             results += ray_health.get([worker.apply.remote(fn) for worker in self.remote_workers()])
@@ -437,7 +438,7 @@ class WorkerSet:
             if self.num_workers:
                 self._pool = RolloutPool(self, self.config.recreate_failed_workers)
             else:
-                self._pool = Pool(lambda: [self.local_worker()], 1)
+                self._pool = LocalRolloutPool(self.local_worker, self.weight_sync)
         shards = [Shard(self._pool, index, followed=True) for index in range(len(self._pool))]
         name = f"rollouts[workers={self.num_workers}]"
         return ParallelIterator(shards, name, self.config.recovery)

@@ -8,10 +8,12 @@ import pytest
 from gymnasium.envs.classic_control import CartPoleEnv
 
 from flowrl.algorithms.a3c import A3CConfig
+from flowrl.algorithms.impala import IMPALAConfig
 from flowrl.cli.main import main
 from flowrl.data.checkpoint import read_checkpoint
 from flowrl.settings import ConfigError
 from flowrl.trainer.plan_settings import plan_config
+from flowrl.trainer.runs.comparison import first_difference
 from flowrl.trainer.runs.recording import JOURNAL
 from flowrl.trainer.runs.replaying import NOT_REPLAYED, Replay
 
@@ -25,7 +27,7 @@ SMALL = {
 
 
 def train(tmp_path, plan, *flags, steps=3000):
-    run_dir = tmp_path / plan
+    run_dir = tmp_path / "run"
     command = ["train", plan, "--no-tuned", "--seed=3", "--num-workers=2", "--display=none"]
     command += [*SMALL.get(plan, []), f"--stop-timesteps={steps}", "--checkpoint-frequency=4"]
     assert main([*command, *flags, "--run-dir", str(run_dir)]) == 0
@@ -190,3 +192,129 @@ def test_a_run_without_a_journal_is_refused(tmp_path):
         pytest.raises(ConfigError, match=r"it has no journal\.msgpack"),
     ):
         Replay(algorithm, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--num-workers=0"],
+        ["--num-workers=0", "--normalize-observations", "--min-time-s-per-iteration=0.02"],
+    ],
+)
+def test_a_learner_thread_in_the_sampling_process_replays(tmp_path, capsys, flags):
+    run_dir = train(tmp_path, "impala", *flags, steps=6000)
+    code, printed = replay(run_dir, capsys)
+    assert code == 0, printed.out
+
+
+@pytest.mark.slow
+def test_reports_by_time_and_several_agents_replay(tmp_path, capsys):
+    (tmp_path / "two_agents.py").write_text(TWO_AGENTS)
+    plan = str(tmp_path / "two_agents.py")
+    run_dir = train(tmp_path, plan, "--min-time-s-per-iteration=0.05", steps=6000)
+    code, printed = replay(run_dir, capsys, "--trust")
+    assert code == 0, printed.out + printed.err
+
+
+TWO_AGENTS = """
+from plans.impala import execution_plan
+from flowrl.algorithms.impala import IMPALAConfig
+from flowrl.envs import make_multi_agent
+
+config = IMPALAConfig(
+    env=make_multi_agent("CartPole-v1"),
+    env_config={"num_agents": 2},
+    policies={"a", "b"},
+    policy_mapping_fn=lambda agent_id, *_, **__: "ab"[agent_id],
+    num_workers=2,
+)
+"""
+
+SHARDS_IN_ROUNDS = """
+from flowrl.algorithms.dqn import DQNConfig
+from flowrl.ops import (
+    Concurrently, ParallelRollouts, Replay, StandardMetricsReporting, StoreToReplayBuffer,
+    TrainOneStep,
+)
+from flowrl.algorithms.apex import APEXConfig
+
+config = APEXConfig(env="CartPole-v1", num_workers=2, num_replay_shards=2, learning_starts=200)
+
+
+def execution_plan(workers, config):
+    actors = config.replay_actors()
+    store = ParallelRollouts(workers, mode="bulk_sync").for_each(StoreToReplayBuffer(actors=actors))
+    train = Replay(actors=actors).for_each(TrainOneStep(workers))
+    return StandardMetricsReporting(
+        Concurrently([store, train], mode="async", output_indexes=[1]), workers, config
+    )
+"""
+
+
+@pytest.mark.slow
+def test_rounds_with_replay_shards_on_actors_replay(tmp_path, capsys):
+    (tmp_path / "rounds.py").write_text(SHARDS_IN_ROUNDS)
+    run_dir = train(tmp_path, str(tmp_path / "rounds.py"))
+    code, printed = replay(run_dir, capsys, "--trust")
+    assert code == 0, printed.out + printed.err
+
+
+def test_a_second_learn_is_not_recorded(tmp_path):
+    with IMPALAConfig(env="CartPole-v1", num_workers=0, seed=1).build() as algorithm:
+        algorithm.learn(2000, run_dir=tmp_path / "run", progress=False)
+        journal = algorithm.plan.metrics.journal
+        size = (tmp_path / "run" / JOURNAL).stat().st_size
+        algorithm.learn(4000, run_dir=tmp_path / "run", progress=False)
+        assert journal.plan.take()["entries"] == journal.learner.take()["entries"] == []
+    assert (tmp_path / "run" / JOURNAL).stat().st_size <= size + 100
+
+
+def test_a_run_with_loaded_policies_is_not_recorded(tmp_path):
+    with IMPALAConfig(env="CartPole-v1", num_workers=0, seed=1).build() as algorithm:
+        algorithm.learn(2000, run_dir=tmp_path / "first", progress=False)
+    with IMPALAConfig(env="CartPole-v1", num_workers=0, seed=1).build() as algorithm:
+        algorithm.restore_policies(tmp_path / "first")
+        algorithm.learn(2000, run_dir=tmp_path / "second", progress=False)
+    assert not (tmp_path / "second" / JOURNAL).exists()
+
+
+def test_a_breakpoint_after_the_last_item_says_so(tmp_path, capsys):
+    run_dir = train(tmp_path, "a3c", steps=500)
+    _, printed = replay(run_dir, capsys, "--until", "gather_async:1000000")
+    assert "gather_async has returned " in printed.out
+    assert "items, less than 1,000,000" in printed.out
+
+
+def test_calls_on_workers_run_after_the_requests_in_flight():
+    config = A3CConfig(env="CartPole-v1", num_workers=2, num_envs_per_worker=2, seed=1)
+    with config.build() as algorithm:
+        algorithm.workers.replay_in_process()
+        shards = algorithm.workers.parallel_iterator()
+        stream = shards.gather_async(num_async=2)
+        stream.metrics.journal = FirstOfShardOne()
+        next(stream)
+        steps = algorithm.workers.foreach_worker(lambda worker: worker.env_steps)[1:]
+        assert steps[0] == steps[1] > 0
+
+
+class FirstOfShardOne:
+    """A journal in which the replies of the first shard arrive first."""
+
+    replays = True
+
+    @property
+    def plan(self):
+        return self
+
+    def observe(self, name, value, expected=0):
+        return 1 if name == "gather_async" else expected
+
+
+def test_metrics_of_time_are_not_compared():
+    one = {"a": 1, "time_total_s": 2.0, "timers": {"b": 1.0}, "c": {"timesteps": 3, "nan": None}}
+    two = {**one, "time_total_s": 3.0, "timers": {}}
+    assert first_difference(one, two) is None
+    assert first_difference(one, {**two, "c": {"timesteps": 4, "nan": None}}) == (
+        "c/timesteps: 3 instead of 4"
+    )
+    assert first_difference(one, {**two, "d": 1}) == "d: None instead of 1"

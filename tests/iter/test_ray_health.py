@@ -10,6 +10,7 @@ import time
 import pytest
 
 from flowrl.iter import ray_health
+from flowrl.iter.waiting import Signal, Waiter
 
 PROGRAM = """
     import os, signal, sys, time
@@ -124,3 +125,22 @@ def test_a_runtime_that_was_shut_down_is_not_lost(tmp_path, monkeypatch):
     assert ray_health.is_ray_lost()
     monkeypatch.setattr(ray_health, "ray_sockets", dict)
     ray_health.check_ray()
+
+
+def test_an_object_that_takes_longer_than_a_check_is_fetched(ray_session, monkeypatch):
+    monkeypatch.setattr(ray_health, "CHECK_S", 0.01)
+    slow = ray_session.remote(num_cpus=0)(lambda: time.sleep(0.3) or 7).remote()
+    assert ray_health.get(slow, waits=False) == 7
+    assert ray_health.get([slow]) == [7]
+
+
+def test_a_wait_for_a_ref_and_a_signal_does_not_exceed_its_timeout(ray_session, monkeypatch):
+    never = ray_session.remote(num_cpus=0)(lambda: time.sleep(60)).remote()
+    waiter, timeouts = Waiter(), []
+    signals = [Signal()]
+    waiter.wait([never, *signals, time.monotonic() - 1])  # subscribes
+    monkeypatch.setattr(waiter._event, "wait", timeouts.append)
+    waiter.wait([never, *signals, time.monotonic() - 1])
+    waiter.wait([never, *signals])
+    assert timeouts == [0.0, ray_health.CHECK_S]
+    ray_session.cancel(never, force=True)

@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# parts of the names of metrics that depend on time or on the machine
-TIME_WORDS = (
-    "time",
+# groups and metrics that depend on time or on the machine, and what a replay leaves out
+NOT_REPEATED = {
+    "time_this_iter_s",
+    "time_total_s",
     "timers",
-    "throughput",
-    "sampler_",
     "diagnosis",
-    "between_nodes",
     "evaluation",
-)
+    "num_bytes_between_nodes",
+}
 
 
 def repeatable_metrics(result: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (path, value) of the metrics of a result that do not depend on time or machine."""
     for key, value in result.items():
         path = f"{prefix}{key}"
-        if any(word in path for word in TIME_WORDS):
+        if key in NOT_REPEATED:
             continue
         if isinstance(value, Mapping):
             yield from repeatable_metrics(value, f"{path}/")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.iter.journal import JournalWriter, truncate_journal
-from flowrl.iter.stage import walk
+from flowrl.iter.stage import Stage, walk
 
 JOURNAL = "journal.msgpack"  # file in the run directory
 
@@ -26,8 +26,9 @@ class Recording:
         self._journal: JournalWriter | None = None
         self._algorithm = algorithm
         stages = list(walk(algorithm.plan.stage))
-        is_new = not algorithm.iteration and not any(stage.started for stage in stages)
-        if is_new and any(stage.is_asynchronous for stage in stages):
+        # a thread samples ahead with sample_async, and it is not recorded
+        is_asynchronous = any(stage.is_asynchronous for stage in stages)
+        if is_asynchronous and _is_new(algorithm, stages) and not algorithm.config.sample_async:
             total = algorithm.workers.global_vars["total_timesteps"]
             self._journal = JournalWriter(run_dir / JOURNAL, {"total_timesteps": total})
             algorithm.plan.metrics.journal = self._journal
@@ -40,7 +41,11 @@ class Recording:
         """
         if self._journal is None:
             return
-        self._journal.plan.decide("saved", saved)
+        self._journal.plan.observe("saved", saved)
+        self._flush()
+
+    def _flush(self) -> None:
+        assert self._journal is not None
         try:
             self._journal.flush(self._algorithm.iteration)
         except OSError as error:
@@ -50,10 +55,23 @@ class Recording:
 
     def close(self) -> None:
         """Write the rest and close the file."""
+        if self._journal is None:
+            return
+        self._flush()
         if self._journal is not None:
-            self.add(saved=False)
-        if self._journal is not None:
+            self._journal.end("the recording was closed")  # the plan may be pulled again
             self._journal.close()
+
+
+def _is_new(algorithm: Any, stages: list[Stage]) -> bool:
+    """Return whether nothing was trained, sampled or loaded yet."""
+    policies = algorithm.workers.local_worker().policy_map.values()
+    return not (
+        algorithm.iteration
+        or any(algorithm.plan.metrics.counters.values())
+        or any(policy.version for policy in policies)
+        or any(stage.started for stage in stages)
+    )
 
 
 def end_recording_at(run_dir: Path, iteration: int) -> None:

@@ -26,6 +26,8 @@ NOT_REPLAYED: dict[str, Any] = {
     "evaluation_parallel_to_training": False,
     "num_spare_workers": 0,
     "max_worker_memory_mb": None,
+    "env_step_timeout_s": None,
+    "env_reset_timeout_s": None,
 }
 
 
@@ -57,6 +59,7 @@ class Replay:
 
     Attributes:
         end: why the replay ended; "" before its end.
+        num_items: items of the operator of `until` so far.
 
     Raises:
         ConfigError: the run has no journal, or there is no such operator.
@@ -78,8 +81,13 @@ class Replay:
         # a resumed run may have got a larger number
         algorithm.workers.set_total_timesteps(self._journal.about.get("total_timesteps"))
         algorithm.plan.metrics.journal = self._journal
+        self._until_stage: Stage | None = None
         if until is not None:
-            _stop_at(until, algorithm.plan.stage)
+            self._until_stage = _stop_at(until, algorithm.plan.stage)
+
+    @property
+    def num_items(self) -> int:
+        return 0 if self._until_stage is None else self._until_stage.items
 
     def results(self) -> Iterator[ReplayedResult]:
         """Yield each result.
@@ -91,7 +99,7 @@ class Replay:
         while True:
             try:
                 result = self._algorithm.train()
-                if self._journal.plan.decide("saved", 0):
+                if self._journal.plan.observe("saved", 0):
                     self._algorithm.plan.state_dict()  # a checkpoint waits for replies
             except ReplayEnded as end:
                 self.end = str(end)
@@ -103,8 +111,9 @@ class Replay:
             yield ReplayedResult(result, difference)
 
 
-def _stop_at(until: Until, plan: Stage) -> None:
-    """Set a breakpoint after an item of a stage of a plan that has not been started."""
+def _stop_at(until: Until, plan: Stage) -> Stage:
+    """Set a breakpoint after an item of a stage of a plan that has not been started; return the
+    stage."""
     stages = stages_by_name(plan)
     if until.name not in stages:
         raise ConfigError(f"there is no operator {until.name!r}, only {', '.join(stages)}")
@@ -120,3 +129,4 @@ def _stop_at(until: Until, plan: Stage) -> None:
     stage.pull = pull_and_stop  # type: ignore[method-assign]
     for consumer in walk(plan):
         consumer.wire([parent.pull for parent in consumer.parents])
+    return stage
