@@ -46,7 +46,7 @@ FAULTS = (
         "it is created again after `env_step_timeout_s`; or its worker is killed after "
         "`sample_timeout_s` and replaced; the others continue",
         (
-            "envs/test_call_limits.py::test_environment_that_hangs_is_created_again",
+            "sampling/test_call_limits.py::test_environment_that_hangs_is_created_again",
             "algorithms/test_faults.py::test_hanging_worker_is_replaced",
             "iter/test_failures.py::test_hanging_shard_is_detected_if_another_is_always_ready",
         ),

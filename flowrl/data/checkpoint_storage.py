@@ -99,9 +99,12 @@ class LocalStorage:
         path = self.path / name
         if path.is_symlink() or not path.is_file():
             raise CheckpointError(f"{path}: file not found")
-        data = np.empty(path.stat().st_size, np.uint8)
-        with open(path, "rb") as file:
-            size = file.readinto(data.data)
+        try:
+            with open(path, "rb") as file:
+                data = np.empty(os.fstat(file.fileno()).st_size, np.uint8)
+                size = file.readinto(data.data)
+        except FileNotFoundError:  # a newer checkpoint has replaced it meanwhile
+            raise CheckpointError(f"{path}: file not found") from None
         return data[:size]
 
     def names(self) -> list[str]:

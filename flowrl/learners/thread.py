@@ -106,7 +106,7 @@ class MinibatchBuffer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         check_own_state(self, state)
         for entry in state["batches"]:
-            passes = {"batch": SampleBatch | MultiAgentBatch, "passes": Positive}
+            passes = {"batch": Any, "passes": Positive}
             check_state(dict(zip(passes, entry, strict=True)), passes, "batches")
         self._batches = deque((batch, remaining) for batch, remaining in state["batches"])
 
@@ -407,6 +407,8 @@ class LearnerThread:
         for saved in state["learned"]:
             check_state(saved, _LEARNED, "learned")
         self._minibatches.load_state_dict(state["minibatches"])
+        for batch in self._minibatches.batches():
+            check_state({"batch": batch, "sources": []}, _WAITING, "minibatches")
         for batch, sources in zip(
             self._minibatches.batches(), state["minibatch_sources"], strict=True
         ):

@@ -49,7 +49,9 @@ class LocalRolloutPool(Pool):
         self._weight_sync = weight_sync
 
     def result(self, ref: Any) -> Reply:
-        with ref.worker.lock:
+        if self._weight_sync.learner is None:
+            return super().result(ref)
+        with ref.worker.lock:  # the learner makes no step meanwhile
             self._weight_sync.observe_learner()
             return super().result(ref)
 

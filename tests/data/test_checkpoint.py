@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -379,6 +380,14 @@ def test_reader_finds_a_whole_checkpoint_while_another_is_written(tmp_path):
     finally:
         stop.set()
         writer.join()
+
+
+def test_file_that_vanishes_before_it_is_opened_is_reported_as_missing(tmp_path, monkeypatch):
+    write_checkpoint(tmp_path / "c", {"a": np.zeros(LARGE_BYTES)}, {})
+    storage = storage_of(tmp_path / "c")
+    monkeypatch.setattr(Path, "is_file", lambda path: True)
+    with pytest.raises(CheckpointError, match="file not found"):
+        storage.read("array-gone.npy")
 
 
 def test_metadata_that_is_not_json_is_rejected_before_anything_is_written(tmp_path):
