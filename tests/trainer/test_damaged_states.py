@@ -45,9 +45,12 @@ CASES = {
     ),
 }
 MISSING = object()
-# items between operators, and outputs of a policy, whose types only the plan and the policy know;
-# and whether a branch of a plan has ended, which is valid either way
-UNKNOWN = ("pending", "columns/rows/state_out", "sequences/states", "/step", "learned", "/done/")
+# items between operators, outputs of a policy and rows of a replay buffer, whose types only the
+# plan, the policy and the environment know; whether a branch has ended is valid either way
+UNKNOWN = (
+    "pending", "columns/rows/state_out", "sequences/states", "ring/columns", "/step", "learned",
+    "/done/",
+)  # fmt: skip
 
 
 def config_of(case):
