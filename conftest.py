@@ -87,7 +87,8 @@ def _check_shown(example: Example) -> str | None:
     for line in example.parsed.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         takes_long = words[:2] in (["flowrl", "watch"], ["flowrl", "benchmark"])
-        is_shown = not words or takes_long or words[0] in _SHOWN_ONLY
+        needs_terminal = words[:2] == ["flowrl", "replay"] and "--until" in words
+        is_shown = not words or takes_long or needs_terminal or words[0] in _SHOWN_ONLY
         assert is_shown, f"```console shows {line!r}: use ```bash"
     return None
 
