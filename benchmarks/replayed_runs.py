@@ -128,12 +128,10 @@ def table(measured: dict[str, dict[str, Any]]) -> str:
     lines = [list(COLUMNS), ["---"] * len(COLUMNS)]
     lines += [cells(measured[plan]) for plan in PLANS if plan in measured]
     text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    runs = {
-        f"{one['steps']:,} env steps per run, {len(one.get('costs', ()))} rounds, on "
-        f"{one['machine']}, {one['date']}, commit {one['commit']}"
-        for one in measured.values()
-    }
-    return text + "\n" + "; ".join(sorted(runs)) + ".\n"
+    figures = measured.values()
+    places = {f"replays: {one['replayed_at']}" for one in figures if "replayed_at" in one}
+    places |= {f"cost: {one['costs_at']}" for one in figures if "costs_at" in one}
+    return text + "\n" + "; ".join(sorted(places)) + ".\n"
 
 
 def main() -> None:
@@ -154,12 +152,14 @@ def main() -> None:
     path = RESULTS / "replayed_runs.json"
     measured = json.loads(path.read_text()) if path.exists() else {}
     for plan in options.plans:
-        place = {"date": str(date.today()), "machine": machine(), "commit": commit()}
-        figures = {**measured.get(plan, {}), "plan": plan, "steps": options.steps, **place}
+        place = f"{machine()}, {date.today()}, commit {commit()}"
+        figures = {**measured.get(plan, {}), "plan": plan}
         if options.runs:
             figures |= replays(plan, options.runs, options.steps)
+            figures["replayed_at"] = f"{options.steps:,} env steps per run, {place}"
         if options.rounds:
             figures |= costs(plan, options.rounds)
+            figures["costs_at"] = f"{options.rounds} rounds, {place}"
         measured[plan] = figures
         named = zip(COLUMNS, cells(measured[plan]), strict=True)
         print(", ".join(map(": ".join, named)), flush=True)

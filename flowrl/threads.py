@@ -34,29 +34,19 @@ def limit_threads(count: Threads) -> None:
 
 
 @contextmanager
-def kept_threads() -> Iterator[None]:
-    """Restore the limit on threads after the block, if torch is imported."""
-    torch: Any = sys.modules.get("torch")
-    before = None if torch is None else torch.get_num_threads()
-    yield
-    if before is not None:
-        limit_threads(before)
-
-
-@contextmanager
 def worker_threads(count: Threads) -> Iterator[None]:
-    """Use as many threads of torch in the block as `limit_threads(count)` sets in a worker."""
+    """Limit the threads in the block as in the process of a worker, if torch is imported."""
     torch: Any = sys.modules.get("torch")
     before = None if torch is None else torch.get_num_threads()
     wanted = 1 if count == "auto" else count
     if before is None or wanted is None or before == wanted:
         yield
         return
-    torch.set_num_threads(wanted)
+    limit_threads(wanted)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        limit_threads(before)
 
 
 def num_free_cores(num_workers: int) -> int:

@@ -82,25 +82,24 @@ def _build(run_dir: Path, trust: bool) -> Any:
 def _print_results(replay: Replay) -> bool:
     """Print a line per result; return whether there are results, and all are equal to the run's."""
     print(f"{'iteration':>9}  {'env steps':>11}  {'mean return':>11}")
-    numbers = {"equal": 0, "different": 0}
+    num_compared = num_equal = 0
     for replayed in replay.results():
-        kind = "equal" if replayed.difference is None else "different"
-        numbers[kind] += replayed.difference != ""
+        num_compared += replayed.is_compared
+        num_equal += replayed.is_compared and replayed.difference is None
         print(_line(replayed), flush=True)
-    total = sum(numbers.values())
     print(
-        f"{numbers['equal']} of {total} results are equal to those of the run; "
+        f"{num_equal} of {num_compared} results are equal to those of the run; "
         f"end: {printable(replay.end)}"
     )
-    return numbers["equal"] > 0 and not numbers["different"]
+    return num_equal == num_compared > 0
 
 
 def _line(replayed: ReplayedResult) -> str:
-    result, difference = replayed
+    result, is_compared, difference = replayed
     line = (
         f"{result['training_iteration']:>9}  {result['timesteps_total']:>11,}  "
         f"{format_number(result['episode_reward_mean']):>11}  "
     )
-    if difference == "":
+    if not is_compared:
         return line + "(the run wrote no result)"
     return line + ("equal" if difference is None else f"differs in {difference}")

@@ -82,9 +82,7 @@ class GatherSync(Gather):
                 self.journal.end(f"an item of {self.shards.name} raised an error")
                 raise
             return bool(self.journal.plan.observe(self.name, complete, expected=True))
-        for shard in self.members():
-            if not shard.requests and shard.index not in self._round:
-                self._request(shard)
+        self._request_missing()
         if not self.journal.plan.observe(self.name, True, expected=True):
             return False
         for ref in [ref for shard in self.states for ref in shard.requests]:
@@ -96,10 +94,7 @@ class GatherSync(Gather):
     def _complete_round(self, block: bool) -> bool:
         round_, remote = self._round, self.shards.remote
         while True:
-            missing = [shard for shard in self.members() if shard.index not in round_]
-            for shard in missing:
-                if not shard.requests:
-                    self._request(shard)
+            missing = self._request_missing()
             if not missing and not self._in_flight:
                 return True
             # in shard order, so that the first of several errors is always the same one
@@ -119,6 +114,14 @@ class GatherSync(Gather):
                 self._check_timeouts()
             if not refs and not block:
                 return False
+
+    def _request_missing(self) -> list[ShardState]:
+        """Send requests to the members whose item is missing; return these members."""
+        missing = [shard for shard in self.members() if shard.index not in self._round]
+        for shard in missing:
+            if not shard.requests:
+                self._request(shard)
+        return missing
 
     def members(self) -> list[ShardState]:
         """Return the shards that the current round has an item of, or else the next one.

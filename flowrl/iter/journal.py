@@ -29,7 +29,7 @@ class ReplayEnded(BaseException):
 
 
 class ReplayError(RuntimeError):
-    """A replay does something else than the recorded run, or its journal is damaged."""
+    """A replay differs from the recorded run, or its journal is damaged."""
 
 
 class ThreadLog(Protocol):
@@ -39,9 +39,9 @@ class ThreadLog(Protocol):
         """Record an observation; in a replay, return the recorded one instead.
 
         Args:
-            name: what is observed.
+            name: name of the observation; a replay checks it.
             value: the observed value, at least 0; ignored in a replay.
-            expected: the value that takes no space in the journal.
+            expected: the most frequent value; the journal only counts it.
         """
 
 
@@ -80,7 +80,7 @@ class _WrittenLog:
         return value
 
     def take(self) -> dict[str, Any]:
-        """Return and forget what was observed since the last call."""
+        """Return the entries since the last call, and remove them."""
         known = len(self._numbers)
         entries: list[int] = []
         for _ in range(len(self._entries)):
@@ -89,7 +89,7 @@ class _WrittenLog:
         return {"names": list(self._numbers)[known:], "entries": entries}
 
     def take_expected(self) -> int:
-        """Return and forget the number of expected observations since the last entry."""
+        """Return the number of expected observations since the last entry, and reset it."""
         number, self._num_expected = self._num_expected, 0
         return number
 
@@ -121,7 +121,7 @@ class JournalWriter:
             self.plan.is_closed = self.learner.is_closed = True
 
     def flush(self, iteration: int = 0) -> None:
-        """Write what was recorded since the last call; must not be called while the plan is pulled.
+        """Write the entries since the last call to the file; call it between two pulls of the plan.
 
         Args:
             iteration: number of results so far.

@@ -74,7 +74,7 @@ def ray_sockets() -> dict[str, str]:
 
 
 def kill_ray_processes() -> None:
-    """Kill the processes that Ray has started for this one, without asking them.
+    """Kill the processes that Ray has started for this process, without a graceful stop.
 
     Uses `ray._private.worker._global_node.kill_all_processes`.
     """

@@ -63,7 +63,15 @@ class _Watch:
         """Return whether the process of the raylet is known to have ended."""
         if self._raylet_exit is None:
             return False
-        return bool(select.select([self._raylet_exit], [], [], 0)[0])
+        poll = select.poll()  # select() refuses file descriptors above 1023
+        poll.register(self._raylet_exit, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        """Close the file descriptor of the raylet's process."""
+        exit_event, self._raylet_exit = self._raylet_exit, None
+        if exit_event is not None:
+            os.close(exit_event)
 
     def _raylet_answers(self) -> bool:
         return self._raylet_exit is not None or _answers(self.sockets["raylet"])
@@ -79,7 +87,9 @@ def watch_ray() -> None:
     with _lock:
         sockets = ray_sockets()
         if sockets and (_watch is None or _watch.sockets != sockets):
-            _watch = _Watch(sockets)
+            before, _watch = _watch, _Watch(sockets)
+            if before is not None:
+                before.close()
 
 
 def _exit_event_of(socket_path: str) -> int | None:

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Collection
 from typing import Any, ClassVar, NamedTuple
 
-from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter.journal import Journal, ReplayError
 from flowrl.iter.private_api import queued_items, restore_items
 from flowrl.iter.stage import describe, sources_from_list, sources_to_list
@@ -22,7 +21,7 @@ from flowrl.state_schema import Amount, Fields, Natural, Positive, check_own_sta
 JOIN_TIMEOUT_S = 30.0  # that stop() waits for the running update
 
 
-_WAITING: Fields = {"batch": SampleBatch | MultiAgentBatch, "sources": list[Any]}
+_WAITING: Fields = {"batch": Batch, "sources": list[Any]}
 _LEARNED: Fields = {
     **_WAITING,
     "updates": dict[str, dict[str, Any]],

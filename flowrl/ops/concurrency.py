@@ -216,7 +216,7 @@ class DequeueStage(Stage):
         if self.learner is not None:
             self.learner.start(self.journal)
         elif self.journal is not None:
-            self.journal.end("the plan reads the queue of a thread that is no LearnerThread")
+            self.journal.end("the plan reads the queue of a thread that is not a LearnerThread")
 
     def stop(self) -> None:
         if self.learner is not None:

@@ -11,13 +11,15 @@ from flowrl.iter.shard_server import serve
 from flowrl.iter.shard_stream import Reply, ShardRequest
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.weight_sync import load_weights
-from flowrl.threads import kept_threads, worker_threads
+from flowrl.sampling.worker_config import WorkerConfig
+from flowrl.threads import worker_threads
 
 
 class ReplayedWorkers(Protocol):
     """The part of a WorkerSet that a ReplayedPool uses."""
 
     num_workers: int
+    config: WorkerConfig
 
     def new_worker(self, worker_index: int) -> RolloutWorker:
         """Return a new worker with a number from 1."""
@@ -50,7 +52,7 @@ class ReplayedPool(Pool):
         self._requests: deque[_Request] = deque()  # without a reply
 
     def _new_workers(self) -> list[RolloutWorker]:
-        with kept_threads():  # workers limit those of their own process
+        with worker_threads(self._set.config.num_threads_per_process):
             return [self._set.new_worker(index + 1) for index in range(self._set.num_workers)]
 
     def workers(self) -> list[RolloutWorker]:
@@ -73,7 +75,7 @@ class ReplayedPool(Pool):
         return reply
 
     def _compute(self, sent: _Request) -> None:
-        with worker_threads(sent.worker.config.num_threads_per_process):
+        with worker_threads(self._set.config.num_threads_per_process):
             load_weights(sent.worker, sent.weights)
             try:
                 sent.reply = serve(sent.worker, sent.request)

@@ -1,6 +1,7 @@
 """The death of Ray's own processes is an error, not a run that never continues."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -60,71 +61,71 @@ def test_no_ray_is_not_a_loss(monkeypatch):
     ray_health.check_ray()
 
 
-def a_listening_process(path):
+@pytest.fixture
+def raylet(tmp_path, monkeypatch):
+    """A process that listens at the address of the raylet; there is no GCS."""
     program = (
         "import socket, sys, time; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); "
         "s.listen(); print('ready', flush=True); time.sleep(60)"
     )
+    path = str(tmp_path / "raylet")
     process = subprocess.Popen([sys.executable, "-c", program, path], stdout=subprocess.PIPE)
     process.stdout.readline()
-    return process
+    sockets = {"raylet": path, "GCS": "127.0.0.1:1"}
+    monkeypatch.setattr(ray_health, "ray_sockets", lambda: sockets)
+    monkeypatch.setattr(ray_health, "_watch", None)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def wait_until_lost():
+    until = time.monotonic() + 20
+    while not ray_health.is_ray_lost() and time.monotonic() < until:
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("with_process_id", [True, False])
-def test_the_end_of_the_process_behind_a_socket_is_noticed(tmp_path, monkeypatch, with_process_id):
-    path = str(tmp_path / "raylet")
-    process = a_listening_process(path)
-    sockets = {"raylet": path, "GCS": "127.0.0.1:1"}
-    monkeypatch.setattr(ray_health, "ray_sockets", lambda: sockets)
+def test_the_end_of_the_process_behind_a_socket_is_noticed(raylet, monkeypatch, with_process_id):
     if not with_process_id:
         monkeypatch.delattr(os, "pidfd_open")
-    try:
-        watch = ray_health._Watch(sockets)
-        monkeypatch.setattr(ray_health, "_watch", watch)
+    ray_health.watch_ray()
+    ray_health.check_ray()
+    os.kill(raylet.pid, signal.SIGKILL)  # not reaped yet: a zombie has ended, too
+    wait_until_lost()
+    with pytest.raises(ray_health.RayLostError, match="flowrl resume RUN_DIR"):
         ray_health.check_ray()
-        os.kill(process.pid, signal.SIGKILL)
-        # not reaped yet: a zombie has ended, too
-        until = time.monotonic() + 20
-        while not ray_health.is_ray_lost() and time.monotonic() < until:
-            time.sleep(0.01)
-        with pytest.raises(ray_health.RayLostError, match="flowrl resume RUN_DIR"):
-            ray_health.check_ray()
-    finally:
-        process.kill()
-        process.wait()
 
 
-def test_a_gcs_that_does_not_answer_for_a_while_is_lost(tmp_path, monkeypatch):
-    path = str(tmp_path / "raylet")
-    process = a_listening_process(path)
-    sockets = {"raylet": path, "GCS": "127.0.0.1:1"}
-    monkeypatch.setattr(ray_health, "ray_sockets", lambda: sockets)
+def test_a_gcs_that_does_not_answer_for_a_while_is_lost(raylet, monkeypatch):
     monkeypatch.setattr(ray_health, "PROBE_INTERVAL_S", 0.01)
     monkeypatch.setattr(ray_health, "MAX_S_WITHOUT_GCS", 0.05)
-    try:
-        watch = ray_health._Watch(sockets)
-        monkeypatch.setattr(ray_health, "_watch", watch)
-        until = time.monotonic() + 20
-        while not ray_health.is_ray_lost() and time.monotonic() < until:
-            time.sleep(0.01)
-        with pytest.raises(ray_health.RayLostError, match="GCS"):
-            ray_health.check_ray()
-    finally:
-        process.kill()
-        process.wait()
+    ray_health.watch_ray()
+    wait_until_lost()
+    with pytest.raises(ray_health.RayLostError, match="GCS"):
+        ray_health.check_ray()
 
 
-def test_a_runtime_that_was_shut_down_is_not_lost(tmp_path, monkeypatch):
-    path = str(tmp_path / "raylet")
-    process = a_listening_process(path)
-    sockets = {"raylet": path, "GCS": "127.0.0.1:1"}
-    monkeypatch.setattr(ray_health, "ray_sockets", lambda: sockets)
-    monkeypatch.setattr(ray_health, "_watch", ray_health._Watch(sockets))
-    process.kill()
-    process.wait()
+def test_a_runtime_that_was_shut_down_is_not_lost(raylet, monkeypatch):
+    ray_health.watch_ray()
+    raylet.kill()
+    raylet.wait()
     assert ray_health.is_ray_lost()
     monkeypatch.setattr(ray_health, "ray_sockets", dict)
     ray_health.check_ray()
+
+
+def test_processes_with_many_open_files_are_watched(raylet):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        ray_health.watch_ray()
+        ray_health.check_ray()
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_an_object_that_takes_longer_than_a_check_is_fetched(ray_session, monkeypatch):

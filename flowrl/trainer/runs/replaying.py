@@ -34,11 +34,14 @@ NOT_REPLAYED: dict[str, Any] = {
 class ReplayedResult(NamedTuple):
     """A result of a replay.
 
-    `difference` is the first metric that differs from the run's result, with both values; None if
-    all are equal; "" if the run has not written a result of this iteration.
+    Attributes:
+        result: the result.
+        is_compared: whether the run has written a result of this iteration.
+        difference: the first metric that differs from the run's, with both values, or None.
     """
 
     result: dict[str, Any]
+    is_compared: bool
     difference: str | None
 
 
@@ -105,10 +108,10 @@ class Replay:
                 self.end = str(end)
                 return
             expected = self._expected.get(result["training_iteration"])
-            difference: str | None = ""
+            difference = None
             if expected is not None:
                 difference = first_difference(result_to_json(result), expected)
-            yield ReplayedResult(result, difference)
+            yield ReplayedResult(result, expected is not None, difference)
 
 
 def _stop_at(until: Until, plan: Stage) -> Stage:
