@@ -18,6 +18,7 @@ from flowrl.iter.gather_async import GatherAsync, GatherShard
 from flowrl.iter.gather_sync import GatherSync
 from flowrl.iter.local import LocalIterator
 from flowrl.iter.pools import ActorPool, Pool
+from flowrl.iter.ray_runtime import actor_class
 from flowrl.iter.recovery import Recovery
 from flowrl.iter.shard_server import ParallelIteratorWorker, PartitionWorker
 from flowrl.iter.shards import Shard, Shards
@@ -299,10 +300,7 @@ def _pool(
         return Pool(make_workers, len(generators), replayable, upstream)
 
     def make_actor(index: int) -> Any:
-        import ray
-
-        actor_class = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(worker_class)
-        return actor_class.remote(generators[index], repeat)
+        return actor_class(worker_class).remote(generators[index], repeat)
 
     return ActorPool(make_actor, len(generators), replayable=replayable, upstream=upstream)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from functools import cache
 from typing import Any
 
 from flowrl.iter.private_api import kill_ray_processes
@@ -50,6 +51,18 @@ def leave_ray() -> None:
         if is_ray_lost():
             kill_ray_processes()
         ray.shutdown()
+
+
+@cache
+def actor_class(worker_class: type) -> Any:
+    """Return the Ray actor class of a class: without CPUs of its own, and never restarted by Ray.
+
+    Each class has one, because Ray disassembles and exports every new actor class at its first
+    use, which takes some 20 ms. Set further options with `.options()`.
+    """
+    import ray
+
+    return ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(worker_class)
 
 
 def node_id() -> str | None:

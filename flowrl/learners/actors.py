@@ -11,7 +11,7 @@ import numpy as np
 
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import Source, ray_health
-from flowrl.iter.ray_runtime import leave_ray, start_ray
+from flowrl.iter.ray_runtime import actor_class, leave_ray, start_ray
 from flowrl.learners.learner import (
     Batch,
     Learner,
@@ -246,9 +246,7 @@ class LearnerGroup(Learner):
         host = ray.util.get_node_ip_address()
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         address, policies_ref = (host, self._store.port), ray.put(dict(policies))
-        actor = ray.remote(
-            num_cpus=0, num_gpus=int(self.use_gpus), max_restarts=0, max_task_retries=0
-        )(LearnerActor)
+        actor = actor_class(LearnerActor).options(num_gpus=int(self.use_gpus))
         device = "cuda" if self.use_gpus else "cpu"
         threads = self.workers.config.num_threads_per_process
         self._actors = [

@@ -17,7 +17,7 @@ from flowrl.iter import Source, _get_shared_metrics, ray_health
 from flowrl.iter.in_process import InProcessActor, fetch
 from flowrl.iter.journal import Journal
 from flowrl.iter.metrics import count_bytes_between_nodes, current_metrics
-from flowrl.iter.ray_runtime import leave_ray, node_id, start_ray
+from flowrl.iter.ray_runtime import actor_class, leave_ray, node_id, start_ray
 from flowrl.iter.waiting import ready_refs
 from flowrl.replay import MultiAgentReplayBuffer
 from flowrl.replay.multi_agent import NOTHING_TO_DRAW, loss_rows
@@ -176,14 +176,12 @@ class ReplayActors:
         return self.journal is not None and self.journal.replays
 
     def _start_shard(self, index: int) -> Any:
-        import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         options: dict[str, Any] = {}
         if self.colocated and self._node is not None:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self._node, soft=False)
-        actor = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, **options)(ReplayShard)
-        return actor.remote(self.make_shard, index)
+        return actor_class(ReplayShard).options(**options).remote(self.make_shard, index)
 
     def _replace_shard(self, index: int, error: BaseException) -> None:
         """Replace a dead shard by an empty one and resend the batches that it had not stored."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from flowrl.iter.ray_runtime import actor_class
 from flowrl.sampling.rollout_worker import RolloutWorker
 
 
@@ -48,11 +49,8 @@ class SpareWorkers:
 
     def start(self, arguments: dict[str, Any]) -> None:
         """Start the missing processes; see SpareWorker."""
-        import ray
-
-        actor = ray.remote(max_restarts=0, max_task_retries=0, num_cpus=0)(SpareWorker)
         while len(self._actors) < self._count:
-            self._actors.append(actor.remote(arguments))
+            self._actors.append(actor_class(SpareWorker).remote(arguments))
 
     def take(self, worker_index: int, restart_count: int) -> Any | None:
         """Return the actor of a new worker; None if there is no spare process."""

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from flowrl.envs.registry import EnvCreator, env_creator_for
 from flowrl.iter import ParallelIterator, ray_health
 from flowrl.iter.pools import Pool
-from flowrl.iter.ray_runtime import leave_ray, node_id, start_ray
+from flowrl.iter.ray_runtime import actor_class, leave_ray, node_id, start_ray
 from flowrl.iter.shards import Shard
 from flowrl.policies.policy import Policy
 from flowrl.sampling.placement import Placement
@@ -182,15 +182,12 @@ class WorkerSet:
 
     def _create_actor(self, index: int) -> Any:
         """Return a new actor for a remote worker; its first request carries weights."""
-        import ray
-
         self.weight_sync.forget(index)
         spare = self._spares.take(index + 1, self.restart_counts[index])
         self._spares.start(self._worker_arguments(0))
         if spare is not None:
             return spare
-        options = self._placement.options(index)
-        actor = ray.remote(max_restarts=0, max_task_retries=0, **options)(RolloutWorker)
+        actor = actor_class(RolloutWorker).options(**self._placement.options(index))
         arguments = self._worker_arguments(index + 1)
         return actor.remote(**arguments, restart_count=self.restart_counts[index])
 
