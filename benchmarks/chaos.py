@@ -25,17 +25,15 @@ import sys
 import tempfile
 import threading
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from figures import Figures, measured_here
 from gymnasium.envs.classic_control import CartPoleEnv
 
-from flowrl.benchmark.run import commit, machine
 from flowrl.trainer.plan_settings import plan_config
 
-RESULTS = Path(__file__).parent / "results"
 PLANS = ("ppo", "a2c", "ddppo", "a3c", "impala", "appo", "apex", "dqn_distributed")
 NUM_WORKERS = 3
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -154,12 +152,12 @@ def measure(plan: str, seconds: float, every_s: float, num_spares: int) -> dict[
     dropped = counters["num_env_steps_dropped"]
     return {
         "plan": plan,
-        "date": str(date.today()),
-        "machine": machine(),
-        "commit": commit(),
-        "seconds": seconds,
-        "every_s": every_s,
-        "num_spares": num_spares,
+        "measured": [
+            measured_here(
+                f"{seconds:g} s without kills and as long with one every {every_s:g} s",
+                f"{num_spares} spare processes",
+            )
+        ],
         "rate": rate,
         "kept": disturbed_rate / rate,
         "gap": max(disturbed_gaps) / float(np.median(gaps)),
@@ -194,20 +192,6 @@ def cells(figures: dict[str, Any]) -> list[str]:
     ]
 
 
-def table(measured: dict[str, dict[str, Any]]) -> str:
-    """Return the table of all measured plans, with the machines and commits."""
-    lines = [COLUMNS, ["---"] * len(COLUMNS)]
-    lines += [cells(measured[plan]) for plan in PLANS if plan in measured]
-    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    runs = {
-        f"{one['seconds']:g} s without kills and {one['seconds']:g} s with one every "
-        f"{one['every_s']:g} s, {one['num_spares']} spare processes, on {one['machine']}, "
-        f"{one['date']}, commit {one['commit']}"
-        for one in measured.values()
-    }
-    return text + "\n" + "; ".join(sorted(runs)) + ".\n"
-
-
 def main() -> None:
     """Measure the plans, each in a process of its own, and print the table."""
     parser = argparse.ArgumentParser(description=main.__doc__)
@@ -221,18 +205,14 @@ def main() -> None:
         figures = measure(options.measure, options.seconds, options.every, options.spares)
         print(json.dumps(figures))
         return
-    path = RESULTS / "chaos.json"
-    measured = json.loads(path.read_text()) if path.exists() else {}
+    table = Figures("chaos", COLUMNS, cells)
     for plan in options.plans:
         command = [sys.executable, __file__, "--measure", plan]
         command += ["--seconds", str(options.seconds), "--every", str(options.every)]
         command += ["--spares", str(options.spares)]
         output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-        measured[plan] = json.loads(output.splitlines()[-1])
-        named = zip(COLUMNS, cells(measured[plan]), strict=True)
-        print(", ".join(map(": ".join, named)), flush=True)
-        path.write_text(json.dumps(measured, indent=1) + "\n")
-    (RESULTS / "chaos.md").write_text(table(measured))
+        figures = json.loads(output.splitlines()[-1])
+        table.add(plan if not options.spares else f"{plan}, {options.spares} spare", figures)
 
 
 if __name__ == "__main__":

@@ -24,18 +24,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from figures import Figures, measured_here
 
-from flowrl.benchmark.run import commit, machine
 from flowrl.iter.journal import JournalWriter
 from flowrl.trainer.plan_settings import plan_config
 from flowrl.trainer.runs.recording import JOURNAL
 
-RESULTS = Path(__file__).parent / "results"
 PLANS = ("impala", "appo", "a3c", "apex")
 SETTINGS: dict[str, dict[str, Any]] = {"apex": {"learning_starts": 1000}}
 WARM_UP_S, SECONDS_PER_ROUND = 3.0, 8.0
@@ -123,17 +121,6 @@ def cells(figures: dict[str, Any]) -> list[str]:
     ]
 
 
-def table(measured: dict[str, dict[str, Any]]) -> str:
-    """Return the table of all measured plans, with the machines and commits."""
-    lines = [list(COLUMNS), ["---"] * len(COLUMNS)]
-    lines += [cells(measured[plan]) for plan in PLANS if plan in measured]
-    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    figures = measured.values()
-    places = {f"replays: {one['replayed_at']}" for one in figures if "replayed_at" in one}
-    places |= {f"cost: {one['costs_at']}" for one in figures if "costs_at" in one}
-    return text + "\n" + "; ".join(sorted(places)) + ".\n"
-
-
 def main() -> None:
     """Measure the plans and print the table."""
     parser = argparse.ArgumentParser(description=main.__doc__)
@@ -149,22 +136,17 @@ def main() -> None:
         "--rounds", type=int, default=7, help="of the cost, on a quiet machine; 0: keep the figures"
     )
     options = parser.parse_args()
-    path = RESULTS / "replayed_runs.json"
-    measured = json.loads(path.read_text()) if path.exists() else {}
+    table = Figures("replayed_runs", COLUMNS, cells)
     for plan in options.plans:
-        place = f"{machine()}, {date.today()}, commit {commit()}"
-        figures = {**measured.get(plan, {}), "plan": plan}
+        figures = {"measured": ["", ""], **table.rows.get(plan, {}), "plan": plan}
+        of_replays, of_costs = figures["measured"]
         if options.runs:
             figures |= replays(plan, options.runs, options.steps)
-            figures["replayed_at"] = f"{options.steps:,} env steps per run, {place}"
+            of_replays = measured_here(f"replays: {options.steps:,} env steps per run")
         if options.rounds:
             figures |= costs(plan, options.rounds)
-            figures["costs_at"] = f"{options.rounds} rounds, {place}"
-        measured[plan] = figures
-        named = zip(COLUMNS, cells(measured[plan]), strict=True)
-        print(", ".join(map(": ".join, named)), flush=True)
-        path.write_text(json.dumps(measured, indent=1) + "\n")
-        (RESULTS / "replayed_runs.md").write_text(table(measured))
+            of_costs = measured_here(f"cost: {options.rounds} rounds")
+        table.add(plan, {**figures, "measured": [of_replays, of_costs]})
 
 
 if __name__ == "__main__":

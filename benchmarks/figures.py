@@ -1,0 +1,60 @@
+"""Figures: the rows that a benchmark has measured, in results/NAME.json and results/NAME.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from flowrl.benchmark.run import commit, machine
+
+RESULTS = Path(__file__).parent / "results"
+
+
+class Figures:
+    """The rows of a benchmark's table; a row that is measured again replaces the older one.
+
+    Args:
+        name: of the two files.
+        columns: header of the table.
+        cells: function from the figures of a row to its cells.
+    """
+
+    def __init__(
+        self, name: str, columns: Sequence[str], cells: Callable[[dict[str, Any]], Sequence[str]]
+    ):
+        self._columns, self._cells = columns, cells
+        self._json, self._markdown = RESULTS / f"{name}.json", RESULTS / f"{name}.md"
+        self.rows: dict[str, dict[str, Any]] = {}
+        if self._json.exists():
+            self.rows = json.loads(self._json.read_text())
+
+    def add(self, row: str, figures: dict[str, Any]) -> None:
+        """Print the figures of a row and write both files.
+
+        Args:
+            row: name of the row.
+            figures: values for JSON; `measured` lists how, where and when (see `measured_here`).
+        """
+        self.rows[row] = figures
+        named = zip(self._columns, self._cells(figures), strict=True)
+        print(", ".join(map(": ".join, named)), flush=True)
+        self._json.write_text(json.dumps(self.rows, indent=1) + "\n")
+        lines = [self._columns, ["---"] * len(self._columns), *map(self._cells, self.rows.values())]
+        table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        notes = {note for figures in self.rows.values() for note in figures["measured"]}
+        self._markdown.write_text(f"{table}\n{'; '.join(sorted(notes))}.\n")
+
+
+def measured_here(*how: str) -> str:
+    """Return a note: how something was measured, on which machine, when, with which commit."""
+    return ", ".join([*how, machine(), str(date.today()), f"commit {commit()}"])
+
+
+def median_s(times: Iterable[float]) -> str:
+    """Return the median of times [s] as text; "-" without times."""
+    known = list(times)
+    return f"{median(known):.1f} s" if known else "-"
