@@ -86,17 +86,13 @@ def measure(training: str, minutes: float) -> dict[str, Any]:
     plan = training.split(",")[0]
     settings = {"env": "CartPole-v1", **TRAININGS[training]}
     env = settings.pop("env")
-    config = plan_config(plan, env, tuned=False).updated(
-        total_timesteps=10**9, seed=0, **settings
-    )  # fmt: skip
+    config = plan_config(plan, env, tuned=False)
+    config = config.updated(total_timesteps=10**9, seed=0, **settings)
     readings: list[list[float]] = []
     stop = threading.Event()
     with config.build(plan=plan) as algorithm:
         algorithm.train()
-        own = os.getpid()
-        pids = [
-            pid for pid in algorithm.workers.foreach_worker(lambda _: os.getpid()) if pid != own
-        ]
+        _, *pids = algorithm.workers.foreach_worker(lambda _: os.getpid())
         watcher = threading.Thread(target=watch, args=(pids, 5.0, stop, readings), daemon=True)
         watcher.start()
         deadline = time.monotonic() + 60 * minutes

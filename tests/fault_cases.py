@@ -127,6 +127,7 @@ FAULTS = (
         "The disk is full",
         "training continues, old checkpoints are kept, a message says so",
         (
+            "chaos/test_resources.py::test_full_disk_is_reported_without_a_traceback",
             "cli/test_checkpoints.py::test_full_disk_keeps_the_old_checkpoints_and_continues_training",
             "trainer/runs/test_result_files.py::test_training_goes_on_with_a_full_disk",
             "replay/test_memmap.py::test_full_disk_raises_an_error_with_the_folder",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -10,7 +11,8 @@ from pathlib import Path
 import flowrl
 from flowrl.settings import ConfigError
 
-_PACKAGE = f"{Path(flowrl.__file__).parent}{os.sep}"
+# files whose frames are not shown
+_HIDDEN = (f"{Path(flowrl.__file__).parent}{os.sep}", contextlib.__file__, "<frozen importlib")
 
 
 def program_name() -> str:
@@ -28,7 +30,7 @@ def printable(text: object) -> str:
 
 
 def print_failure(error: BaseException) -> None:
-    """Print an error with the user's part of its traceback and its notes.
+    """Print an error with the user's part of its traceback, if there is one, and its notes.
 
     Invalid settings are printed as one line.
     """
@@ -38,7 +40,8 @@ def print_failure(error: BaseException) -> None:
     import traceback
 
     frames = traceback.extract_tb(error.__traceback__)
-    shown = [f for f in frames if not f.filename.startswith((_PACKAGE, "<frozen importlib"))]
-    print("Traceback (without flowrl's frames):", file=sys.stderr)
-    print("".join(traceback.format_list(shown)), end="", file=sys.stderr)
+    shown = [f for f in frames if not f.filename.startswith(_HIDDEN)]
+    if shown:
+        print("Traceback (without flowrl's frames):", file=sys.stderr)
+        print("".join(traceback.format_list(shown)), end="", file=sys.stderr)
     print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)

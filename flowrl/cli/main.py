@@ -6,13 +6,14 @@ Exit codes: 0 success, 1 failure, 2 wrong usage, 129 terminal closed, 130 interr
 
 from __future__ import annotations
 
+import errno
 import shlex
 import sys
 from collections.abc import Sequence
 
 import flowrl
 from flowrl.cli.arguments import Parser
-from flowrl.cli.display import printable
+from flowrl.cli.display import print_failure, printable
 from flowrl.setting_values import nearest
 from flowrl.settings import ConfigError, imported
 from flowrl.trainer.plan_files import is_shipped
@@ -64,6 +65,8 @@ _COMMANDS = {
     "version": "flowrl.cli.main:version_command",
 }
 
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 # command of another library -> ours
 _RENAMED = {"enjoy": "evaluate", "play": "evaluate", "rollout": "evaluate", "list": "plans"}
 
@@ -93,6 +96,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output has closed it
         discard_closed_output()
         return 141
+    except OSError as error:
+        if error.errno not in _DISK_FULL:
+            raise
+        print_failure(error)
+        return 1
 
 
 def _unknown_command(name: str, rest: list[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from flowrl.cli.arguments import Parser, add_runs
@@ -45,4 +46,6 @@ def write_report(runs: list[Path], output: Path) -> None:
     try:
         output.write_text(html, encoding="utf-8")
     except OSError as error:
+        with suppress(OSError):
+            output.unlink()  # an incomplete file
         raise ConfigError(f"report: cannot write {output}: {error.strerror}") from error

@@ -13,7 +13,7 @@ from flowrl.cli.display import print_failure, printable, program_name
 from flowrl.cli.report import write_report
 from flowrl.cli.run_settings import CODE_SETTINGS, absolute_plan
 from flowrl.cli.saved_runs import SavedRun
-from flowrl.data.checkpoint import CheckpointError
+from flowrl.data.checkpoint import CheckpointError, list_checkpoints
 from flowrl.settings import ConfigError
 from flowrl.trainer.runs.continuing import ways_to_continue
 from flowrl.trainer.runs.formatting import format_path
@@ -79,10 +79,7 @@ def start_run(
         if note and display != "none":
             print(note)
         exit_code = _train(algorithm, stop, run, command, display)
-        if report:
-            write_report([run.path], run.path / "report.html")
-            print(f"report:        {format_path(run.path / 'report.html')}")
-        return exit_code
+        return _report(run.path, exit_code) if report else exit_code
 
 
 def resume_run(
@@ -234,15 +231,32 @@ def _train(
     return 1 if is_complete and end.checkpoint is None else end.exit_code
 
 
+def _report(run_dir: Path, exit_code: int) -> int:
+    """Write the report of a run; return the run's exit code, or 1 if there is no report."""
+    path = run_dir / "report.html"
+    try:
+        write_report([run_dir], path)
+    except ConfigError as error:  # the training is complete
+        print_failure(error)
+        return exit_code or 1
+    print(f"report:        {format_path(path)}")
+    return exit_code
+
+
 def _print_next_commands(
     config: Any, run_dir: Path, checkpoint: Path | None, command: list[str], needs_limit: bool
 ) -> None:
     named_by_flags = any(f"--{name.replace('_', '-')}" in command for name in CODE_SETTINGS)
     trust = " --trust" if named_by_flags or untrusted_code(config) is not None else ""
-    name = (
-        "no checkpoint" if checkpoint is None else f"checkpoint {checkpoint.relative_to(run_dir)}"
-    )
     path, program = shlex.quote(format_path(run_dir)), program_name()
+    older = list_checkpoints(run_dir)
+    if checkpoint is None and not older:
+        print(f"run directory: {format_path(run_dir)} (no checkpoint)")
+        return
+    if checkpoint is None:
+        name = f"{older[-1].relative_to(run_dir)} is the last checkpoint that could be written"
+    else:
+        name = f"checkpoint {checkpoint.relative_to(run_dir)}"
     print(f"run directory: {format_path(run_dir)} ({name})")
     print(f"evaluate:      {program} evaluate {path}{trust} --episodes 100")
     stop = " --stop-timesteps …" if needs_limit else ""

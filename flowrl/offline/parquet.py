@@ -78,8 +78,16 @@ def write_parquet(
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.part")
-    pa.parquet.write_table(table, temporary, write_page_checksum=True)
-    os.replace(temporary, path)
+    try:
+        pa.parquet.write_table(table, temporary, write_page_checksum=True)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        if error.errno is None:
+            raise
+        raise OSError(
+            error.errno, f"cannot write rows: {os.strerror(error.errno)}", str(path)
+        ) from None
 
 
 def read_parquet(path: Path | str) -> tuple[str, SampleBatch]:

@@ -101,3 +101,37 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path, monkeypatch, jump_s):
         assert all(0 <= result["time_this_iter_s"] < 60 for result in results)
         returns.append([result["episode_reward_mean"] for result in results])
     assert returns[0] == returns[1]
+
+
+# with every kind of file that a run writes
+WRITING_RUN = """
+    mount -t tmpfs -o size={kilobytes}k none {folder} && cd {folder} || exit 77
+    {flowrl} train dqn --no-tuned --seed 1 --learning-starts 200 \
+        --min-sample-timesteps-per-iteration 250 --stop-timesteps 1000 --checkpoint-frequency 1 \
+        --replay-buffer-dir rows --replay-buffer-capacity 2000 --output recorded \
+        --output-rows-per-file 400 --trace-s 2 --report --display none --run-dir run
+    echo "exit code $?"
+    mount -o remount,size=50m {folder}
+    [ -e run ] || echo "no run directory"
+    [ -e run/checkpoints ] && ls run/checkpoints/*/manifest.json && {flowrl} resume run
+    echo "resumed $?"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kilobytes", [4, 24, 48, 80, 120, 200, 300, 450, 700])
+def test_full_disk_is_reported_without_a_traceback(tmp_path, kilobytes):
+    program = textwrap.dedent(WRITING_RUN).format(
+        kilobytes=kilobytes, folder=tmp_path, flowrl=f"{sys.executable} -m flowrl"
+    )
+    done = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--mount", "bash", "-c", program],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    if done.returncode in (1, 77) and not done.stdout:
+        pytest.skip(f"this machine does not allow to mount a file system: {done.stderr}")
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "exit code 1" in done.stdout or "exit code 2\nno run directory" in done.stdout
+    if "manifest.json" in done.stdout:
+        assert "resumed 0" in done.stdout

@@ -107,8 +107,9 @@ def test_full_disk_keeps_the_old_checkpoints_and_continues_training(cli, tmp_pat
 
     monkeypatch.setattr(os, "fsync", full_from_third_checkpoint)
     flags = ["--checkpoint-frequency", "1", "--stop-iters", "5", "--run-dir", "r"]
-    code, _, err = cli("train", "ppo", *SEEDED, *flags)
+    code, out, err = cli("train", "ppo", *SEEDED, *flags)
     assert code == 1  # the last checkpoint is missing
+    assert "checkpoints/000002 is the last checkpoint that could be written" in out
     assert err.count("NO CHECKPOINT") == 1
     assert "No space left" in err
     assert len(read_results(tmp_path / "r")) == 5

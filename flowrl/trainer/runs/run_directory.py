@@ -53,7 +53,9 @@ class RunDirectory:
 
     def __init__(self, path: Path, names: str = "classic", resume: bool = False):
         self.path = path = path.expanduser().absolute()  # the program may change its folder
+        self._is_new = not path.exists()
         with ExitStack() as on_error:
+            on_error.callback(self._remove_if_new)
             try:
                 path.mkdir(parents=True, exist_ok=True)
                 if not resume:
@@ -76,6 +78,11 @@ class RunDirectory:
             on_error.pop_all()
         self.note("resumed" if resume else "started", "")
         self._reported_write_error = self._reported_recovery = False
+
+    def _remove_if_new(self) -> None:
+        """Remove the folder, unless it existed before: it cannot be written completely."""
+        if self._is_new:
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def _check_unused(self) -> None:
         """Accept a new or empty folder, and a run without checkpoints, which is overwritten."""
@@ -179,6 +186,7 @@ class RunDirectory:
             for name, text in files.items():
                 (self.path / name).write_text(text)
         except OSError as error:
+            self._remove_if_new()
             raise ConfigError(f"run_dir: cannot write {self.path}: {error.strerror}") from error
 
     def replace_plan(self, config: Any, tree: str) -> None:
