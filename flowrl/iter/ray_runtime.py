@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -31,7 +35,8 @@ def start_ray(address: str | None = None, **options: Any) -> bool:
         defaults: dict[str, Any] = {"logging_level": logging.WARNING}
         if not address:
             defaults["include_dashboard"] = False
-        ray.init(address or "local", **{**defaults, **options})
+        with _kept_sigterm_handler():
+            ray.init(address or "local", **{**defaults, **options})
         _num_users = 0
     elif not _num_users:
         watch_ray()
@@ -39,6 +44,15 @@ def start_ray(address: str | None = None, **options: Any) -> bool:
     watch_ray()
     _num_users += 1
     return True
+
+
+@contextmanager
+def _kept_sigterm_handler() -> Iterator[None]:
+    """Keep the handler of SIGTERM, which `ray.init` replaces by one that exits at once."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    if callable(handler) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def leave_ray() -> None:

@@ -62,6 +62,13 @@ class SignalHandler:
             number = self._received[0][0]
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
+    def is_termination(self, error: BaseException) -> bool:
+        """Return whether an error is due to SIGTERM or SIGHUP.
+
+        The exit code does not tell: Ray replaces a SystemExit that is raised while it waits.
+        """
+        return isinstance(error, SystemExit) and bool(self._received)
+
     @property
     def terminal_closed(self) -> bool:
         """Whether SIGHUP was received."""
@@ -80,14 +87,6 @@ class SignalHandler:
             self._grace.cancel()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-
-
-def is_termination(error: BaseException) -> bool:
-    """Return whether an error is due to SIGTERM or SIGHUP.
-
-    Ray's handler exits with the number of SIGTERM.
-    """
-    return isinstance(error, SystemExit) and error.code in (143, 129, signal.SIGTERM)
 
 
 def discard_lost_output() -> None:

@@ -33,7 +33,6 @@ from flowrl.trainer.runs.signal_handler import (
     discard_closed_output,
     discard_lost_output,
     is_output_closed,
-    is_termination,
 )
 from flowrl.trainer.runs.stop_rules import PendingMetrics, StopRules, metric_rules
 
@@ -129,7 +128,7 @@ def train_until(
         except BaseException as error:
             lost_output = isinstance(error, OSError) and signals.terminal_closed
             output_closed = isinstance(error, BrokenPipeError) and is_output_closed()
-            if not is_termination(error) and not lost_output and not output_closed:
+            if not signals.is_termination(error) and not lost_output and not output_closed:
                 result = _write_last_result(algorithm, run, result)
                 if run is not None:
                     _note_failure(run, error)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from flowrl.algorithms.ppo import PPO
+from flowrl.iter import ray_runtime
 from flowrl.trainer.runs import signal_handler
 from flowrl.trainer.runs.signal_handler import SignalHandler
 
@@ -56,6 +57,41 @@ def test_signal_leaves_a_checkpoint(tmp_path, signals, code, reason):
 
 
 @pytest.mark.slow
+def test_signal_lets_the_iteration_end_while_ray_waits(tmp_path):
+    """Ray's own handler of SIGTERM would exit in the middle of a wait for a worker."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flowrl", "train", "a3c", "--num-workers=1", "--run-dir", "r"],
+        cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    results = tmp_path / "r/result.json"
+    while not (results.exists() and results.stat().st_size) and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "stopped: terminated" in out
+
+
+def test_start_of_ray_keeps_the_handler_of_a_signal(monkeypatch):
+    def handler(number, frame):
+        pass
+
+    def init(*args, **options):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.init", init)
+    monkeypatch.setattr(ray_runtime, "watch_ray", lambda: None)
+    monkeypatch.setattr(ray_runtime, "_num_users", 0)
+    previous = signal.signal(signal.SIGTERM, handler)
+    try:
+        assert ray_runtime.start_ray()
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@pytest.mark.slow
 def test_closed_terminal_leaves_a_checkpoint(tmp_path):
     terminal, inner = pty.openpty()
     process = subprocess.Popen(
@@ -74,7 +110,7 @@ def test_closed_terminal_leaves_a_checkpoint(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_lines", [0, 2])
+@pytest.mark.parametrize("num_lines", [1, 3])
 def test_closed_output_leaves_a_checkpoint(tmp_path, num_lines):
     command = f"{sys.executable} -m flowrl train a2c --run-dir r --train-batch-size 5000"
     process = subprocess.run(

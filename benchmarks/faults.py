@@ -1,0 +1,543 @@
+"""Figures of faults: seconds until training continues, env steps lost, damage found.
+
+Each fault is injected several times into trainings on CartPole, or into their files. Writes the
+figures to results/faults.json and this table, with a row per figure, to results/faults.md: the
+median over the repetitions, the lowest and the highest value.
+
+    python benchmarks/faults.py [--faults "a replay shard is killed"] [--rounds 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from figures import Figures, measured_here
+from gymnasium.envs.classic_control import CartPoleEnv
+
+from flowrl.data.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
+from flowrl.data.checkpoint_storage import LocalStorage
+from flowrl.trainer.plan_settings import plan_config
+
+COLUMNS = ("fault", "figure", "median", "lowest, highest")
+Values = dict[str, list[float]]  # figure -> one value per repetition
+FAULTS: dict[str, Callable[[int], Values]] = {}
+
+
+def fault(name: str) -> Callable[[Callable[[int], Values]], Callable[[int], Values]]:
+    """Register the function that injects a fault a number of times and returns its figures."""
+
+    def register(function: Callable[[int], Values]) -> Callable[[int], Values]:
+        FAULTS[name] = function
+        return function
+
+    return register
+
+
+def build(plan: str, env: Any = "CartPole-v1", **settings: Any) -> Any:
+    """Return an algorithm with the settings of a plan."""
+    config = plan_config(plan, "CartPole-v1", tuned=False)
+    always = {"env": env, "total_timesteps": 10**9, "monitor": False, "seed": 0}
+    return config.updated(**always, **settings).build(plan=plan)
+
+
+def pids_of(algorithm: Any) -> list[int]:
+    """Return the process ids of the remote workers."""
+    _, *pids = algorithm.workers.foreach_worker(lambda worker: os.getpid())
+    return pids
+
+
+def longest_gap(algorithm: Any, seconds: float) -> float:
+    """Train for a time; return the longest time between two results."""
+    started = last = time.perf_counter()
+    longest = 0.0
+    while last - started < seconds:
+        algorithm.train()
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    return longest
+
+
+def rate(algorithm: Any, seconds: float) -> float:
+    """Train for a time; return the env steps per second."""
+    steps, started = algorithm.env_steps, time.perf_counter()
+    while time.perf_counter() - started < seconds:
+        algorithm.train()
+    return (algorithm.env_steps - steps) / (time.perf_counter() - started)
+
+
+# -- workers ---------------------------------------------------------------------------------------
+
+
+@fault("all workers are killed at once (A2C, 2 workers)")
+def kill_all_workers(rounds: int) -> Values:
+    times = []
+    with build("a2c", num_workers=2) as algorithm:
+        for _ in range(rounds):
+            rate(algorithm, 2.0)
+            for pid in pids_of(algorithm):
+                os.kill(pid, signal.SIGKILL)
+            killed = time.perf_counter()
+            algorithm.train()
+            times.append(time.perf_counter() - killed)
+    return {"s to the next result": times}
+
+
+class SlowCartPole(CartPoleEnv):
+    """CartPole whose steps take ten times as long as those of the others, on worker 1."""
+
+    def __init__(self, context: Any):
+        super().__init__()
+        self._repeats = 10 if context.worker_index == 1 else 1
+
+    def step(self, action: Any) -> Any:
+        until = time.perf_counter() + 2e-4 * self._repeats
+        while time.perf_counter() < until:
+            time.sleep(5e-5)
+        return super().step(action)
+
+
+class EvenCartPole(SlowCartPole):
+    """The same environment, but as fast on all workers."""
+
+    def __init__(self, context: Any):
+        super().__init__(context)
+        self._repeats = 1
+
+
+@fault("one of 4 workers is 10 times slower (IMPALA)")
+def slow_worker(rounds: int) -> Values:
+    kept, lags = [], []
+    settings = {"num_workers": 4, "rollout_fragment_length": 20}
+    for _ in range(rounds):
+        rates = []
+        for env in (EvenCartPole, SlowCartPole):
+            with build("impala", env, **settings) as algorithm:
+                rate(algorithm, 4.0)
+                rates.append(rate(algorithm, 8.0))
+                lags.append(algorithm.train()["env_runners"]["policy_lag_max"])
+        kept.append(100 * rates[1] / rates[0])
+    return {"% of the env steps/s": kept, "largest policy lag": lags[1::2]}
+
+
+# -- environments ----------------------------------------------------------------------------------
+
+
+class FaultyCartPole(CartPoleEnv):
+    """CartPole that raises in 1 of 1,000 steps and 5 of 1,000 resets; counts all steps."""
+
+    steps = failures = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rng = random.Random(0)
+
+    def _fail(self, probability: float) -> None:
+        if self._rng.random() < probability:
+            FaultyCartPole.failures += 1
+            raise RuntimeError("the simulator has crashed")
+
+    def step(self, action: Any) -> Any:
+        self._fail(1e-3)
+        FaultyCartPole.steps += 1
+        return super().step(action)
+
+    def reset(self, **options: Any) -> Any:
+        if FaultyCartPole.steps:
+            self._fail(5e-3)
+        return super().reset(**options)
+
+
+@fault("an environment raises in 1 of 1,000 steps (PPO, in process)")
+def raising_environment(rounds: int) -> Values:
+    lost = []
+    for _ in range(rounds):
+        FaultyCartPole.steps = FaultyCartPole.failures = 0
+        with build("ppo", lambda context: FaultyCartPole(), num_envs_per_worker=4) as algorithm:
+            rate(algorithm, 4.0)
+            unreported = FaultyCartPole.steps - algorithm.env_steps
+        lost.append(unreported / FaultyCartPole.failures)
+    return {"env steps lost per failure": lost}
+
+
+class BrokenCartPole(CartPoleEnv):
+    """CartPole whose steps always raise."""
+
+    def step(self, action: Any) -> Any:
+        raise RuntimeError("the simulator does not start")
+
+
+@fault("an environment always raises (A2C, 2 workers)")
+def broken_environment(rounds: int) -> Values:
+    times, found = [], []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        try:
+            with build("a2c", BrokenCartPole, num_workers=2) as algorithm:
+                algorithm.train()
+        except RuntimeError as error:
+            found.append(float("does not start" in str(error)))
+        times.append(time.perf_counter() - started)
+    return {"s from the start to its error": times, "errors with its message": found}
+
+
+class DisturbedCartPole(CartPoleEnv):
+    """CartPole that calls a function in its first step after a file exists, on worker 1."""
+
+    def __init__(self, context: Any, trigger: str, disturb: Callable[[], None]):
+        super().__init__()
+        self._trigger = trigger if context.worker_index == 1 else None
+        self._disturb = disturb
+
+    def step(self, action: Any) -> Any:
+        if self._trigger is not None and os.path.exists(self._trigger):
+            os.remove(self._trigger)
+            self._disturb()
+        return super().step(action)
+
+
+def disturb(action: Callable[[], None], rounds: int, **settings: Any) -> list[float]:
+    """Return the longest time between two results of A3C around each call of a function by an
+    environment of one of two workers."""
+    gaps = []
+    with tempfile.TemporaryDirectory() as folder:
+        trigger = os.path.join(folder, "trigger")
+        env = lambda context: DisturbedCartPole(context, trigger, action)  # noqa: E731
+        with build("a3c", env, num_workers=2, **settings) as algorithm:
+            for _ in range(rounds):
+                rate(algorithm, 6.0)
+                Path(trigger).touch()
+                gaps.append(longest_gap(algorithm, 6.0))
+    return gaps
+
+
+@fault("an environment has a segmentation fault (A3C, 2 workers)")
+def segmentation_fault(rounds: int) -> Values:
+    return {"longest time between results [s]": disturb(lambda: ctypes.string_at(0), rounds)}
+
+
+@fault("a step hangs, limit of 1 s (A3C, 2 workers)")
+def hanging_step(rounds: int) -> Values:
+    gaps = disturb(lambda: time.sleep(600), rounds, env_step_timeout_s=1.0)
+    return {"longest time between results [s]": gaps}
+
+
+@fault("a step ignores signals and hangs, limit of a fragment of 3 s (A3C, 2 workers)")
+def hanging_worker(rounds: int) -> Values:
+    gaps = disturb(lambda: os.kill(os.getpid(), signal.SIGSTOP), rounds, sample_timeout_s=3.0)
+    return {"longest time between results [s]": gaps}
+
+
+class InvalidCartPole(CartPoleEnv):
+    """CartPole whose 500th observation is not a number."""
+
+    steps = 0
+
+    def step(self, action: Any) -> Any:
+        InvalidCartPole.steps += 1
+        observation, *rest = super().step(action)
+        return observation * (np.nan if InvalidCartPole.steps == 500 else 1.0), *rest
+
+
+@fault("an observation is NaN (A2C, in process)")
+def invalid_observation(rounds: int) -> Values:
+    trained, steps = [], []
+    for _ in range(rounds):
+        InvalidCartPole.steps = 0
+        with build("a2c", InvalidCartPole) as algorithm:
+            with suppress(ValueError):
+                while True:
+                    algorithm.train()
+            counters = algorithm.plan.metrics.counters
+            weights = algorithm.get_policy().get_weights().values()
+            assert all(np.isfinite(weight).all() for weight in weights)
+            trained.append(max(0, counters["num_env_steps_trained"] - 499))
+            steps.append(InvalidCartPole.steps - 500)
+    return {"rows trained with it": trained, "env steps until the error": steps}
+
+
+# -- replay, learners ------------------------------------------------------------------------------
+
+
+@fault("a replay shard is killed (Ape-X, 2 workers, 4 shards)")
+def kill_replay_shard(rounds: int) -> Values:
+    gaps, lost = [], []
+    settings = {"num_workers": 2, "learning_starts": 1000, "num_replay_shards": 4}
+    with build("apex", **settings) as algorithm:
+        counters = algorithm.plan.metrics.counters
+        for number in range(rounds):
+            rate(algorithm, 4.0)
+            before = counters["num_replay_rows_lost"], counters["num_replay_shard_restarts"]
+            os.kill(actor_pids("ReplayShard")[number % 4], signal.SIGKILL)
+            gaps.append(longest_gap(algorithm, 6.0))
+            assert counters["num_replay_shard_restarts"] == before[1] + 1
+            lost.append(counters["num_replay_rows_lost"] - before[0])
+    return {"longest time between results [s]": gaps, "rows lost": lost}
+
+
+def actor_pids(class_name: str) -> list[int]:
+    """Return the process ids of the actors of a class that this process has started."""
+    parents, found = {}, []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            name = (folder / "cmdline").read_bytes()
+            stat = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:  # the process has ended
+            continue
+        parents[int(folder.name)] = int(stat[1])
+        if name.startswith(f"ray::{class_name}".encode()) and stat[0] != "Z":
+            found.append(int(folder.name))
+    return sorted(pid for pid in found if parents.get(parents[pid]) == os.getpid())  # of raylet
+
+
+@fault("a learner is killed (IMPALA, 2 workers, 2 learners)")
+def kill_learner(rounds: int) -> Values:
+    gaps = []
+    with build("impala", num_workers=2, num_learners=2) as algorithm:
+        counters = algorithm.plan.metrics.counters
+        for _ in range(rounds):
+            rate(algorithm, 6.0)
+            before = counters["num_learner_restarts"]
+            os.kill(actor_pids("LearnerActor")[0], signal.SIGKILL)
+            gaps.append(longest_gap(algorithm, 12.0))
+            assert counters["num_learner_restarts"] == before + 1
+        balance = counters["num_env_steps_sampled"] - counters["num_env_steps_trained"]
+        print(balance, counters, file=sys.stderr)
+    return {"longest time between results [s]": gaps}
+
+
+# -- processes of a run ----------------------------------------------------------------------------
+
+
+def train_impala(run_dir: str) -> subprocess.Popen[bytes]:
+    """Start a training with 2 workers in a session of its own; wait for its first result."""
+    command = [sys.executable, "-m", "flowrl", "train", "impala", "--no-tuned", "--num-workers=2"]
+    command += ["--stop-timesteps=1000000000", "--display=none", "--run-dir", run_dir]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, start_new_session=True, **quiet)
+    results = Path(run_dir) / "result.json"
+    while process.poll() is None and not (results.exists() and results.stat().st_size):
+        time.sleep(0.05)
+    time.sleep(2.0)
+    return process
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the ids of a process' descendants."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            found += [child, *descendants(child)]
+    return found
+
+
+@fault("SIGTERM (IMPALA, 2 workers)")
+def terminate(rounds: int) -> Values:
+    times = []
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            process = train_impala(f"{folder}/run")
+            sent = time.perf_counter()
+            process.terminate()
+            assert process.wait() == 143
+            times.append(time.perf_counter() - sent)
+            assert list(Path(folder).glob("run/checkpoints/*/manifest.json"))
+    return {"s to the end, with a checkpoint": times}
+
+
+@fault("the process is killed (IMPALA, 2 workers)")
+def kill_driver(rounds: int) -> Values:
+    times = []
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            process = train_impala(f"{folder}/run")
+            children = descendants(process.pid)
+            process.kill()
+            killed = time.perf_counter()
+            process.wait()
+            while any(is_running(pid) for pid in children):
+                time.sleep(0.1)
+            times.append(time.perf_counter() - killed)
+    return {"s until no process is left": times}
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def kill_process_of_ray(name: str, rounds: int) -> Values:
+    """Return the seconds from the death of one of Ray's own processes to the end of the run."""
+    times = []
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            process = train_impala(f"{folder}/run")
+            victim = next(
+                pid
+                for pid in descendants(process.pid)
+                if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].endswith(name.encode())
+            )
+            os.kill(victim, signal.SIGKILL)
+            killed = time.perf_counter()
+            assert process.wait() == 1
+            times.append(time.perf_counter() - killed)
+            assert list(Path(folder).glob("run/checkpoints/*/manifest.json"))
+    return {"s to the end, with a checkpoint": times}
+
+
+@fault("Ray's raylet is killed (IMPALA, 2 workers)")
+def kill_raylet(rounds: int) -> Values:
+    return kill_process_of_ray("raylet", rounds)
+
+
+@fault("Ray's GCS is killed (IMPALA, 2 workers)")
+def kill_gcs(rounds: int) -> Values:
+    return kill_process_of_ray("gcs_server", rounds)
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def checkpoint_of_dqn(folder: str) -> Path:
+    """Return a checkpoint of DQN with a replay buffer."""
+    path = Path(folder) / "checkpoint"
+    with build("dqn", learning_starts=100, replay_buffer_capacity=1000) as algorithm:
+        algorithm.train()
+        algorithm.save(path)
+    return path
+
+
+@fault("a bit of a checkpoint is flipped, or a file is cut (DQN), 1,000 times")
+def damage_checkpoint(rounds: int) -> Values:
+    rng = random.Random(0)
+    found, times = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        path = checkpoint_of_dqn(folder)
+        files = sorted(path.iterdir())
+        for _ in range(rounds):
+            rejected = 0
+            for number in range(1000):
+                file = rng.choice(files)
+                original = file.read_bytes()
+                damaged = bytearray(original)
+                position = rng.randrange(len(original))
+                if number % 2:
+                    damaged[position] ^= 1 << rng.randrange(8)
+                else:
+                    del damaged[position:]
+                file.write_bytes(damaged)
+                started = time.perf_counter()
+                try:
+                    read_checkpoint(path)
+                except CheckpointError as error:
+                    rejected += file.name in str(error)
+                times.append(1000 * (time.perf_counter() - started))
+                file.write_bytes(original)
+            found.append(rejected / 10)
+    return {"% refused with the name of the file": found, "ms to the refusal": times}
+
+
+@fault("the process is killed at a write, sync or rename of a checkpoint, each in turn")
+def kill_while_saving(rounds: int) -> Values:
+    calls = 0
+
+    def numbered(function: Callable[..., Any], victim: int) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **options)
+
+        return call
+
+    loaded, points = [], []
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "checkpoint"
+            state = {"array": np.zeros(1 << 16), "number": 0}
+            write_checkpoint(path, state, {})
+            point, intact, status = 0, 0, 1
+            while status:  # until a write ends without having reached the call
+                point += 1
+                child = os.fork()
+                if not child:
+                    for owner, names in ((LocalStorage, ("write", "publish", "remove")),
+                                         (os, ("fsync", "replace"))):  # fmt: skip
+                        for name in names:
+                            setattr(owner, name, numbered(getattr(owner, name), point))
+                    write_checkpoint(path, {**state, "number": point}, {})
+                    os._exit(0)
+                _, status = os.waitpid(child, 0)
+                intact += read_checkpoint(path)[0]["number"] in range(point + 1)
+            points.append(point)
+            loaded.append(100 * intact / point)
+    return {"points": points, "% with an intact checkpoint": loaded}
+
+
+@fault("a setting is invalid (command line)")
+def invalid_settings(rounds: int) -> Values:
+    flags = (
+        "--lr=nan", "--num-workers=1000000000", "--gamma=2", "--train-batch-size=-1",
+        "--num-sgd-iter=99999999999999999999999", "--lamda=0.9", "--env=Missing-v0",
+    )  # fmt: skip
+    accepted, times = [], []
+    for _ in range(rounds):
+        for flag in flags:
+            started = time.perf_counter()
+            done = subprocess.run(
+                [sys.executable, "-m", "flowrl", "train", "ppo", flag], capture_output=True
+            )
+            times.append(time.perf_counter() - started)
+            accepted.append(float(done.returncode != 2))
+    return {"s to the refusal": times, "accepted": accepted}
+
+
+# -- table -----------------------------------------------------------------------------------------
+
+
+def cells(figures: dict[str, Any]) -> list[str]:
+    """Return the cells of a row of the table."""
+    values = np.percentile(figures["values"], [0, 50, 100])
+    low, median, high = (f"{value:.3g}" for value in values)
+    return [figures["fault"], figures["figure"], median, f"{low}, {high}"]
+
+
+def main() -> None:
+    """Inject the faults, each in a process of its own, and print the table."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--faults", nargs="+", choices=tuple(FAULTS), default=tuple(FAULTS))
+    parser.add_argument("--rounds", type=int, default=5, help="repetitions of each fault")
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        print(json.dumps(FAULTS[options.measure](options.rounds)))
+        return
+    table = Figures("faults", COLUMNS, cells)
+    for name in options.faults:
+        command = [sys.executable, __file__, "--measure", name, "--rounds", str(options.rounds)]
+        output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+        for figure, values in json.loads(output.splitlines()[-1]).items():
+            row = {"fault": name, "figure": figure, "values": [float(value) for value in values]}
+            measured = [measured_here(f"{options.rounds} repetitions")]
+            table.add(f"{name}: {figure}", {**row, "measured": measured})
+
+
+if __name__ == "__main__":
+    main()
