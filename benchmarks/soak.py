@@ -104,12 +104,14 @@ def measure(training: str, minutes: float) -> dict[str, Any]:
     values = dict(zip(QUANTITIES, np.array(readings).T, strict=True))
     warm = len(readings) // 4
     hours = values["seconds"][warm:] / 3600
-    ends = {name: [float(of[warm]), float(of[-1])] for name, of in values.items()}
+    quarters = {
+        name: [float(of[i * warm - 1]) for i in (1, 2, 3, 4)] for name, of in values.items()
+    }
     return {
         "training": training,
         "measured": [measured_here(f"{minutes:g} minutes")],
         "env_steps": env_steps,
-        **ends,
+        **quarters,
         "slopes_mb_per_h": [
             float(np.polyfit(hours, values[name][warm:], 1)[0])
             for name in ("memory_mb", "worker_mb")
@@ -122,7 +124,7 @@ def cells(figures: dict[str, Any]) -> list[str]:
     """Return the cells of a row of the table."""
     own, worker = figures["slopes_mb_per_h"]
     has_workers = figures["worker_mb"][0] > 0
-    between = {name: "{:.0f}, {:.0f}".format(*figures[name]) for name in QUANTITIES}
+    between = {name: f"{figures[name][0]:.0f}, {figures[name][-1]:.0f}" for name in QUANTITIES}
     return [
         figures["training"],
         f"{figures['env_steps'] / 1e6:.1f} M",
