@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/pip install --no-compile --constraint constraints.txt
 BENCHMARKS := iterators asynchronous large_items sampling multi_agent policy train_ppo train_dqn train_images \
-	replay train_sac composition learning checkpoint diagnosis chaos chaos_driver replayed_runs soak \
+	replay train_sac composition learning checkpoint diagnosis chaos chaos_driver replayed_runs soak faults \
 	monitoring
 unexport PYTHONDONTWRITEBYTECODE
 .PHONY: train announce-test test slow lint docs docs-test docs-serve bench clean

@@ -133,6 +133,37 @@ def slow_worker(rounds: int) -> Values:
     return {"% of the env steps/s": kept, "largest policy lag": lags[1::2]}
 
 
+class SkewedCartPole(CartPoleEnv):
+    """CartPole whose steps take 1 ms on worker 1, and a few microseconds on the others."""
+
+    def __init__(self, context: Any):
+        super().__init__()
+        self._is_slow = context.worker_index == 1
+
+    def step(self, action: Any) -> Any:
+        if self._is_slow:
+            time.sleep(1e-3)
+        return super().step(action)
+
+
+@fault("one of 2 workers is slow, limit of 2 on the policy lag (IMPALA, 400,000 env steps)")
+def limited_lag(rounds: int) -> Values:
+    shares, lags = [], []
+    for _ in range(rounds):
+        rates = []
+        for settings in ({}, {"max_policy_lag": 2, "stale_policy": "wait"}):
+            with build("impala", SkewedCartPole, num_workers=2, **settings) as algorithm:
+                rate(algorithm, 4.0)
+                first, started = algorithm.env_steps, time.perf_counter()
+                results = []
+                while algorithm.env_steps < first + 400_000:
+                    results.append(algorithm.train()["env_runners"]["policy_lag_max"])
+                rates.append(400_000 / (time.perf_counter() - started))
+        shares.append(100 * rates[1] / rates[0])
+        lags.append(max(results))
+    return {"% of the env steps/s without a limit": shares, "largest policy lag": lags}
+
+
 # -- environments ----------------------------------------------------------------------------------
 
 
