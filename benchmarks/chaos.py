@@ -158,6 +158,7 @@ def measure(plan: str, seconds: float, every_s: float, num_spares: int) -> dict[
                 f"{num_spares} spare processes",
             )
         ],
+        "spares": num_spares,
         "rate": rate,
         "kept": disturbed_rate / rate,
         "gap": max(disturbed_gaps) / float(np.median(gaps)),
@@ -181,7 +182,7 @@ def cells(figures: dict[str, Any]) -> list[str]:
     times = figures["recoveries_s"] or [float("nan")]
     median, high = np.percentile(times, [50, 95])
     return [
-        figures["plan"],
+        figures["plan"] + (f", {figures['spares']} spare" if figures["spares"] else ""),
         f"{figures['rate']:,.0f}",
         f"{figures['kept']:.0%}",
         f"{figures['gap']:.1f}",

@@ -29,7 +29,7 @@ from typing import Any
 
 from figures import Figures, measured_here, median_s
 
-from flowrl.data.checkpoint import read_checkpoint
+from flowrl.data.checkpoint import list_checkpoints, read_checkpoint
 from flowrl.trainer.runs.comparison import first_difference
 
 ENVS = {"ppo": "CartPole-v1", "dqn": "CartPole-v1", "sac": "Pendulum-v1", "ppo_dqn": None}
@@ -47,8 +47,7 @@ COLUMNS = ("plan", "workers", "equal", "resume")
 def flowrl(*arguments: str) -> subprocess.Popen[bytes]:
     """Start a command in a process group of its own."""
     command = [sys.executable, "-m", "flowrl", *arguments, "--display", "none"]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen(command, start_new_session=True, **quiet)
+    return subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
 
 
 def finish(process: subprocess.Popen[bytes]) -> None:
@@ -64,8 +63,7 @@ def results_of(run_dir: Path) -> list[dict[str, Any]]:
 
 def weights_of(run_dir: Path) -> bytes:
     """Return the weights of the last checkpoint of a run."""
-    last = max((run_dir / "checkpoints").glob("*/manifest.json"), key=lambda path: path.parent.name)
-    state, _ = read_checkpoint(last.parent)
+    state, _ = read_checkpoint(list_checkpoints(run_dir)[-1])
     policies = state["worker"]["policies"]
     return b"".join(
         array.tobytes()
@@ -87,8 +85,8 @@ def difference(run_dir: Path, other: Path) -> str | None:
 
 def last_checkpoint(run_dir: Path) -> int:
     """Return the iteration of a run's newest complete checkpoint; 0 if there is none."""
-    complete = (run_dir / "checkpoints").glob("*/manifest.json")
-    return max((int(path.parent.name.split("_")[-1]) for path in complete), default=0)
+    complete = list_checkpoints(run_dir)
+    return int(complete[-1].name) if complete else 0
 
 
 def kill_and_resume(arguments: list[str], run_dir: Path, delay_s: float) -> float:
@@ -102,7 +100,8 @@ def kill_and_resume(arguments: list[str], run_dir: Path, delay_s: float) -> floa
         time.sleep(0.01)
     time.sleep(delay_s)
     os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    if process.wait() != -signal.SIGKILL:
+        raise RuntimeError("the run had ended before it was killed")
     iteration, killed_at = last_checkpoint(run_dir), time.time()
     started = time.perf_counter()
     process = flowrl("resume", str(run_dir))
@@ -128,9 +127,9 @@ def measure(plan: str, num_workers: int, num_kills: int, jobs: int) -> dict[str,
         process = flowrl(*arguments, "--run-dir", str(reference))
         while process.poll() is None and not last_checkpoint(reference):
             time.sleep(0.01)
-        started = time.perf_counter()
+        started = time.time()
         finish(process)
-        seconds = time.perf_counter() - started
+        seconds = (reference / "result.json").stat().st_mtime - started
         delays = [rng.uniform(0.0, 0.9 * seconds) for _ in range(num_kills)]
 
         def one(number: int) -> tuple[str | None, float]:

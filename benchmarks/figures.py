@@ -45,7 +45,7 @@ class Figures:
         self._json.write_text(json.dumps(self.rows, indent=1) + "\n")
         lines = [self._columns, ["---"] * len(self._columns), *map(self._cells, self.rows.values())]
         table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-        notes = {note for figures in self.rows.values() for note in figures["measured"]}
+        notes = {note for figures in self.rows.values() for note in figures["measured"] if note}
         self._markdown.write_text(f"{table}\n{'; '.join(sorted(notes))}.\n")
 
 

@@ -100,13 +100,13 @@ def measure(training: str, minutes: float) -> dict[str, Any]:
             algorithm.train()
         stop.set()
         watcher.join()
+        assert readings[-1][0] > 60 * minutes - 30, "a worker was replaced"
         env_steps = algorithm.env_steps
     values = dict(zip(QUANTITIES, np.array(readings).T, strict=True))
     warm = len(readings) // 4
     hours = values["seconds"][warm:] / 3600
-    quarters = {
-        name: [float(of[i * warm - 1]) for i in (1, 2, 3, 4)] for name, of in values.items()
-    }
+    at = [warm - 1, 2 * warm - 1, 3 * warm - 1, -1]
+    quarters = {name: [float(of[index]) for index in at] for name, of in values.items()}
     return {
         "training": training,
         "measured": [measured_here(f"{minutes:g} minutes")],

@@ -48,6 +48,7 @@ BASE = {
     "setting_values",
     "settings",
     "threads",
+    "whole_files",
 }
 
 

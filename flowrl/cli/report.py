@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 
 from flowrl.cli.arguments import Parser, add_runs
 from flowrl.settings import ConfigError
 from flowrl.trainer.runs.learning_curves import find_runs
+from flowrl.whole_files import write_whole
 
 
 def report_command(arguments: list[str]) -> int:
@@ -44,8 +44,6 @@ def write_report(runs: list[Path], output: Path) -> None:
 
     html = report_html([RunData(path, path.resolve().name) for path in runs])
     try:
-        output.write_text(html, encoding="utf-8")
+        write_whole(output, html)
     except OSError as error:
-        with suppress(OSError):
-            output.unlink()  # an incomplete file
         raise ConfigError(f"report: cannot write {output}: {error.strerror}") from error

@@ -48,11 +48,21 @@ def start_ray(address: str | None = None, **options: Any) -> bool:
 
 @contextmanager
 def _kept_sigterm_handler() -> Iterator[None]:
-    """Keep the handler of SIGTERM, which `ray.init` replaces by one that exits at once."""
+    """Keep the handler of SIGTERM, which `ray.init` replaces by one that exits at once.
+
+    Without a handler, Ray's stays: it ends Ray's processes before this one.
+    """
     handler = signal.getsignal(signal.SIGTERM)
-    yield
-    if callable(handler) and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    except SystemExit as error:  # Ray's handler, while Ray starts
+        if error.code == signal.SIGTERM and callable(handler):
+            handler(signal.SIGTERM, None)
+        raise
+    finally:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and handler not in (None, signal.SIG_DFL):
+            signal.signal(signal.SIGTERM, handler)
 
 
 def leave_ray() -> None:

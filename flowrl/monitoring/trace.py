@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from flowrl.iter import LocalIterator, Source, Stage
 from flowrl.monitoring.activity import kind_of, operator_name
 from flowrl.ops.concurrency import DequeueStage
+from flowrl.whole_files import write_whole
 
 MIN_SPAN_S = 20e-6  # shorter pulls of a stage are left out
 MAX_EVENTS = 200_000
@@ -165,4 +166,4 @@ class Tracer:
         ]
         kept.sort(key=lambda event: (event.begin, -event.seconds))
         events = [*names, *(event.to_json() for event in kept)]
-        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

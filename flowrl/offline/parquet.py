@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,8 @@ def write_parquet(
         pa.parquet.write_table(table, temporary, write_page_checksum=True)
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         if error.errno is None:
             raise
         raise OSError(

@@ -1,16 +1,20 @@
 """Run directories: their owner, damaged files, and results after failures."""
 
+import errno
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
+from flowrl.algorithms.ppo import PPOConfig
 from flowrl.data.checkpoint import (
     list_checkpoints,
     read_manifest,
     resolve_checkpoint,
     write_checkpoint,
 )
+from flowrl.settings import ConfigError
 from flowrl.trainer.runs.run_directory import RunDirectory
 from flowrl.trainer.runs.saved_run import last_intact_checkpoint, read_config, settings_to_json
 from tests.cli.helpers import ALGORITHM_FILE, TWO_ITERATIONS, read_results
@@ -166,3 +170,31 @@ def test_rejected_run_directory_stops_the_algorithm(cli, tmp_path, monkeypatch):
     (tmp_path / "full/file").touch()
     assert cli("train", "ppo", "--run-dir", "full", *TWO_ITERATIONS)[0] == 2
     assert len(stopped) == 1
+
+
+@pytest.mark.parametrize("path", ["results", "runs/../results"])
+def test_folder_that_existed_is_never_removed(tmp_path, path):
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results/notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="is not empty") as caught:
+        RunDirectory(tmp_path / path)
+    assert str(caught.value).count("run_dir:") == 1
+    assert (tmp_path / "results/notes.txt").read_text() == "mine"
+
+
+def test_folder_that_cannot_be_written_completely_is_removed(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    config = PPOConfig(env="CartPole-v1")
+    run = RunDirectory(tmp_path / "run")
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        run.write_setup(config, [], "", {})
+    run.close()
+    assert not (tmp_path / "run").exists()
+
+
+def test_folder_name_that_is_too_long_is_rejected(tmp_path):
+    with pytest.raises(ConfigError, match="cannot write"):
+        RunDirectory(tmp_path / ("a" * 300))

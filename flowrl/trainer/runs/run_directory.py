@@ -52,17 +52,18 @@ class RunDirectory:
     """
 
     def __init__(self, path: Path, names: str = "classic", resume: bool = False):
-        self.path = path = path.expanduser().absolute()  # the program may change its folder
-        self._is_new = not path.exists()
+        # absolute: the program may change its folder
+        self.path = path = Path(os.path.abspath(path.expanduser()))
+        self._is_new = False
         with ExitStack() as on_error:
-            on_error.callback(self._remove_if_new)
             try:
-                path.mkdir(parents=True, exist_ok=True)
+                self._is_new = self._create()
                 if not resume:
                     self._check_unused()
                 self._lock = os.open(path, os.O_RDONLY)
                 on_error.callback(os.close, self._lock)
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                on_error.callback(self._remove_if_new)
                 for name in (".result.json", ".progress.csv", CHECKPOINTS, EVENTS, JOURNAL):
                     self._check_no_link(name)
                 if not resume:
@@ -73,14 +74,27 @@ class RunDirectory:
                 raise ConfigError(f"run_dir: {path} is in use by another process") from error
             except OSError as error:
                 raise ConfigError(f"run_dir: cannot write {path}: {error.strerror}") from error
+            except ConfigError:
+                raise
             except ValueError as error:  # a null character
                 raise ConfigError(f"run_dir: {str(path)!r}: {error}") from error
             on_error.pop_all()
         self.note("resumed" if resume else "started", "")
         self._reported_write_error = self._reported_recovery = False
 
+    def _create(self) -> bool:
+        """Create the folder; return False if it exists."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir()
+        except FileExistsError:
+            if self.path.is_dir():
+                return False
+            raise
+        return True
+
     def _remove_if_new(self) -> None:
-        """Remove the folder, unless it existed before: it cannot be written completely."""
+        """Remove the folder, while it is locked, if this object created it."""
         if self._is_new:
             shutil.rmtree(self.path, ignore_errors=True)
 

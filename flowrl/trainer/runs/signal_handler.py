@@ -67,7 +67,8 @@ class SignalHandler:
 
         The exit code does not tell: Ray replaces a SystemExit that is raised while it waits.
         """
-        return isinstance(error, SystemExit) and bool(self._received)
+        numbers = [number for number, _ in self._received if number != signal.SIGINT]
+        return isinstance(error, SystemExit) and bool(numbers)
 
     @property
     def terminal_closed(self) -> bool:

@@ -174,8 +174,6 @@ def _write_trace(tracer: Tracer, path: Path) -> None:
         tracer.write(path)
     except OSError as error:
         log.warning("cannot write %s: %s", path, error.strerror)
-        with suppress(OSError):
-            path.unlink()  # an incomplete file
 
 
 def _new_display(algorithm: Any, stop: StopRules, display: Display) -> ProgressTable | LiveView:

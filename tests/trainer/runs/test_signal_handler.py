@@ -8,6 +8,8 @@ import subprocess
 import sys
 import termios
 import time
+from contextlib import suppress
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -72,23 +74,50 @@ def test_signal_lets_the_iteration_end_while_ray_waits(tmp_path):
     assert "stopped: terminated" in out
 
 
-def test_start_of_ray_keeps_the_handler_of_a_signal(monkeypatch):
-    def handler(number, frame):
-        pass
+@pytest.fixture
+def fake_ray(monkeypatch):
+    """Ray whose `init` replaces the handler of SIGTERM, then calls `fake_ray.during_init`."""
 
     def init(*args, **options):
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+        fake.during_init()
 
+    fake = SimpleNamespace(during_init=lambda: None)
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     monkeypatch.setattr("ray.init", init)
     monkeypatch.setattr(ray_runtime, "watch_ray", lambda: None)
     monkeypatch.setattr(ray_runtime, "_num_users", 0)
-    previous = signal.signal(signal.SIGTERM, handler)
-    try:
-        assert ray_runtime.start_ray()
-        assert signal.getsignal(signal.SIGTERM) is handler
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    previous = signal.getsignal(signal.SIGTERM)
+    yield fake
+    signal.signal(signal.SIGTERM, previous)
+
+
+def fail():
+    raise ConnectionError
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda number, frame: None])
+@pytest.mark.parametrize("during_init", [lambda: None, fail])
+def test_start_of_ray_keeps_the_handler_of_a_signal(fake_ray, handler, during_init):
+    signal.signal(signal.SIGTERM, handler)
+    fake_ray.during_init = during_init
+    with suppress(ConnectionError):
+        ray_runtime.start_ray()
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_signal_while_ray_starts_is_a_termination(fake_ray):
+    fake_ray.during_init = lambda: os.kill(os.getpid(), signal.SIGTERM)
+    with SignalHandler() as signals:
+        with pytest.raises(SystemExit) as caught:
+            ray_runtime.start_ray()
+        assert signals.is_termination(caught.value)
+
+
+def test_exit_of_the_program_after_ctrl_c_is_not_a_termination():
+    with SignalHandler() as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert not signals.is_termination(SystemExit(1))
 
 
 @pytest.mark.slow
