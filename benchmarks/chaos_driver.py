@@ -89,25 +89,25 @@ def last_checkpoint(run_dir: Path) -> int:
     return int(complete[-1].name) if complete else 0
 
 
-def kill_and_resume(arguments: list[str], run_dir: Path, delay_s: float) -> float:
-    """Kill a training some time after its first checkpoint, and continue it to its end.
+def kill_and_resume(arguments: list[str], run_dir: Path, iteration: int, delay_s: float) -> float:
+    """Kill a training some time after the checkpoint of an iteration, and continue it to its end.
 
     Returns:
         seconds from the command to the first result of the continued training.
     """
     process = flowrl(*arguments, "--run-dir", str(run_dir))
-    while process.poll() is None and not last_checkpoint(run_dir):
+    while process.poll() is None and last_checkpoint(run_dir) < iteration:
         time.sleep(0.01)
     time.sleep(delay_s)
     os.killpg(process.pid, signal.SIGKILL)
     if process.wait() != -signal.SIGKILL:
         raise RuntimeError("the run had ended before it was killed")
-    iteration, killed_at = last_checkpoint(run_dir), time.time()
+    saved, killed_at = last_checkpoint(run_dir), time.time()
     started = time.perf_counter()
     process = flowrl("resume", str(run_dir))
     results = run_dir / "result.json"
     while process.poll() is None and (
-        results.stat().st_mtime < killed_at or results.read_text().count("\n") <= iteration
+        results.stat().st_mtime < killed_at or results.read_text().count("\n") <= saved
     ):
         time.sleep(0.05)
     seconds = time.perf_counter() - started
@@ -130,11 +130,15 @@ def measure(plan: str, num_workers: int, num_kills: int, jobs: int) -> dict[str,
         started = time.time()
         finish(process)
         seconds = (reference / "result.json").stat().st_mtime - started
-        delays = [rng.uniform(0.0, 0.9 * seconds) for _ in range(num_kills)]
+        iterations = len(results_of(reference))
+        moments = [
+            (rng.randint(1, iterations - 2), rng.uniform(0.0, seconds / iterations))
+            for _ in range(num_kills)
+        ]
 
         def one(number: int) -> tuple[str | None, float]:
             run_dir = Path(folder) / str(number)
-            resume_s = kill_and_resume(arguments, run_dir, delays[number])
+            resume_s = kill_and_resume(arguments, run_dir, *moments[number])
             return difference(run_dir, reference), resume_s
 
         with ThreadPoolExecutor(jobs) as pool:
