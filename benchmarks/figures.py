@@ -45,8 +45,18 @@ class Figures:
         self._json.write_text(json.dumps(self.rows, indent=1) + "\n")
         lines = [self._columns, ["---"] * len(self._columns), *map(self._cells, self.rows.values())]
         table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-        notes = {note for figures in self.rows.values() for note in figures["measured"] if note}
-        self._markdown.write_text(f"{table}\n{'; '.join(sorted(notes))}.\n")
+        self._markdown.write_text(f"{table}\n{'; '.join(self._notes())}.\n")
+
+    def _notes(self) -> list[str]:
+        """Return the notes, each with the rows that it is about unless these are all."""
+        rows_of: dict[str, list[str]] = {}
+        for row, figures in self.rows.items():
+            for note in filter(None, figures["measured"]):
+                rows_of.setdefault(note, []).append(row)
+        return [
+            note if len(rows) == len(self.rows) else f"{', '.join(rows)}: {note}"
+            for note, rows in rows_of.items()
+        ]
 
 
 def measured_here(*how: str) -> str:
