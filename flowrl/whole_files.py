@@ -1,4 +1,4 @@
-"""Write a text file completely or not at all."""
+"""Write a file completely or not at all."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file in UTF-8; if that fails, an existing file stays as it is.
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file, text in UTF-8; if that fails, an existing file stays as it is.
+
+    A symbolic link at `path` is replaced, not followed.
 
     Raises:
         OSError: the file cannot be written.
     """
-    path = path.resolve()  # a link stays a link
-    if path.exists() and not path.is_file():  # such as /dev/stdout
-        path.write_text(text, encoding="utf-8")
-        return
-    temporary = path.with_name(f".{path.name}.part")
+    temporary = path.with_name(f".{path.name}")
+    temporary.unlink(missing_ok=True)  # it could be a link
     try:
-        temporary.write_text(text, encoding="utf-8")
+        with open(temporary, "xb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):

@@ -2,21 +2,20 @@
 
 import errno
 import os
-from pathlib import Path
 
 import pytest
 
 from flowrl.whole_files import write_whole
 
 
-def test_text_replaces_the_file_behind_a_link(tmp_path):
-    target, link = tmp_path / "target", tmp_path / "link"
-    target.write_text("old")
-    link.symlink_to(target)
-    write_whole(link, "new: é")
-    assert link.is_symlink()
-    assert target.read_text(encoding="utf-8") == "new: é"
-    assert sorted(os.listdir(tmp_path)) == ["link", "target"]
+@pytest.mark.parametrize("planted", ["file", ".file"])
+def test_links_are_not_followed(tmp_path, planted):
+    (tmp_path / "target").write_text("mine")
+    (tmp_path / planted).symlink_to(tmp_path / "target")
+    write_whole(tmp_path / "file", "new: é")
+    assert (tmp_path / "target").read_text() == "mine"
+    assert (tmp_path / "file").read_text(encoding="utf-8") == "new: é"
+    assert sorted(os.listdir(tmp_path)) == ["file", "target"]
 
 
 @pytest.mark.parametrize("existing", [None, "old"])
@@ -33,8 +32,3 @@ def test_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path, monkeypat
         write_whole(path, "new")
     assert os.listdir(tmp_path) == ([] if existing is None else ["file"])
     assert existing is None or path.read_text() == existing
-
-
-def test_devices_are_not_replaced():
-    write_whole(Path(os.devnull), "text")
-    assert not os.path.isfile(os.devnull)

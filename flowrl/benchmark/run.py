@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
 import platform
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from flowrl.benchmark.rows import BenchmarkRow, rows_named
 from flowrl.benchmark.sb3 import run_process, train_sb3
 from flowrl.process_usage import num_cores
 from flowrl.trainer.algorithm import Algorithm
+from flowrl.whole_files import write_whole
 
 EVALUATION_EPISODES = 100
 MAX_POINTS = 100  # of a learning curve
@@ -160,10 +160,7 @@ def main() -> None:
         outcome = Outcome(**train_sb3(row, int(seed), Path(run_dir), EVALUATION_EPISODES))
     else:
         outcome = train_flowrl(row, int(seed), Path(run_dir))
-    path = Path(result)
-    temporary = path.with_suffix(f".{os.getpid()}")
-    temporary.write_text(json.dumps(result_of(row, int(seed), outcome)) + "\n")
-    temporary.replace(path)
+    write_whole(Path(result), json.dumps(result_of(row, int(seed), outcome)) + "\n")
 
 
 if __name__ == "__main__":

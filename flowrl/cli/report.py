@@ -27,7 +27,10 @@ def report_command(arguments: list[str]) -> int:
     )  # fmt: skip
     options = parser.parse_args(arguments)
     runs = find_runs(options.runs)
-    output = options.output or (runs[0] if len(runs) == 1 else Path()) / "report.html"
+    output = (runs[0] if len(runs) == 1 else Path()) / "report.html"
+    if options.output is not None:
+        is_file = options.output.is_file()
+        output = options.output.resolve() if is_file else options.output  # a link stays a link
     write_report(runs, output)
     print(f"report: {output}")
     return 0
@@ -44,6 +47,9 @@ def write_report(runs: list[Path], output: Path) -> None:
 
     html = report_html([RunData(path, path.resolve().name) for path in runs])
     try:
-        write_whole(output, html)
+        if output.exists() and not output.is_file():  # such as /dev/stdout
+            output.write_text(html, encoding="utf-8")
+        else:
+            write_whole(output, html)
     except OSError as error:
         raise ConfigError(f"report: cannot write {output}: {error.strerror}") from error

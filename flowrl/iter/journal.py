@@ -18,6 +18,8 @@ from typing import IO, Any, Protocol
 
 import msgpack
 
+from flowrl.whole_files import write_whole
+
 VERSION = 1
 
 
@@ -268,6 +270,4 @@ def truncate_journal(path: Path, iteration: int, reason: str) -> None:
         kept = [chunk for chunk in chunks if chunk["iteration"] <= iteration]
     for chunk in kept[-1:]:
         chunk["ended"] = chunk["ended"] or reason
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.write_bytes(b"".join(map(msgpack.packb, [{"version": VERSION, **about}, *kept])))
-    temporary.replace(path)
+    write_whole(path, b"".join(map(msgpack.packb, [{"version": VERSION, **about}, *kept])))

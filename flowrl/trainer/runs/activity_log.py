@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from pathlib import Path
 
 from flowrl.monitoring.activity import Activity
+from flowrl.whole_files import write_whole
 
 FILE = "activity.jsonl"
 MAX_RECORDS = 2000  # then every second record is removed, and every second one is written
@@ -52,7 +52,7 @@ class ActivityLog:
     def _thin_out(self) -> None:
         """Remove every second record, atomically."""
         lines = self._path.read_text().splitlines(keepends=True)[::2]
-        _replace(self._path.parent, "".join(lines))
+        write_whole(self._path, "".join(lines))
         self._num_records, self._every = len(lines), 2 * self._every
 
 
@@ -60,18 +60,11 @@ def truncate_activities(folder: Path, iteration: int) -> None:
     """Remove the activities after an iteration, which a resumed run writes again."""
     kept = [one for one in read_activities(folder) if one.iteration <= iteration]
     if (folder / FILE).exists():
-        _replace(folder, "".join(_line(one) for one in kept))
+        write_whole(folder / FILE, "".join(_line(one) for one in kept))
 
 
 def _line(activity: Activity) -> str:
     return json.dumps(activity.to_json()) + "\n"
-
-
-def _replace(folder: Path, text: str) -> None:
-    """Write the file atomically."""
-    new = folder / f".{FILE}"
-    new.write_text(text)
-    os.replace(new, folder / FILE)
 
 
 def read_activities(folder: Path) -> list[Activity]:

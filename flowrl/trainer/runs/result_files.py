@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.trainer.metric_names import logged_scalars
+from flowrl.whole_files import write_whole
 
 
 class ResultFiles:
@@ -49,10 +50,10 @@ class ResultFiles:
         Raises:
             OSError: a file cannot be written; it is unchanged.
         """
-        _replace(self._folder / "result.json", b"".join(map(_json_line, results)))
+        write_whole(self._folder / "result.json", b"".join(map(_json_line, results)))
         rows = [logged_scalars(result, self._names) for result in results]
         columns = list(dict.fromkeys(column for row in rows for column in row))
-        _replace(self._folder / "progress.csv", _csv_table(columns, rows))
+        write_whole(self._folder / "progress.csv", _csv_table(columns, rows))
         self._columns = columns
         if with_events:
             for file in event_files(self._folder):
@@ -98,7 +99,7 @@ class ResultFiles:
         rows: list[dict[str, Any]] = []
         if self._columns:
             rows = list(csv.DictReader(io.StringIO(file.read_text(), newline="")))
-        _replace(file, _csv_table(columns, [*rows, row]))
+        write_whole(file, _csv_table(columns, [*rows, row]))
         self._columns = columns
 
     def _append_event(self, row: dict[str, Any], result: dict[str, Any]) -> None:
@@ -140,18 +141,6 @@ def _append(path: Path, data: bytes) -> None:
         except BaseException:
             file.truncate(size)
             raise
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write a file atomically."""
-    new = path.with_name(f".{path.name}")
-    new.unlink(missing_ok=True)
-    try:
-        _append(new, data)
-        os.replace(new, path)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
 
 
 def _json_line(result: dict[str, Any]) -> bytes:

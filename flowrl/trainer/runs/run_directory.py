@@ -35,6 +35,7 @@ from flowrl.trainer.runs.saved_run import (
     results_until,
     settings_to_json,
 )
+from flowrl.whole_files import write_whole
 
 EVENTS = "events.jsonl"
 
@@ -217,14 +218,9 @@ class RunDirectory:
             total_timesteps: value of this setting.
         """
         settings = json.loads((self.path / "config.json").read_text())
-        self._replace("config.json", {**settings, "total_timesteps": total_timesteps})
-        self._replace("stop.json", stop)
-
-    def _replace(self, name: str, content: dict[str, Any]) -> None:
-        """Write a JSON file atomically."""
-        self._check_no_link(f".{name}")
-        (self.path / f".{name}").write_text(json.dumps(content, indent=1))
-        os.replace(self.path / f".{name}", self.path / name)
+        settings["total_timesteps"] = total_timesteps
+        for name, content in (("config.json", settings), ("stop.json", stop)):
+            write_whole(self.path / name, json.dumps(content, indent=1))
 
     def truncate(self, iteration: int) -> Path | None:
         """Remove results after an iteration: the resumed run writes them again.

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from flowrl import A2C
+from flowrl import A2C, whole_files
 from flowrl.data.checkpoint_storage import LocalStorage
 from flowrl.trainer.runs import result_files
 from flowrl.trainer.runs.result_files import ResultFiles, event_files
@@ -39,6 +39,9 @@ def disk(monkeypatch):
 
     monkeypatch.setattr(
         result_files, "open", lambda path, mode, buffering: Disk(path, mode), raising=False
+    )
+    monkeypatch.setattr(
+        whole_files, "open", lambda path, mode: io.BufferedWriter(Disk(path, mode)), raising=False
     )
     return Disk
 

@@ -1,0 +1,35 @@
+"""`flowrl report` writes its file completely or not at all."""
+
+import errno
+import os
+
+from tests.cli.test_plot import write_run
+
+
+def test_output_behind_a_link_is_written_there(cli, tmp_path):
+    write_run(tmp_path / "run", [1.0, 2.0])
+    (tmp_path / "target.html").write_text("old")
+    (tmp_path / "link.html").symlink_to(tmp_path / "target.html")
+    assert cli("report", "run", "-o", "link.html")[0] == 0
+    assert (tmp_path / "link.html").is_symlink()
+    assert "<html" in (tmp_path / "target.html").read_text()
+
+
+def test_output_that_is_not_a_file_is_not_replaced(cli, tmp_path):
+    write_run(tmp_path / "run", [1.0, 2.0])
+    assert cli("report", "run", "-o", os.devnull)[0] == 0
+    assert not os.path.isfile(os.devnull)
+
+
+def test_failed_write_keeps_the_old_report(cli, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_run(tmp_path / "run", [1.0, 2.0])
+    (tmp_path / "old.html").write_text("old")
+    monkeypatch.setattr(os, "replace", full)
+    code, _, err = cli("report", "run", "-o", "old.html")
+    assert code == 2
+    assert "No space left" in err
+    assert (tmp_path / "old.html").read_text() == "old"
+    assert not (tmp_path / ".old.html").exists()
