@@ -25,9 +25,10 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from figures import Figures, measured_here, median_s
+from figures import Figures, measured_here
 
 from flowrl.data.checkpoint import list_checkpoints, read_checkpoint
 from flowrl.trainer.runs.comparison import first_difference
@@ -160,7 +161,7 @@ def cells(figures: dict[str, Any]) -> list[str]:
         figures["plan"],
         f"{figures['num_workers'] or 'in process'}",
         f"{kills - len(figures['differences'])} of {kills}",
-        median_s(figures["resume_s"]),
+        f"{median(figures['resume_s']):.1f} s",
     ]
 
 

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,12 @@ import numpy as np
 from figures import Figures, measured_here
 from gymnasium.envs.classic_control import CartPoleEnv
 
-from flowrl.data.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
+from flowrl.data.checkpoint import (
+    CheckpointError,
+    list_checkpoints,
+    read_checkpoint,
+    write_checkpoint,
+)
 from flowrl.data.checkpoint_storage import LocalStorage
 from flowrl.trainer.plan_settings import plan_config
 
@@ -47,17 +53,34 @@ def fault(name: str) -> Callable[[Callable[[int], Values]], Callable[[int], Valu
     return register
 
 
+def descendants(pid: int) -> list[int]:
+    """Return the ids of a process' descendants."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            found += [child, *descendants(child)]
+    return found
+
+
+def command_of(pid: int) -> str:
+    """Return the command of a process without its arguments; "" if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
+    except OSError:
+        return ""
+
+
+def actor_pids(pid: int, class_name: str) -> list[int]:
+    """Return the process ids of the actors of a class that a process has started."""
+    found = descendants(pid)
+    return sorted(one for one in found if command_of(one).startswith(f"ray::{class_name}"))
+
+
 def build(plan: str, env: Any = "CartPole-v1", **settings: Any) -> Any:
     """Return an algorithm with the settings of a plan."""
     config = plan_config(plan, "CartPole-v1", tuned=False)
     always = {"env": env, "total_timesteps": 10**9, "monitor": False, "seed": 0}
     return config.updated(**always, **settings).build(plan=plan)
-
-
-def pids_of(algorithm: Any) -> list[int]:
-    """Return the process ids of the remote workers."""
-    _, *pids = algorithm.workers.foreach_worker(lambda worker: os.getpid())
-    return pids
 
 
 def longest_gap(algorithm: Any, seconds: float) -> float:
@@ -88,7 +111,7 @@ def kill_all_workers(rounds: int) -> Values:
     with build("a2c", num_workers=2) as algorithm:
         for _ in range(rounds):
             rate(algorithm, 2.0)
-            for pid in pids_of(algorithm):
+            for pid in actor_pids(os.getpid(), "RolloutWorker"):
                 os.kill(pid, signal.SIGKILL)
             killed = time.perf_counter()
             restarts = algorithm.train()["num_remote_worker_restarts"]
@@ -98,26 +121,23 @@ def kill_all_workers(rounds: int) -> Values:
     return {"s to the next result": times}
 
 
-class SlowCartPole(CartPoleEnv):
-    """CartPole whose steps take ten times as long as those of the others, on worker 1."""
+class DelayedCartPole(CartPoleEnv):
+    """CartPole whose steps take a time, and another time on worker 1.
 
-    def __init__(self, context: Any):
+    Args:
+        context: of the environment's worker.
+        step_s, slow_step_s: duration of a step, and of one on worker 1 [s].
+    """
+
+    def __init__(self, context: Any, step_s: float, slow_step_s: float):
         super().__init__()
-        self._repeats = 10 if context.worker_index == 1 else 1
+        self._step_s = slow_step_s if context.worker_index == 1 else step_s
 
     def step(self, action: Any) -> Any:
-        until = time.perf_counter() + 2e-4 * self._repeats
+        until = time.perf_counter() + self._step_s
         while time.perf_counter() < until:
             time.sleep(5e-5)
         return super().step(action)
-
-
-class EvenCartPole(SlowCartPole):
-    """The same environment, but as fast on all workers."""
-
-    def __init__(self, context: Any):
-        super().__init__(context)
-        self._repeats = 1
 
 
 @fault("one of 4 workers is 10 times slower (IMPALA)")
@@ -126,7 +146,8 @@ def slow_worker(rounds: int) -> Values:
     settings = {"num_workers": 4, "rollout_fragment_length": 20}
     for _ in range(rounds):
         rates = []
-        for env in (EvenCartPole, SlowCartPole):
+        for slow_step_s in (2e-4, 2e-3):
+            env = partial(DelayedCartPole, step_s=2e-4, slow_step_s=slow_step_s)
             with build("impala", env, **settings) as algorithm:
                 rate(algorithm, 4.0)
                 rates.append(rate(algorithm, 8.0))
@@ -134,37 +155,27 @@ def slow_worker(rounds: int) -> Values:
     return {"% of the env steps/s of 4 even workers (77.5 is ideal)": kept}
 
 
-class SkewedCartPole(CartPoleEnv):
-    """CartPole whose steps take 1 ms on worker 1, and a few microseconds on the others."""
-
-    def __init__(self, context: Any):
-        super().__init__()
-        self._is_slow = context.worker_index == 1
-
-    def step(self, action: Any) -> Any:
-        if self._is_slow:
-            time.sleep(1e-3)
-        return super().step(action)
-
-
 @fault("one of 2 workers is slow, limit of 2 on the policy lag (IMPALA, 200,000 env steps)")
 def limited_lag(rounds: int) -> Values:
-    values: Values = {"% of the env steps/s, stale_policy=drop": [],
-                      "% of the env steps/s, stale_policy=wait": [],
-                      "largest policy lag": []}  # fmt: skip
+    dropping, waiting, lags = [], [], []
     for _ in range(rounds):
         unlimited, _ = rate_and_lag()
-        for stale_policy in ("drop", "wait"):
-            limited, lag = rate_and_lag(max_policy_lag=2, stale_policy=stale_policy)
-            share = 100 * limited / unlimited
-            values[f"% of the env steps/s, stale_policy={stale_policy}"].append(share)
-            values["largest policy lag"].append(lag)
-    return values
+        dropped, drop_lag = rate_and_lag(max_policy_lag=2, stale_policy="drop")
+        waited, wait_lag = rate_and_lag(max_policy_lag=2, stale_policy="wait")
+        dropping.append(100 * dropped / unlimited)
+        waiting.append(100 * waited / unlimited)
+        lags.append(max(drop_lag, wait_lag))
+    return {
+        '% of the trained env steps/s, stale_policy="drop"': dropping,
+        '% of the trained env steps/s, stale_policy="wait"': waiting,
+        "largest policy lag": lags,
+    }
 
 
 def rate_and_lag(**settings: Any) -> tuple[float, int]:
     """Train 200,000 env steps; return the trained env steps per second and the largest lag."""
-    with build("impala", SkewedCartPole, num_workers=2, **settings) as algorithm:
+    env = partial(DelayedCartPole, step_s=0.0, slow_step_s=1e-3)
+    with build("impala", env, num_workers=2, **settings) as algorithm:
         rate(algorithm, 4.0)
         counters = algorithm.plan.metrics.counters
         first, started = counters["num_env_steps_trained"], time.perf_counter()
@@ -318,26 +329,11 @@ def kill_replay_shard(rounds: int) -> Values:
         for number in range(rounds):
             rate(algorithm, 4.0)
             before = counters["num_replay_rows_lost"], counters["num_replay_shard_restarts"]
-            os.kill(actor_pids("ReplayShard")[number % 4], signal.SIGKILL)
+            os.kill(actor_pids(os.getpid(), "ReplayShard")[number % 4], signal.SIGKILL)
             gaps.append(longest_gap(algorithm, 6.0))
             assert counters["num_replay_shard_restarts"] == before[1] + 1
             lost.append(counters["num_replay_rows_lost"] - before[0])
     return {"longest time between results [s]": gaps, "rows lost": lost}
-
-
-def actor_pids(class_name: str) -> list[int]:
-    """Return the process ids of the actors of a class that this process has started."""
-    parents, found = {}, []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            name = (folder / "cmdline").read_bytes()
-            stat = (folder / "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # the process has ended
-            continue
-        parents[int(folder.name)] = int(stat[1])
-        if name.startswith(f"ray::{class_name}".encode()) and stat[0] != "Z":
-            found.append(int(folder.name))
-    return sorted(pid for pid in found if parents.get(parents[pid]) == os.getpid())  # of raylet
 
 
 @fault("a learner is killed (IMPALA, 2 workers, 2 learners)")
@@ -348,7 +344,7 @@ def kill_learner(rounds: int) -> Values:
         for _ in range(rounds):
             rate(algorithm, 6.0)
             before = counters["num_learner_restarts"]
-            os.kill(actor_pids("LearnerActor")[0], signal.SIGKILL)
+            os.kill(actor_pids(os.getpid(), "LearnerActor")[0], signal.SIGKILL)
             gaps.append(longest_gap(algorithm, 12.0))
             assert counters["num_learner_restarts"] == before + 1
     return {"longest time between results [s]": gaps}
@@ -382,31 +378,38 @@ def impala_run() -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
                 os.kill(pid, signal.SIGKILL)
 
 
-def has_checkpoint(run_dir: Path) -> bool:
-    """Return whether a run has a complete checkpoint."""
-    return any(run_dir.glob("checkpoints/*/manifest.json"))
+def end_run(stop: Callable[[int], None], exit_code: int, rounds: int) -> Values:
+    """Return the seconds from the call of a function with the process id of a run to its end."""
+    times = []
+    for _ in range(rounds):
+        with impala_run() as (process, run_dir):
+            started = time.perf_counter()
+            stop(process.pid)
+            assert process.wait(120) == exit_code
+            times.append(time.perf_counter() - started)
+            assert list_checkpoints(run_dir)
+    return {"s to the end, with a checkpoint": times}
 
 
-def descendants(pid: int) -> list[int]:
-    """Return the ids of a process' descendants."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, task.read_text().split()):
-            found += [child, *descendants(child)]
-    return found
+def kill_descendant(pid: int, name: str) -> None:
+    """Kill the descendant of a process whose command ends with a name."""
+    victim = next(one for one in descendants(pid) if command_of(one).endswith(name))
+    os.kill(victim, signal.SIGKILL)
 
 
 @fault("SIGTERM (IMPALA, 2 workers)")
 def terminate(rounds: int) -> Values:
-    times = []
-    for _ in range(rounds):
-        with impala_run() as (process, run_dir):
-            sent = time.perf_counter()
-            process.terminate()
-            assert process.wait(60) == 143
-            times.append(time.perf_counter() - sent)
-            assert has_checkpoint(run_dir)
-    return {"s to the end, with a checkpoint": times}
+    return end_run(lambda pid: os.kill(pid, signal.SIGTERM), 143, rounds)
+
+
+@fault("Ray's raylet is killed (IMPALA, 2 workers)")
+def kill_raylet(rounds: int) -> Values:
+    return end_run(partial(kill_descendant, name="raylet"), 1, rounds)
+
+
+@fault("Ray's GCS is killed (IMPALA, 2 workers)")
+def kill_gcs(rounds: int) -> Values:
+    return end_run(partial(kill_descendant, name="gcs_server"), 1, rounds)
 
 
 @fault("the process is killed (IMPALA, 2 workers)")
@@ -415,27 +418,21 @@ def kill_driver(rounds: int) -> Values:
     for _ in range(rounds):
         with impala_run() as (process, _):
             left = descendants(process.pid)
+            of_workers = actor_pids(process.pid, "RolloutWorker")
             process.kill()
             killed = time.perf_counter()
             process.wait()
-            worker_s = None
-            while left and time.perf_counter() - killed < 300:
-                left = list(filter(is_running, left))
-                if worker_s is None and not any(map(is_worker, left)):
-                    worker_s = time.perf_counter() - killed
-                time.sleep(0.1)
-            assert not left
-            workers.append(worker_s)
-            all_processes.append(time.perf_counter() - killed)
+            workers.append(seconds_until_ended(of_workers, killed))
+            all_processes.append(seconds_until_ended(left, killed))
     return {"s until no worker is left": workers, "s until no process is left": all_processes}
 
 
-def is_worker(pid: int) -> bool:
-    """Return whether a process is a rollout worker."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::RolloutWorker")
-    except OSError:
-        return False
+def seconds_until_ended(pids: list[int], since: float) -> float:
+    """Wait until processes have ended; return the seconds since a moment."""
+    while any(map(is_running, pids)):
+        assert time.perf_counter() - since < 300
+        time.sleep(0.1)
+    return time.perf_counter() - since
 
 
 def is_running(pid: int) -> bool:
@@ -444,34 +441,6 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def kill_process_of_ray(name: str, rounds: int) -> Values:
-    """Return the seconds from the death of one of Ray's own processes to the end of the run."""
-    times = []
-    for _ in range(rounds):
-        with impala_run() as (process, run_dir):
-            victim = next(
-                pid
-                for pid in descendants(process.pid)
-                if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].endswith(name.encode())
-            )
-            os.kill(victim, signal.SIGKILL)
-            killed = time.perf_counter()
-            assert process.wait(120) == 1
-            times.append(time.perf_counter() - killed)
-            assert has_checkpoint(run_dir)
-    return {"s to the end, with a checkpoint": times}
-
-
-@fault("Ray's raylet is killed (IMPALA, 2 workers)")
-def kill_raylet(rounds: int) -> Values:
-    return kill_process_of_ray("raylet", rounds)
-
-
-@fault("Ray's GCS is killed (IMPALA, 2 workers)")
-def kill_gcs(rounds: int) -> Values:
-    return kill_process_of_ray("gcs_server", rounds)
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -489,12 +458,12 @@ def checkpoint_of_dqn(folder: str) -> Path:
 @fault("a bit of a checkpoint is flipped, or a file is cut (DQN), 1,000 times")
 def damage_checkpoint(rounds: int) -> Values:
     rng = random.Random(0)
-    found, times = [], []
+    found, slowest = [], []
     with tempfile.TemporaryDirectory() as folder:
         path = checkpoint_of_dqn(folder)
         files = sorted(path.iterdir())
         for _ in range(rounds):
-            rejected = 0
+            rejected, times = 0, []
             for number in range(1000):
                 file = rng.choice(files)
                 original = file.read_bytes()
@@ -513,7 +482,8 @@ def damage_checkpoint(rounds: int) -> Values:
                     times.append(1000 * (time.perf_counter() - started))
                 file.write_bytes(original)
             found.append(rejected / 10)
-    return {"% refused with the name of the file": found, "ms to the refusal": times}
+            slowest.append(max(times))
+    return {"% refused with the name of the file": found, "ms to the slowest refusal": slowest}
 
 
 def save_until(victim: int, path: Path, state: dict[str, Any]) -> None:
@@ -573,9 +543,9 @@ def invalid_settings(rounds: int) -> Values:
         "--lr=nan", "--num-workers=1000000000", "--gamma=2", "--train-batch-size=-1",
         "--num-sgd-iter=99999999999999999999999", "--lamda=0.9", "--env=Missing-v0",
     )  # fmt: skip
-    refused, times = [], []
+    refused, slowest = [], []
     for _ in range(rounds):
-        codes = []
+        codes, times = [], []
         for flag in flags:
             started = time.perf_counter()
             command = [sys.executable, "-m", "flowrl", "train", "ppo", flag]
@@ -583,7 +553,8 @@ def invalid_settings(rounds: int) -> Values:
             times.append(time.perf_counter() - started)
             codes.append(done.returncode == 2 and b"Traceback" not in done.stderr)
         refused.append(sum(codes))
-    return {"s to the refusal": times, f"refused, of {len(flags)}": refused}
+        slowest.append(max(times))
+    return {"s to the slowest refusal": slowest, f"refused, of {len(flags)}": refused}
 
 
 # -- table -----------------------------------------------------------------------------------------

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from flowrl.benchmark.run import commit, machine
@@ -62,9 +61,3 @@ class Figures:
 def measured_here(*how: str) -> str:
     """Return a note: how something was measured, on which machine, when, with which commit."""
     return ", ".join([*how, machine(), str(date.today()), f"commit {commit()}"])
-
-
-def median_s(times: Iterable[float]) -> str:
-    """Return the median of times [s] as text; "-" without times."""
-    known = list(times)
-    return f"{median(known):.1f} s" if known else "-"
