@@ -12,7 +12,6 @@ from typing import Any
 
 READ_INTERVAL_S = 0.5  # a reading is used again for this time
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_STATM = "/proc/self/statm"
 
 
 class ProcessUsage:
@@ -67,11 +66,15 @@ def _cpu_wait_s() -> float:
     return waited_ns / 1e9
 
 
-def resident_bytes() -> int:
-    """Return the resident memory of this process [bytes], without memory that it shares with
-    others, such as Ray's object store; 0 if the system is not Linux."""
+def resident_bytes(pid: int | None = None) -> int:
+    """Return the resident memory of a process [bytes], without memory that it shares with others,
+    such as Ray's object store; 0 if the process has ended or the system is not Linux.
+
+    Args:
+        pid: id of the process; None for this one.
+    """
     try:
-        with open(_STATM, "rb", buffering=0) as file:
+        with open(f"/proc/{pid or 'self'}/statm", "rb", buffering=0) as file:
             _, resident, shared, *_ = file.read(128).split()
             return (int(resident) - int(shared)) * _PAGE_BYTES
     except OSError:

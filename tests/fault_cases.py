@@ -125,7 +125,8 @@ FAULTS = (
     ),
     FaultCase(
         "The disk is full",
-        "training continues, old checkpoints are kept, a message says so",
+        "training continues without new checkpoints and keeps the old ones; it ends with a message "
+        "if rows of a replay buffer or recorded rows cannot be written",
         (
             "chaos/test_resources.py::test_full_disk_is_reported_without_a_traceback",
             "cli/test_checkpoints.py::test_full_disk_keeps_the_old_checkpoints_and_continues_training",

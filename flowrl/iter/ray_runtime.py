@@ -79,10 +79,10 @@ def leave_ray() -> None:
 
 @cache
 def actor_class(worker_class: type) -> Any:
-    """Return the Ray actor class of a class: without CPUs of its own, and never restarted by Ray.
+    """Return a class as a Ray actor class, without CPUs and without restarts by Ray.
 
-    Each class has one, because Ray disassembles and exports every new actor class at its first
-    use, which takes some 20 ms. Set further options with `.options()`.
+    Set further options with `.options()`. Repeated calls return the same object, because Ray
+    exports every new actor class at its first use, and the caller has to wait for that.
     """
     import ray
 
