@@ -152,7 +152,7 @@ def slow_worker(rounds: int) -> Values:
                 rate(algorithm, 4.0)
                 rates.append(rate(algorithm, 8.0))
         kept.append(100 * rates[1] / rates[0])
-    return {"% of the env steps/s of 4 even workers (77.5 is ideal)": kept}
+    return {"% of the env steps/s of 4 even workers (77.5 if each had a core)": kept}
 
 
 @fault("one of 2 workers is slow, limit of 2 on the policy lag (IMPALA, 200,000 env steps)")
