@@ -208,8 +208,7 @@ def raising_environment(rounds: int) -> Values:
     lost = []
     for _ in range(rounds):
         FaultyCartPole.steps = FaultyCartPole.failures = 0
-        settings = {"num_envs_per_worker": 4, "max_num_env_restarts": 100}
-        with build("ppo", lambda context: FaultyCartPole(), **settings) as algorithm:
+        with build("ppo", lambda context: FaultyCartPole(), num_envs_per_worker=4) as algorithm:
             rate(algorithm, 4.0)
             unreported = FaultyCartPole.steps - algorithm.env_steps
         lost.append(unreported / FaultyCartPole.failures)

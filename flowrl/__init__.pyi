@@ -221,7 +221,7 @@ class _AlgorithmConfigFaultTolerance(TypedDict, total=False):
     max_worker_memory_mb: int | None
     """Resident memory of a worker's process, in megabytes (2^20 bytes), above which it is replaced after its current fragment, for environments that leak memory; None for no limit. Its episodes start again."""
     max_num_env_restarts: int
-    """Consecutive failures of one environment after which its error stops the run."""
+    """Consecutive failures of one environment after which its error stops the run; completing an episode or a fragment starts the count again. A hundred times as many are allowed after 100 steps of an episode."""
     env_step_timeout_s: float | None
     """Seconds that a step of one environment may take. A longer one is a failure of the environment, which is created again. The limit interrupts the main thread only, and no call that ignores signals: set `sample_timeout_s` for those."""
     env_reset_timeout_s: float | None

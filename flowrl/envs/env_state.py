@@ -23,6 +23,7 @@ _RESTARTING_ENVS_KEYS = (
     "num_created",
     "seeded",
     "failures",
+    "late_failures",
     "num_restarts",
 )
 

@@ -41,6 +41,7 @@ CODE_ERRORS = (AttributeError, ImportError, NameError, SyntaxError, TypeError)
 """Errors that an environment would raise again if it has never completed a fragment."""
 RESET_ERRORS = (*CODE_ERRORS, LookupError, ValueError, gym.error.Error)
 """Errors that an environment would raise again if it has never completed a reset."""
+LATE_STEPS = 100  # steps of an episode after which a failure is a late one
 _NO_SEED = re.compile(r"reset\(\) got an unexpected keyword argument '(seed|options)'")
 
 
@@ -51,6 +52,7 @@ _STATE: Fields = {
     "num_created": list[Natural],
     "seeded": list[bool],
     "failures": list[Natural],
+    "late_failures": list[Natural],
     "num_restarts": Natural,
 }
 
@@ -62,10 +64,12 @@ class RestartingEnvs:
         make_env: (index) -> environment.
         num_envs: number of environments.
         seed: base seed of each environment's first reset; None does not seed.
-        max_restarts: maximum consecutive failures of one environment; completing an episode or a
-            fragment resets the count. The next error is raised. All errors of an environment's
-            first creation, RESET_ERRORS before its first reset has succeeded, CODE_ERRORS before
-            its first episode or fragment is complete, and NotImplementedError are raised at once.
+        max_restarts: maximum consecutive failures of one environment, and a hundredth of the
+            maximum of those after LATE_STEPS steps of an episode, which are counted apart;
+            completing an episode or a fragment resets both counts. The next error is raised. All
+            errors of an environment's first creation, RESET_ERRORS before its first reset has
+            succeeded, CODE_ERRORS before its first episode or fragment is complete, and
+            NotImplementedError are raised at once.
         on_env_created: called with the index and the environment after each creation.
         name: name of the environment until it exists, for messages.
         worker_index: for messages.
@@ -96,6 +100,7 @@ class RestartingEnvs:
         self._seed = seed
         self._max_restarts = max_restarts
         self._failures = [0] * num_envs  # consecutive
+        self._late_failures = [0] * num_envs  # likewise
         self._num_created = [0] * num_envs
         self._seeded = [False] * num_envs
         self._has_reset = [False] * num_envs
@@ -165,8 +170,8 @@ class RestartingEnvs:
             method: its method that raised; None for its creation.
 
         Raises:
-            error: the environment failed more than `max_restarts` times in a row, or never worked
-                and cannot be expected to.
+            error: the environment failed more often in a row than `max_restarts` allows, or never
+                worked and cannot be expected to.
         """
         env = self.envs[index]
         name = self._name if env is None else env_name(env)
@@ -182,29 +187,28 @@ class RestartingEnvs:
             error.add_note(f"raised by {origin}")
             self._discard(index)
             raise error
-        self._failures[index] += 1
         self.num_restarts += 1
-        failures = self._failures[index]
-        if failures > self._max_restarts:
-            repeated = f", which failed {failures} times in a row" if failures > 1 else ""
+        is_late = method == "step" and len(self.action_logs[index]) > LATE_STEPS
+        (self._late_failures if is_late else self._failures)[index] += 1
+        early, late = self._failures[index], self._late_failures[index]
+        if early > self._max_restarts or late > 100 * self._max_restarts:
+            repeated = f", which failed {early + late} times in a row" if early + late > 1 else ""
             error.add_note(f"raised by {origin}{repeated}")
-            self._failures[index] = 0
+            self._failures[index] = self._late_failures[index] = 0
             self._discard(index)
             raise error
-        self._log_failure(origin, error, failures, method)
+        self._log_failure(origin, error, method)
         self._discard(index)
 
-    def _log_failure(
-        self, origin: str, error: Exception, failures: int, method: str | None
-    ) -> None:
+    def _log_failure(self, origin: str, error: Exception, method: str | None) -> None:
         """Log the first error of each type and method, and once that such errors are repeated."""
         kind = type(error), method
         self._num_logged[kind] += 1
         if self._num_logged[kind] == 1:
             log.warning(
-                "%s, raised %r%s: recreating the environment (restart %d of at most %d in a row) "
-                "and discarding the steps of its episode since the last fragment",
-                origin, error, _place(error), failures, self._max_restarts,
+                "%s, raised %r%s: recreating the environment (at most %d times in a row) and "
+                "discarding the steps of its episode since the last fragment",
+                origin, error, _place(error), self._max_restarts,
             )  # fmt: skip
         elif self._num_logged[kind] == 2:
             log.warning(
@@ -222,7 +226,7 @@ class RestartingEnvs:
         """Reset the failure counts of environments that completed an episode or a fragment."""
         for index in indices:
             self._has_finished[index] = True
-            self._failures[index] = 0
+            self._failures[index] = self._late_failures[index] = 0
             if len(self.action_logs[index]) > MAX_LOGGED_ACTIONS:
                 self._resets[index], self.action_logs[index] = None, []
 
@@ -237,6 +241,7 @@ class RestartingEnvs:
             "num_created": list(self._num_created),
             "seeded": list(self._seeded),
             "failures": list(self._failures),
+            "late_failures": list(self._late_failures),
             "num_restarts": self.num_restarts,
         }
 
@@ -248,7 +253,7 @@ class RestartingEnvs:
         """
         check_state(state, _STATE, "environments")
         saved = len(state["resets"])
-        for name in ("action_logs", "env_states", "num_created", "seeded", "failures"):
+        for name in _STATE.keys() - {"resets", "num_restarts"}:
             if len(state[name]) != saved:
                 raise ValueError(f"environments/{name}: must have {saved} entries")
         if saved != len(self.envs):
@@ -256,7 +261,8 @@ class RestartingEnvs:
         for index, env in enumerate(self.envs):
             close_quietly(env, index)
             self.envs[index] = None
-        self._num_created, self._failures = [0] * len(self.envs), list(state["failures"])
+        self._num_created = [0] * len(self.envs)
+        self._failures, self._late_failures = list(state["failures"]), list(state["late_failures"])
         self.num_restarts = state["num_restarts"]
         for index in range(len(self.envs)):
             self.get(index)

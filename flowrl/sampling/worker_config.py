@@ -141,7 +141,9 @@ class WorkerConfig(PolicyConfig):
     after its current fragment, for environments that leak memory; None for no limit. Its episodes
     start again."""
     max_num_env_restarts: NotNegativeInt = setting(5, group="fault_tolerance", in_evaluation=True)
-    """Consecutive failures of one environment after which its error stops the run."""
+    """Consecutive failures of one environment after which its error stops the run; completing an
+    episode or a fragment starts the count again. A hundred times as many are allowed after 100
+    steps of an episode."""
     env_step_timeout_s: Positive | None = setting(None, group="fault_tolerance")
     """Seconds that a step of one environment may take. A longer one is a failure of the
     environment, which is created again. The limit interrupts the main thread only, and no call

@@ -147,6 +147,54 @@ def test_permanent_failure_raises_with_its_traceback(collector, call):
     assert "fail" in [entry.name for entry in caught.traceback]
 
 
+class FailingStep(CountEnv):
+    """Raises at a step of every episode, and appends to `failures`."""
+
+    def __init__(self, at, failures):
+        super().__init__(length=10**6)
+        self.at, self.failures = at, failures
+
+    def step(self, action):
+        if self.steps == self.at:
+            self.failures.append(self.at)
+            raise OSError("the simulator has crashed")
+        return super().step(action)
+
+
+@pytest.mark.parametrize(("at", "restarts", "failures"), [(99, 2, 3), (100, 2, 201), (100, 0, 1)])
+def test_failures_after_100_steps_are_allowed_100_times_as_often(collector, at, restarts, failures):
+    raised = []
+    worker = RolloutWorker(
+        lambda context: FailingStep(at, raised),
+        ObservedValue,
+        {
+            "rollout_fragment_length": 25_000,
+            "sample_collector": collector,
+            "max_num_env_restarts": restarts,
+        },
+    )
+    with pytest.raises(OSError, match="crashed") as caught:
+        worker.sample()
+    assert len(raised) == failures
+    assert (f"failed {failures} times in a row" in caught.value.__notes__[0]) == (failures > 1)
+
+
+def test_complete_fragments_start_the_count_of_late_failures_again(collector):
+    raised = []
+    worker = RolloutWorker(
+        lambda context: FailingStep(150, raised),  # in every second fragment
+        ObservedValue,
+        {
+            "rollout_fragment_length": 100,
+            "sample_collector": collector,
+            "max_num_env_restarts": 1,
+        },
+    )
+    while len(raised) < 150:
+        worker.sample()
+    assert worker.reply_tags()["env_restarts"] == 150
+
+
 def test_without_restarts_the_first_failure_raises_and_the_worker_recovers(collector):
     worker = failing_worker({(1, 4)}, collector=collector, max_num_env_restarts=0)
     with pytest.raises(OSError, match="step failed") as caught:
