@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from flowrl.algorithms.ppo import adapted, clipped_surrogate
+from flowrl.algorithms.ppo import KL_COEFF_STATE, KLCoeff, adapted, clipped_surrogate
 from flowrl.algorithms.vtrace import VTraceConfig, VTracePolicy
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.target_network import TargetNetwork
 from flowrl.policies.torch_policy import TensorBatch
-from flowrl.settings import Fraction, NotNegative, NotNegativeInt, Positive
+from flowrl.settings import Fraction, NotNegativeInt, Positive
+from flowrl.state_schema import check_state
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import Plan, PlanSetting
 
@@ -31,7 +32,7 @@ class APPOConfig(VTraceConfig):
     clip_sampled_ratio: Positive = 2.0
     """Maximum probability ratio of the sampling policy to the target network's policy (rho in
     IMPACT)."""
-    kl_coeff: NotNegative = 0.0
+    kl_coeff: KLCoeff = 0.0
     """Initial weight of the KL penalty from the target network's policy; it adapts to `kl_target`.
     0 disables the penalty."""
     kl_target: Positive = 0.01
@@ -100,9 +101,9 @@ class APPOTorchPolicy(TargetNetwork, VTracePolicy):
         return {**super().get_state(), "kl_coeff": self.kl_coeff}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        kl_coeff = float(state["kl_coeff"])
+        check_state(state, KL_COEFF_STATE, "the state of APPO")
         super().set_state(state)
-        self.kl_coeff = kl_coeff
+        self.kl_coeff = float(state["kl_coeff"])
 
 
 class APPO(Algorithm):

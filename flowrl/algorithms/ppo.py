@@ -12,9 +12,13 @@ from flowrl.policies.config import MAX_SGD_ITER
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import Count, NotNegative, NotNegativeInt, Positive
-from flowrl.state_schema import Amount, check_state
+from flowrl.state_schema import Amount, Fields, check_state
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import Plan, PlanSetting
+
+MAX_KL_COEFF = 1e6
+KLCoeff = Annotated[NotNegative, Field(le=MAX_KL_COEFF)]
+KL_COEFF_STATE: Fields = {"kl_coeff": Annotated[Amount, Field(le=MAX_KL_COEFF)]}
 
 
 class PPOConfig(OnPolicyConfig):
@@ -30,7 +34,7 @@ class PPOConfig(OnPolicyConfig):
     vf_clip_param: Positive | None = None
     """Clip new values to the old values ± this; None does not clip."""
     standardize_advantages: bool = True
-    kl_coeff: NotNegative = 0.0
+    kl_coeff: KLCoeff = 0.0
     """Initial weight of the KL penalty; it adapts to `kl_target`. 0 disables the penalty."""
     kl_target: Positive = 0.01
     """Target KL divergence in nats between the policies before and after training on a batch, to
@@ -130,10 +134,9 @@ class PPOTorchPolicy(OnPolicyPolicy):
         return {**super().get_state(), "kl_coeff": self.kl_coeff}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        check_state(state, {"kl_coeff": Amount}, "the state of PPO")
-        kl_coeff = float(state["kl_coeff"])
+        check_state(state, KL_COEFF_STATE, "the state of PPO")
         super().set_state(state)
-        self.kl_coeff = kl_coeff
+        self.kl_coeff = float(state["kl_coeff"])
 
 
 def clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, clip: float) -> torch.Tensor:
@@ -145,7 +148,7 @@ def clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, clip: float
 def adapted(kl_coeff: float, kl: float, kl_target: float) -> float:
     """Return the next coefficient of the KL penalty (section 4 of the paper); 0 stays 0."""
     if kl > 1.5 * kl_target:
-        return min(2 * kl_coeff, 1e6)
+        return min(2 * kl_coeff, MAX_KL_COEFF)
     if kl_coeff and kl < kl_target / 1.5:
         return max(0.5 * kl_coeff, 1e-6)
     return kl_coeff

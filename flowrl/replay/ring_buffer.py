@@ -27,9 +27,10 @@ from flowrl.replay.schema import (
     treespec_to_json,
 )
 from flowrl.replay.trajectories import SuccessorTable, sort_rows, split_final_observations
-from flowrl.state_schema import Fields, Natural, check_own_state
+from flowrl.state_schema import Fields, Natural, check_finite, check_own_state
 
 _FLAT = {"rewards": "f", "terminateds": "b", "truncateds": "b", "eps_id": "i", "t": "i"}
+_FINITE = (OBS, "actions", "rewards")
 _ANY_KIND = "biufScO"
 POOLED_BYTES = 1 << 20  # outputs of at least this size reuse memory
 
@@ -328,7 +329,8 @@ class RingBuffer:
         """Restore the result of `state_dict` of a ring buffer of the same capacity.
 
         Raises:
-            ValueError: The state has another capacity; nothing is changed.
+            ValueError: The state has another capacity, columns of other lengths or types, or
+                observations, actions or rewards that are not finite; nothing is changed.
         """
         check_own_state(self, state)
         if int(state["capacity"]) != self.capacity:
@@ -344,8 +346,11 @@ class RingBuffer:
                 is_flat = name not in _FLAT or leaf.ndim == 1
                 if not is_flat or leaf.dtype.kind not in _FLAT.get(name, _ANY_KIND):
                     raise ValueError(f"the column {name!r} is {leaf.dtype} of shape {leaf.shape}")
+        for name in _FINITE:
+            check_finite(state["columns"].get(name, []), f"columns/{name}")
+        check_finite(state["final_observations"], "final_observations")
         ring = RingBuffer(self.capacity, self.directory)
-        ring._successors.load_state_dict(state["successors"])
+        ring._successors.load_state_dict(state["successors"], state["num_added"])
         rows = min(int(state["num_added"]), self.capacity)
         final_slots = ring._successors.final_slots(rows)
         columns = {name: ring._empty_leaves(name, like) for name, like in state["columns"].items()}

@@ -16,12 +16,12 @@ from flowrl.data.indexed_columns import NextRows
 from flowrl.data.sample_batch import SampleBatch
 from flowrl.replay.frame_table import is_stacked
 from flowrl.replay.schema import DONE_FLAGS, NEXT_OBS, OBS
-from flowrl.state_schema import Fields, Integer, check_own_state, check_state
+from flowrl.state_schema import Fields, Integer, Natural, check_own_state, check_state
 
 TrajectoryKey = tuple[int, int]  # episode, agent
 
 
-_UNFINISHED: Fields = {"eps_id": Integer, "agent_index": Integer, "t": Integer, "row": Integer}
+_UNFINISHED: Fields = {"eps_id": Integer, "agent_index": Integer, "t": Integer, "row": Natural}
 
 
 class SuccessorTable:
@@ -200,17 +200,37 @@ class SuccessorTable:
             "unfinished": [[*key, *end] for key, end in self._unfinished.items()],
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
+    def load_state_dict(self, state: dict[str, Any], num_added: int) -> None:
+        """Restore the result of `state_dict`.
+
+        Args:
+            state: the state.
+            num_added: rows ever stored.
+
+        Raises:
+            ValueError: an entry is not of these rows.
+        """
         check_own_state(self, state)
         next_slots = np.asarray(state["next_slots"], np.int64)
+        rows = min(num_added, self.capacity)
+        is_row = (next_slots >= 0) & (next_slots < rows)
+        is_final = (next_slots >= self.capacity) & (next_slots < 2 * self.capacity)
+        if next_slots.shape != (rows,) or not (is_row | is_final).all():
+            raise ValueError(f"next_slots: must be slots of {rows} rows and their successors")
         self.next_slots[: len(next_slots)] = next_slots
         used = self.final_slots(len(next_slots))
         free = np.setdiff1d(np.arange(self.capacity, 2 * self.capacity), used)
         self._free[: len(free)] = free[::-1]
         self.num_free = len(free)
         for row in state["unfinished"]:
-            check_state(dict(zip(_UNFINISHED, row, strict=True)), _UNFINISHED, "unfinished")
+            entry = dict(zip(_UNFINISHED, row, strict=True))
+            check_state(entry, _UNFINISHED, "unfinished")
+            last = entry["row"]
+            if last >= num_added or (
+                last >= num_added - self.capacity
+                and next_slots[last % self.capacity] < self.capacity
+            ):
+                raise ValueError(f"unfinished: row {last} is not the last one of a trajectory")
         self._unfinished = {(e, a): (step, row) for e, a, step, row in state["unfinished"]}
 
 
