@@ -289,7 +289,7 @@ class _AlgorithmConfigResources(TypedDict, total=False):
     num_threads_per_process: int | Literal["auto"] | None
     """Threads of torch and of numpy's BLAS in this process and on each worker, limited when the algorithm or the worker is built. "auto" is 1; for networks with convolutions, this process has as many as there are cores that no worker uses, at most OMP_NUM_THREADS. None changes nothing."""
     address: str | None
-    """Address of a running Ray cluster ("auto" finds it); None starts Ray on this machine."""
+    """Address of a running Ray cluster ("auto" finds it); None takes that of the environment variable RAY_ADDRESS, and starts Ray on this machine if there is none."""
 
 class _AlgorithmConfigRollouts(TypedDict, total=False):
     normalize_observations: bool

@@ -164,11 +164,13 @@ FAULTS = (
         ),
     ),
     FaultCase(
-        "Ray's raylet or GCS dies",
+        "Ray's raylet or GCS dies, or the GCS restarts without its state",
         "RayLostError within 30 seconds; a checkpoint is written",
         (
             "iter/test_ray_health.py::test_a_dead_process_of_ray_is_an_error_and_the_state_can_be_saved",
             "iter/test_ray_health.py::test_the_end_of_the_process_behind_a_socket_is_noticed",
+            "iter/test_ray_health.py::test_a_gcs_that_restarts_is_lost_only_if_it_has_another_cluster_id",
+            "test_cluster.py::test_gcs_that_restarts_without_its_state_is_an_error_and_the_state_can_be_saved",
         ),
     ),
     FaultCase(

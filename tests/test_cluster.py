@@ -277,3 +277,45 @@ def test_plan_trains_with_many_workers(tmp_path, count, numpy):
     trained, torch = output[-2:]
     assert trained == f"{30 * count} {count}"
     assert int(torch) == (0 if numpy else count)
+
+
+def test_gcs_that_restarts_without_its_state_is_an_error_and_the_state_can_be_saved(tmp_path):
+    head = """
+        import socket, time
+        import ray
+        from ray.cluster_utils import Cluster
+
+        with socket.socket() as free:
+            free.bind(("", 0))
+            args = {"num_cpus": 3, "gcs_server_port": free.getsockname()[1]}
+        cluster = Cluster(initialize_head=True, head_node_args=args)
+        ray.init(address=cluster.address, log_to_driver=False)
+
+        from flowrl.iter.ray_health import RayLostError
+        from flowrl.trainer.plan_settings import plan_config
+    """
+    path = tmp_path / "checkpoint"
+    output = run(
+        f"""
+        config = plan_config("a3c").updated(env="CartPole-v1", num_workers=2, seed=0)
+        with config.build() as algorithm:
+            started = time.monotonic()
+            while time.monotonic() - started < 3:
+                algorithm.train()
+            cluster.head_node.kill_gcs_server()
+            cluster.head_node.start_gcs_server()
+            restarted = time.monotonic()
+            try:
+                while True:
+                    algorithm.train()
+            except RayLostError as error:
+                print(error)
+            print(time.monotonic() - restarted < 30)
+            algorithm.save({str(path)!r})
+        """,
+        tmp_path,
+        before=textwrap.dedent(head),
+    )
+    assert output.startswith("Ray's GCS, the process that manages the cluster, has restarted")
+    assert output.endswith("RUN_DIR\nTrue\n")
+    assert (path / "manifest.json").exists()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import queue
 import sys
 from collections.abc import Callable, Iterable
@@ -71,6 +72,21 @@ def ray_sockets() -> dict[str, str]:
     if node is None:
         return {}
     return {"raylet": node.raylet_socket_name, "GCS": node.gcs_address}
+
+
+def cluster_id(gcs_address: str) -> str | None:
+    """Return the ID of the cluster that a GCS manages; None if it does not answer within 40 s.
+
+    A GCS that has restarted without its state has another ID. Uses `ray._raylet.GcsClient`.
+    """
+    from ray.exceptions import RayError
+
+    raylet = importlib.import_module("ray._raylet")  # its type hints lack GcsClient
+    try:
+        cluster: str = raylet.GcsClient(address=gcs_address).cluster_id.hex()
+    except RayError:
+        return None
+    return cluster
 
 
 def kill_ray_processes() -> None:

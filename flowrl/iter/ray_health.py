@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from flowrl.iter.private_api import ray_sockets
+from flowrl.iter.private_api import cluster_id, ray_sockets
 
 PROBE_INTERVAL_S = 1.0
 MAX_S_WITHOUT_GCS = 15.0  # a cluster with fault tolerance may restart it
@@ -28,14 +28,18 @@ class RayLostError(RuntimeError):
     """Ray's raylet on this machine, or its GCS, has died: no worker can be used any more."""
 
 
-def _message(name: str, role: str) -> str:
+def _message(problem: str) -> str:
     return (
-        f"Ray's {name}, {role}, has died, so workers can neither be reached nor replaced. Continue "
-        "the run from its last checkpoint in a new process: flowrl resume RUN_DIR"
+        f"Ray's {problem}, so workers can neither be reached nor replaced. Continue the run from "
+        "its last checkpoint in a new process: flowrl resume RUN_DIR"
     )
 
 
-RAYLET_DIED = _message("raylet", "the process that runs the workers of this machine")
+RAYLET_DIED = _message("raylet, the process that runs the workers of this machine, has died")
+GCS_DIED = _message("GCS, the process that manages the cluster, has died")
+GCS_LOST_ITS_STATE = _message(
+    "GCS, the process that manages the cluster, has restarted without its state"
+)
 
 
 class _Watch:
@@ -44,6 +48,7 @@ class _Watch:
     def __init__(self, sockets: dict[str, str]):
         self.sockets = sockets
         self.lost: str | None = None  # the message
+        self._cluster_id: str | None = None  # that the GCS had first
         self._raylet_exit = _exit_event_of(sockets["raylet"])
         threading.Thread(target=self._run, name="flowrl-ray-watch", daemon=True).start()
 
@@ -53,10 +58,13 @@ class _Watch:
             num_probes = 0 if self._raylet_answers() else num_probes + 1
             if self.has_raylet_ended() or num_probes >= MAX_PROBES:
                 self.lost = RAYLET_DIED
-            elif _answers(self.sockets["GCS"]):
+            elif _answers(self.sockets["GCS"]) and (now := cluster_id(self.sockets["GCS"])):
                 gcs_seen = time.monotonic()
+                self._cluster_id = self._cluster_id or now
+                if now != self._cluster_id:
+                    self.lost = GCS_LOST_ITS_STATE
             elif time.monotonic() - gcs_seen > MAX_S_WITHOUT_GCS:
-                self.lost = _message("GCS", "the process that manages the cluster")
+                self.lost = GCS_DIED
             time.sleep(PROBE_INTERVAL_S)
 
     def has_raylet_ended(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import threading
@@ -17,26 +18,41 @@ from flowrl.iter.ray_health import is_ray_lost, watch_ray
 _num_users = 0  # of a Ray runtime that `start_ray` started or joined
 
 
-def start_ray(address: str | None = None, **options: Any) -> bool:
+def start_ray(address: str | None = None, num_cpus: int | None = None, **options: Any) -> bool:
     """Join a Ray cluster or start a local one, unless this process has Ray already.
 
     Args:
-        address: address of a running cluster; None starts a new local one.
+        address: address of a running cluster; None takes that of the environment variable
+            RAY_ADDRESS, and starts a new local cluster if there is none.
+        num_cpus: CPUs of a new local cluster; None for those of the machine.
         options: arguments of `ray.init`, which override the defaults of this function.
 
     Returns:
         Whether the runtime was started or joined by this function: the caller must then call
         `leave_ray()` once when it no longer needs Ray.
+
+    Raises:
+        ConfigError: there is no cluster at the address.
     """
     import ray
 
     global _num_users
     if not ray.is_initialized():
+        address = address or os.environ.get("RAY_ADDRESS") or "local"
         defaults: dict[str, Any] = {"logging_level": logging.WARNING}
-        if not address:
-            defaults["include_dashboard"] = False
-        with _kept_sigterm_handler():
-            ray.init(address or "local", **{**defaults, **options})
+        if address == "local":
+            defaults |= {"include_dashboard": False, "num_cpus": num_cpus}
+        try:
+            with _kept_sigterm_handler():
+                ray.init(address, **{**defaults, **options})
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            if address == "local":
+                raise
+            from flowrl.settings import ConfigError  # imports numpy
+
+            raise ConfigError(
+                f"address (or RAY_ADDRESS): no Ray cluster at {address!r}: {error}"
+            ) from error
         _num_users = 0
     elif not _num_users:
         watch_ray()

@@ -125,7 +125,8 @@ class WorkerConfig(PolicyConfig):
     as many as there are cores that no worker uses, at most OMP_NUM_THREADS. None changes
     nothing."""
     address: str | None = setting(None, group="resources")
-    """Address of a running Ray cluster ("auto" finds it); None starts Ray on this machine."""
+    """Address of a running Ray cluster ("auto" finds it); None takes that of the environment
+    variable RAY_ADDRESS, and starts Ray on this machine if there is none."""
 
     recreate_failed_workers: bool = setting(True, group="fault_tolerance")
     """Replace workers whose process died or hangs; if False, the run raises one error and can

@@ -170,15 +170,10 @@ class WorkerSet:
         return self._remote
 
     def _start_ray(self) -> None:
-        address = self.config.address
-        cores = {} if address else {"num_cpus": max(os.cpu_count() or 1, self.num_workers)}
-        try:
-            self._owns_ray = self._owns_ray or start_ray(address, **cores)
-            self.node = node_id()
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            if address is None:
-                raise
-            raise ConfigError(f"address: no Ray cluster at {address!r}: {error}") from error
+        if not self._owns_ray:
+            num_cpus = max(os.cpu_count() or 1, self.num_workers)
+            self._owns_ray = start_ray(self.config.address, num_cpus)
+        self.node = node_id()
 
     def _create_actor(self, index: int) -> Any:
         """Return a new actor for a remote worker; its first request carries weights."""

@@ -19,6 +19,7 @@ from flowrl.iter import (
     ray_runtime,
 )
 from flowrl.iter.recovery import is_death
+from flowrl.settings import ConfigError
 
 QUICK = Recovery(backoff_s=0.01)
 
@@ -350,12 +351,34 @@ def test_options_of_start_ray_override_its_defaults(monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda *args, **options: calls.append((args, options)))
     monkeypatch.setattr(ray_runtime, "_num_users", 0)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     ray_runtime.start_ray(include_dashboard=True, num_cpus=1)
-    ray_runtime.start_ray("host:1", logging_level=logging.INFO)
+    ray_runtime.start_ray("host:1", num_cpus=1, logging_level=logging.INFO)
+    monkeypatch.setenv("RAY_ADDRESS", "host:2")
+    ray_runtime.start_ray("host:1")
+    ray_runtime.start_ray()
     assert calls == [
         (("local",), {"logging_level": logging.WARNING, "include_dashboard": True, "num_cpus": 1}),
         (("host:1",), {"logging_level": logging.INFO}),
+        (("host:1",), {"logging_level": logging.WARNING}),
+        (("host:2",), {"logging_level": logging.WARNING}),
     ]
+
+
+def test_address_without_a_cluster_is_an_error(monkeypatch):
+    import ray
+
+    def refuse(*args, **options):
+        raise ConnectionError("nothing answers")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.setenv("RAY_ADDRESS", "host:2")
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS.*no Ray cluster at 'host:2': nothing"):
+        ray_runtime.start_ray()
+    monkeypatch.delenv("RAY_ADDRESS")
+    with pytest.raises(ConnectionError):
+        ray_runtime.start_ray()
 
 
 @pytest.mark.parametrize("in_process", [False, True])

@@ -8,7 +8,9 @@ import pytest
 from flowrl.iter.private_api import (
     call_on_put_and_get,
     call_when_ready,
+    cluster_id,
     queued_items,
+    ray_sockets,
     restore_items,
 )
 
@@ -47,3 +49,10 @@ def test_object_ref_calls_back_when_ready(ray_session):
     assert ready.wait(60)
     call_when_ready(ref, lambda *_: ready_again.set())  # also if it is ready already
     assert ready_again.wait(60)
+
+
+def test_gcs_returns_the_same_cluster_id_to_every_client(ray_session):
+    address = ray_sockets()["GCS"]
+    first = cluster_id(address)
+    assert first
+    assert cluster_id(address) == first

@@ -106,6 +106,18 @@ def test_a_gcs_that_does_not_answer_for_a_while_is_lost(raylet, monkeypatch):
         ray_health.check_ray()
 
 
+def test_a_gcs_that_restarts_is_lost_only_if_it_has_another_cluster_id(raylet, monkeypatch):
+    ids = ["a", "a", None, "a", None, "b"]
+    monkeypatch.setattr(ray_health, "PROBE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(ray_health, "_answers", lambda address: True)
+    monkeypatch.setattr(ray_health, "cluster_id", lambda address: ids.pop(0))
+    ray_health.watch_ray()
+    wait_until_lost()
+    assert not ids
+    with pytest.raises(ray_health.RayLostError, match="restarted without its state"):
+        ray_health.check_ray()
+
+
 def test_a_runtime_that_was_shut_down_is_not_lost(raylet, monkeypatch):
     ray_health.watch_ray()
     raylet.kill()
