@@ -174,6 +174,11 @@ FAULTS = (
         ),
     ),
     FaultCase(
+        "The machine has no network",
+        "workers on the machine train all the same",
+        ("chaos/test_resources.py::test_training_with_workers_needs_no_network",),
+    ),
+    FaultCase(
         "A node of the cluster disappears",
         "its workers are replaced on other nodes",
         ("test_cluster.py::test_lost_node_loses_no_counted_steps",),

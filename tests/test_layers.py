@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "flowrl"
 MAY_IMPORT = {
     "iter": set(),
-    "data": set(),
+    "data": {"iter"},
     "replay": {"data"},
     "envs": {"data"},
     "policies": {"data"},

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from flowrl.data.sample_batch import MultiAgentBatch, SampleBatch
+from flowrl.iter import ray_health
 
 Batch = SampleBatch | MultiAgentBatch
 
@@ -58,6 +59,9 @@ class BatchRef:
         """Fetch the batch.
 
         Parts that were lost with their process or node are left out, with a warning.
+
+        Raises:
+            RayLostError: Ray died meanwhile.
         """
         batches = [batch for batch in map(_fetch, self.parts) if batch is not None]
         batch = batches[0] if len(batches) == 1 else SampleBatch.concat_samples(batches)
@@ -90,11 +94,10 @@ def _fetch(part: Any) -> Batch | None:
     """Return the batch of a part, or None if it was lost."""
     if isinstance(part, (SampleBatch, MultiAgentBatch)):
         return part
-    import ray
     from ray.exceptions import ObjectLostError
 
     try:
-        batch: Batch = ray.get(part)
+        batch: Batch = ray_health.get(part)
     except ObjectLostError as error:
         log.warning("a fragment was lost with the process that made it (%s)", type(error).__name__)
         return None

@@ -1,4 +1,4 @@
-"""Too few resources: object store, open files, a deleted run directory, clocks that jump."""
+"""Too few resources: disk, object store, open files, network, a run directory, clocks that jump."""
 
 import resource
 import shutil
@@ -138,3 +138,23 @@ def test_full_disk_is_reported_without_a_traceback(tmp_path, kilobytes):
     assert "exit code 1" in lines or {"exit code 2", "no run directory"} <= set(lines)
     if "manifest.json" in done.stdout:
         assert "resumed 0" in done.stdout
+
+
+@pytest.mark.slow
+def test_training_with_workers_needs_no_network(tmp_path):
+    if not (shutil.which("unshare") and shutil.which("ip")):
+        pytest.skip("unshare or ip is not installed")
+    namespace = ["unshare", "--user", "--map-root-user", "--net", "bash", "-c"]
+    allowed = subprocess.run([*namespace, "ip link set lo up"], check=False, capture_output=True)
+    if allowed.returncode:
+        pytest.skip(f"this machine does not allow network namespaces: {allowed.stderr!r}")
+    program = (
+        f"ip link set lo up; exec {sys.executable} -m flowrl train ppo --env CartPole-v1 "
+        "--num-workers 2 --stop-timesteps 8000 --no-tuned --run-dir run"
+    )
+    done = subprocess.run(
+        [*namespace, program],
+        capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "reached: 8,000 env steps" in done.stdout
