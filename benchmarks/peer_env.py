@@ -1,9 +1,12 @@
-"""Virtual environments of peer libraries, created once in the folder .peers/ of the checkout."""
+"""Peer libraries: virtual environments, created once in .peers/, and runs in turn with flowrl's."""
 
 from __future__ import annotations
 
+import json
+import statistics
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1] / ".peers"
@@ -19,3 +22,36 @@ def peer_python(name: str, *requirements: str) -> Path:
             subprocess.run([str(python), "-m", "pip", "install", "-q", *packages], check=True)
         (folder / "ready").touch()
     return python
+
+
+def run_alternately(
+    script: str, pythons: dict[str, str], rounds: int, *arguments: str
+) -> dict[str, list[dict[str, float]]]:
+    """Run the entries of a script in turn, each time in a new process.
+
+    Args:
+        script: called with the arguments and `--one ENTRY`; its last line of output is JSON.
+        pythons: entry -> interpreter.
+        rounds: runs of each entry.
+        arguments: further arguments.
+
+    Returns:
+        entry -> results of the rounds.
+    """
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in pythons}
+    for number in range(rounds):
+        for name, python in pythons.items():
+            command = [python, script, *arguments, "--one", name]
+            process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            results[name].append(json.loads(process.stdout.splitlines()[-1]))
+            print(f"# round {number}, {name}: {results[name][-1]}", flush=True)
+    return results
+
+
+def spread(values: Iterable[float], digits: int = 2) -> str:
+    """Return "median (lowest to highest)"."""
+    ordered = sorted(values)
+    median, low, high = (
+        f"{v:,.{digits}f}" for v in (statistics.median(ordered), ordered[0], ordered[-1])
+    )
+    return f"{median} ({low} to {high})"

@@ -132,7 +132,7 @@ class LossGradient:
         policy = self._policy
         policy.stats = {}
         named: dict[str, Any]
-        if self._kernel is None:
+        if self._kernel is None or self._has_frozen_parameters():
             named = self._compute_by_autograd(batch)
         else:
             named = {"total_loss": self._kernel(policy.tensors(batch))}
@@ -143,6 +143,9 @@ class LossGradient:
         if not (math.isfinite(stats["grad_norm"]) and math.isfinite(stats["total_loss"])):
             self._raise_nonfinite(stats, batch)
         return stats
+
+    def _has_frozen_parameters(self) -> bool:
+        return not all(p.requires_grad for p in self._policy.flat.parameters)
 
     def _compute_by_autograd(self, batch: SampleBatch) -> dict[str, torch.Tensor]:
         policy = self._policy

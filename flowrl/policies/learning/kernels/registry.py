@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from flowrl.policies.learning.kernels.actor_critic import sac_kernel, td3_kernel
+from flowrl.policies.learning.kernels.policy_gradient import a2c_kernel, ppo_kernel
 from flowrl.policies.learning.kernels.q_learning import q_learning_kernel
 from flowrl.policies.models.tensor_batch import TensorBatch
 
@@ -20,6 +21,8 @@ class _Entry(NamedTuple):
 
 _ACTOR_CRITIC_METHODS = ("loss", "critic_loss", "action_values", "actor_loss")
 _KERNELS = {
+    "flowrl.algorithms.a2c.A2CTorchPolicy": _Entry(a2c_kernel, ("loss",)),
+    "flowrl.algorithms.ppo.PPOTorchPolicy": _Entry(ppo_kernel, ("loss", "_value_loss")),
     "flowrl.algorithms.dqn.DQNTorchPolicy": _Entry(q_learning_kernel, ("loss",)),
     "flowrl.algorithms.sac.SACTorchPolicy": _Entry(sac_kernel, _ACTOR_CRITIC_METHODS),
     "flowrl.algorithms.td3.TD3TorchPolicy": _Entry(td3_kernel, _ACTOR_CRITIC_METHODS),
