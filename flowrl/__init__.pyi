@@ -239,7 +239,7 @@ class _AlgorithmConfigFramework(TypedDict, total=False):
     compile: bool
     """Compile the network for learning with torch.compile."""
     numpy_gradients: bool
-    """Compute gradients with numpy where that is faster than autograd: for the shipped losses of DQN, SAC, TD3 and CQL on fully connected networks. Results differ by rounding only."""
+    """Compute gradients with numpy where that is faster than autograd: for the shipped losses of PPO, A2C, DQN, SAC, TD3 and CQL on fully connected networks. Results differ by rounding only."""
     device: str
     """Device of the network in processes that learn: "cpu", "cuda", "cuda:1"; "auto" uses the GPU if there is one. Workers that only sample use the CPU."""
 

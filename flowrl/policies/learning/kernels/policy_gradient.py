@@ -166,22 +166,23 @@ class PPOKernel(PolicyGradientKernel):
         clip = np.float32(policy.scheduled(policy.config.clip_param))
         advantages = self._advantages(batch)
         ratio = np.exp(dist.logp(batch.array("actions")) - float32(batch, "action_logp"))
-        surrogate, clipped = advantages * ratio, advantages * ratio.clip(1 - clip, 1 + clip)
-        policy_loss = -float(np.minimum(surrogate, clipped).mean())
-        is_used = (surrogate < clipped) | ((ratio >= 1 - clip) & (ratio <= 1 + clip))
-        d_outputs = dist.logp_gradient(np.where(is_used, surrogate, 0) / -count)
+        surrogate = advantages * ratio
+        clipped = advantages * np.minimum(np.maximum(ratio, 1 - clip), 1 + clip)
+        policy_loss = -mean(np.minimum(surrogate, clipped))
+        # the gradient of clipped ratios is 0; of ratios in the bounds, both are equal
+        d_outputs = dist.logp_gradient(np.where(surrogate <= clipped, surrogate, 0) / -count)
 
         vf_loss, d_values = self._value_loss(batch, values)
         weight = policy.scheduled(policy.config.vf_loss_coeff)
         loss = policy_loss + weight * vf_loss
         bonus = policy.scheduled(policy.config.entropy_coeff)
         if bonus:
-            policy.stats["entropy"] = entropy = float(dist.entropy().mean())
+            policy.stats["entropy"] = entropy = mean(dist.entropy())
             loss -= bonus * entropy
             d_outputs -= np.float32(bonus / count) * dist.entropy_gradient()
         if policy.kl_coeff:
             old = self._rows_class(float32(batch, "action_dist_inputs"))
-            policy.stats["kl"] = kl = float(dist.kl_from(old).mean())
+            policy.stats["kl"] = kl = mean(dist.kl_from(old))
             loss += policy.kl_coeff * kl
             d_outputs += np.float32(policy.kl_coeff / count) * dist.kl_gradient(old)
         policy.stats |= {"policy_loss": policy_loss, "vf_loss": vf_loss}
@@ -196,9 +197,9 @@ class PPOKernel(PolicyGradientKernel):
         change = values - old
         errors, clipped = values - targets, old + change.clip(-limit, limit) - targets
         squares, of_clipped = errors * errors, clipped * clipped
-        is_inside = (change >= -limit) & (change <= limit)
+        is_inside = np.abs(change) <= limit
         slope = np.where(squares >= of_clipped, errors, np.where(is_inside, clipped, 0))
-        return float(np.maximum(squares, of_clipped).mean()), slope * np.float32(2 / len(values))
+        return mean(np.maximum(squares, of_clipped)), slope * np.float32(2 / len(values))
 
 
 class A2CKernel(PolicyGradientKernel):
@@ -209,9 +210,9 @@ class A2CKernel(PolicyGradientKernel):
     ) -> tuple[float, np.ndarray, np.ndarray]:
         policy, count = self._policy, np.float32(len(values))
         advantages = self._advantages(batch)
-        policy_loss = -float((dist.logp(batch.array("actions")) * advantages).mean())
+        policy_loss = -mean(dist.logp(batch.array("actions")) * advantages)
         vf_loss, d_values = squared_errors(values, float32(batch, "value_targets"))
-        entropy = float(dist.entropy().mean())
+        entropy = mean(dist.entropy())
         policy.stats |= {"policy_loss": policy_loss, "vf_loss": vf_loss, "entropy": entropy}
         weight = policy.scheduled(policy.config.vf_loss_coeff)
         bonus = policy.scheduled(policy.config.entropy_coeff)
@@ -220,6 +221,11 @@ class A2CKernel(PolicyGradientKernel):
             d_outputs -= np.float32(bonus / count) * dist.entropy_gradient()
         loss = policy_loss + weight * vf_loss - bonus * entropy
         return loss, d_outputs, d_values * np.float32(weight)
+
+
+def mean(values: np.ndarray) -> float:
+    """Return the mean of values [B]; faster than `values.mean()`."""
+    return float(np.add.reduce(values)) / len(values)
 
 
 def float32(batch: TensorBatch, name: str) -> np.ndarray:
@@ -231,7 +237,7 @@ def float32(batch: TensorBatch, name: str) -> np.ndarray:
 def squared_errors(values: np.ndarray, targets: np.ndarray) -> tuple[float, np.ndarray]:
     """Return the mean squared error of values [B], and its gradient [B]."""
     errors = values - targets
-    return float((errors * errors).mean()), errors * np.float32(2 / len(values))
+    return mean(errors * errors), errors * np.float32(2 / len(values))
 
 
 def ppo_kernel(policy: Any) -> PPOKernel | None:
