@@ -74,11 +74,24 @@ def resident_bytes(pid: int | None = None) -> int:
         pid: id of the process; None for this one.
     """
     try:
-        with open(f"/proc/{pid or 'self'}/statm", "rb", buffering=0) as file:
-            _, resident, shared, *_ = file.read(128).split()
-            return (int(resident) - int(shared)) * _PAGE_BYTES
-    except OSError:
+        if pid is None:
+            line = os.pread(_own_memory_file(os.getpid()), 128, 0)
+        else:
+            line = Path(f"/proc/{pid}/statm").read_bytes()
+        _, resident, shared, *_ = line.split()
+        return (int(resident) - int(shared)) * _PAGE_BYTES
+    except (OSError, ValueError):
         return 0
+
+
+@functools.cache
+def _own_memory_file(pid: int) -> int:
+    """Return an open file descriptor of this process: opening it takes longer than reading it.
+
+    Args:
+        pid: id of this process, which changes with a fork.
+    """
+    return os.open("/proc/self/statm", os.O_RDONLY)
 
 
 def num_cores() -> int:

@@ -19,9 +19,11 @@ from flowrl.process_usage import resident_bytes
 
 MAX_INTERVAL = 64  # pulls that a timed pull represents
 MAX_INTERVAL_S = 1.0  # between two timed pulls, roughly
-TIMING_S = 1e-6  # cost of timing the pull of one stage
+TIMING_S = 2e-6  # cost of timing the pull of one stage
 MAX_OVERHEAD = 0.007  # timing may take this share of the time since the start
-MEMORY_INTERVAL_S = 0.05  # between two pulls whose memory is measured
+MEMORY_S = 4e-6  # cost of measuring the memory before and after the pull of one stage
+MAX_MEMORY_OVERHEAD = 0.003
+MEMORY_INTERVAL_S = 0.05  # at least, between two pulls whose memory is measured
 
 
 # stage, time of perf_counter at the start, seconds, whether it returned an item
@@ -125,6 +127,7 @@ class Profiler:
         self._weight = max(self._interval - self.next_timed, 1)
         self._pulls_since_memory += self._weight
         self._measures_memory = time.perf_counter() >= self._memory_due
+        stages_before = self._timed_stages
         for stage, _, timed in self._wirings:
             stage.wire(timed)
         try:
@@ -132,7 +135,9 @@ class Profiler:
         finally:
             if self._measures_memory:
                 self._pulls_since_memory = 0
-                self._memory_due = time.perf_counter() + MEMORY_INTERVAL_S
+                cost_s = MEMORY_S * (self._timed_stages - stages_before)
+                interval_s = max(MEMORY_INTERVAL_S, cost_s / MAX_MEMORY_OVERHEAD)
+                self._memory_due = time.perf_counter() + interval_s
             self._pulls += self._weight
             self._timed_pulls += 1
             self._interval = self.next_timed = self._next_interval()
