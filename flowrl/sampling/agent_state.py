@@ -143,7 +143,7 @@ def load_episodes(
                 trajectories[saved["trajectory"]],
                 loaded[saved["episode"]],
             )
-            segment.event = Event(saved["event"])
+            segment.event = Event.checked(saved["event"])
             policies[policy_id].segments.append(segment)
     batches.ready = [
         Postprocessed(loaded[number], tuple(order), policy_id, rows)

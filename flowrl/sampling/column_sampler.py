@@ -330,10 +330,10 @@ class ColumnSampler:
             batch = SampleBatch.concat_samples([postprocessed(policy, part) for part in parts])
         rewards = columns.part("rewards", 0, used)
         self.episodes += self._returns.end_fragment(returned, rewards, self._callbacks)
-        lost = set(segments.lanes[segments.events == Event.LOST].tolist())
+        lost = segments.lanes[segments.events == Event.LOST].tolist()
         if self.stepper.resets_in_next_step:
-            lost = set()  # the steps that reset an environment
-        self.stepper.mark_healthy(env for env in range(self.stepper.num_envs) if env not in lost)
+            lost = []  # the steps that reset an environment
+        self.stepper.mark_healthy(set(range(self.stepper.num_envs)).difference(lost))
         first = tracker.keep(used, segments, chosen, raw_finals)
         if self._callbacks is not None:
             self._callbacks.update_all(used, self._infos)

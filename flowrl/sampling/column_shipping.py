@@ -16,6 +16,8 @@ from flowrl.data.types import PolicyID
 from flowrl.envs.validation import SAMPLER_COLUMNS
 from flowrl.policies.policy import Policy
 
+_ALWAYS_SHIPPED = SAMPLER_COLUMNS - {"infos"}
+
 
 class ColumnShipping:
     """Ships the columns that policies read; the others stay on the actor until they are accessed.
@@ -49,9 +51,10 @@ class ColumnShipping:
             self._read[policy_id] = self._columns_read(policy_id, rows)
         read = self._read.get(policy_id)
         columns: dict[str, Any] = {}
+        ships_all = read is None or ray is None  # but infos
         for name, column in rows.stored():
-            ship = name in SAMPLER_COLUMNS - {"infos"} or name.startswith("state_in_")
-            ship |= name != "infos" and (read is None or ray is None)
+            ship = name in _ALWAYS_SHIPPED or name.startswith("state_in_")
+            ship |= ships_all and name != "infos"
             if ship or (read is not None and name in read):
                 if isinstance(column, IndexedColumn) and column.is_lazy:
                     column = np.asarray(column)

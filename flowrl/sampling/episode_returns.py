@@ -34,8 +34,11 @@ class EpisodeReturns:
         if not len(segments):
             return []
         lengths = segments.lengths
-        row, segment = segments.rows()
-        values = rewards[row, segments.lanes[segment]].astype(np.float64)
+        if int(lengths.sum()) == rewards.size and segments.in_lane_order:
+            values = rewards.T.reshape(-1).astype(np.float64)
+        else:
+            row, segment = segments.rows()
+            values = rewards[row, segments.lanes[segment]].astype(np.float64)
         sums = np.add.reduceat(values, np.cumsum(lengths) - lengths)
         continued = segments.steps > 0
         sums[continued] += self.so_far[segments.lanes[continued]]
@@ -43,6 +46,8 @@ class EpisodeReturns:
         self.so_far[segments.lanes] = 0.0
         self.so_far[segments.lanes[is_open]] = sums[is_open]
         (ended,) = (~is_open).nonzero()
+        if not len(ended):
+            return []
         ended = ended[np.argsort(segments.ends[ended], kind="stable")]
         fields = [
             sums[ended].tolist(),

@@ -9,7 +9,7 @@ import numpy as np
 from flowrl.data.types import AgentID, PolicyID
 from flowrl.envs.validation import ObservationCheck
 from flowrl.sampling.episode import MultiAgentEpisode
-from flowrl.sampling.segments import Event, Segments
+from flowrl.sampling.segments import Segments
 
 
 class RunningEpisode:
@@ -106,7 +106,7 @@ class Segment:
         self,
         trajectory: Trajectory,
         end: int,
-        event: Event,
+        event: int,
         terminated: bool = False,
         truncated: bool = False,
     ):

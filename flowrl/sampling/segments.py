@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -13,13 +12,27 @@ import optree
 from flowrl.state_schema import Fields, Natural, check_state
 
 
-class Event(IntEnum):
-    """What follows a row of a lane."""
+class Event:
+    """What follows a row of a lane: integers, because arrays are compared with them.
+
+    (The members of an enum take longer to access than such a comparison.)
+    """
 
     ENDED = 0  # the end of the episode
     SOFT_HORIZON = 1  # another episode, without a reset of the environment
     LOST = 2  # the row and those before it in its segment are dropped
     OPEN = 3  # the end of the fragment
+
+    @staticmethod
+    def checked(saved: Any) -> int:
+        """Return a saved event.
+
+        Raises:
+            ValueError: it is not an event.
+        """
+        if type(saved) is not int or not Event.ENDED <= saved <= Event.OPEN:
+            raise ValueError(f"event: must be an integer from 0 to 3, got {saved!r:.60}")
+        return saved
 
 
 @dataclass
@@ -72,7 +85,7 @@ class Segments:
     @property
     def in_lane_order(self) -> bool:
         """Whether the segments are sorted by lane and row."""
-        return bool((self.lane_order == np.arange(len(self))).all())
+        return len(self) < 2 or bool((self.lane_order == np.arange(len(self))).all())
 
     def rows(self, every: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """Return row and segment of all rows, or of every n-th row of each segment."""
@@ -145,7 +158,7 @@ class SegmentTracker:
 
     def forget(self) -> None:
         """Forget the events of the fragment."""
-        self._events: list[tuple[int, Any, Event, np.ndarray]] = []  # row, environments, …, ids
+        self._events: list[tuple[int, Any, int, np.ndarray]] = []  # row, environments, …, ids
         self.finals: list[Any] = []
         self.rows_closed = 0
 
@@ -195,7 +208,7 @@ class SegmentTracker:
             self.starts[soft] = row + 1
         return soft
 
-    def _end(self, row: int, envs: Any, event: Event) -> None:
+    def _end(self, row: int, envs: Any, event: int) -> None:
         """End the episodes of environments after a row."""
         self._events.append((row, envs, event, self.episode_ids[envs]))
         if self._whole and event != Event.LOST:
@@ -207,11 +220,18 @@ class SegmentTracker:
         """Return all segments of the first `used` rows, also empty ones; the last one of each
         environment is open."""
         envs = np.arange(len(self.resets))
+        if not self._events:
+            return Segments(
+                envs, self._begins.copy(), np.full(len(envs), used), self._steps.copy(),
+                self._ages.copy(), self.episode_ids.copy(), np.full(len(envs), Event.OPEN),
+                np.full(len(envs), -1), np.ones(len(envs), bool), envs=envs,
+                agents=np.zeros(len(envs), np.int64),
+            )  # fmt: skip
         events = [*self._events, (used - 1, envs, Event.OPEN, self.episode_ids)]
         counts = [len(lanes) for _, lanes, _, _ in events]
         lanes = np.concatenate([np.asarray(lanes, np.int64) for _, lanes, _, _ in events])
         rows = np.repeat([row for row, _, _, _ in events], counts)
-        kinds = np.repeat([int(event) for _, _, event, _ in events], counts)
+        kinds = np.repeat([event for _, _, event, _ in events], counts)
         ids = np.concatenate([ids for _, _, _, ids in events])
         finals = np.full(len(lanes), -1)
         (ended,) = (kinds == Event.ENDED).nonzero()
@@ -279,7 +299,7 @@ class SegmentTracker:
                 self._begins[lane] = segments.begins[index]
                 self._steps[lane], self._ages[lane] = segments.steps[index], segments.ages[index]
         for index in sorted(itertools.chain(*kept.values()), key=lambda i: int(segments.ends[i])):
-            event, lane = Event(int(segments.events[index])), segments.lanes[index : index + 1]
+            event, lane = int(segments.events[index]), segments.lanes[index : index + 1]
             if event == Event.OPEN:
                 continue
             ids = segments.episode_ids[index : index + 1]
@@ -295,7 +315,7 @@ class SegmentTracker:
         return {
             "next_id": self.next_id,
             "events": [
-                [row, np.array(envs), int(event), np.array(ids)]
+                [row, np.array(envs), event, np.array(ids)]
                 for row, envs, event, ids in self._events
             ],
             "finals": list(self.finals),
@@ -307,7 +327,9 @@ class SegmentTracker:
         """Load the result of `state_dict`."""
         check_state(state, _STATE_FIELDS, "tracker")
         self.next_id = state["next_id"]
-        self._events = [(row, e, Event(event), ids) for row, e, event, ids in state["events"]]
+        self._events = [
+            (row, envs, Event.checked(event), ids) for row, envs, event, ids in state["events"]
+        ]
         self.finals, self.rows_closed = list(state["finals"]), state["rows_closed"]
         for name in _STATE:
             array: np.ndarray = getattr(self, name)
