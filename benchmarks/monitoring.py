@@ -50,6 +50,8 @@ def train(algorithm: Any, mode: str, seconds: float, pids: set[int]) -> tuple[fl
         Env steps per second, processor seconds per env step, and the share of the time in which
         the thread that measures used a processor.
     """
+    # the plan times some of its pulls even if nothing reads the times
+    algorithm.plan._profiler.next_timed = 10**9 if mode == "off" else 1
     monitor = Monitor(algorithm.plan, algorithm.workers, ()) if mode != "off" else None
     tracer = Tracer(algorithm.plan, 60.0) if mode == "traced" else None
     if monitor is not None:

@@ -102,7 +102,7 @@ def main() -> None:
     if options.one:
         print(json.dumps(RUNS[options.one](options.env)))
         return
-    packages = "stable-baselines3==2.9.2", "gymnasium[mujoco]==1.2.2", "Box2D==2.3.10"
+    packages = "stable-baselines3==2.9.2", "gymnasium[mujoco]==1.2.2", "Box2D==2.3.10", "pygame"
     pythons = {
         "flowrl": sys.executable,
         "Stable-Baselines3": str(peer_python("sb3-box2d-mujoco", *packages)),
