@@ -47,15 +47,14 @@ class Figures:
         self._markdown.write_text(f"{table}\n{'; '.join(self._notes())}.\n")
 
     def _notes(self) -> list[str]:
-        """Return the notes, each with the rows that it is about unless these are all."""
+        """Return the notes, each with the rows that it is about unless these are most of them."""
         rows_of: dict[str, list[str]] = {}
         for row, figures in self.rows.items():
             for note in filter(None, figures["measured"]):
                 rows_of.setdefault(note, []).append(row)
-        return [
-            note if len(rows) == len(self.rows) else f"{', '.join(rows)}: {note}"
-            for note, rows in rows_of.items()
-        ]
+        of_most = [note for note, rows in rows_of.items() if 2 * len(rows) > len(self.rows)]
+        others = [f"{', '.join(rows)}: {n}" for n, rows in rows_of.items() if n not in of_most]
+        return [*of_most, *others]
 
 
 def measured_here(*how: str) -> str:
