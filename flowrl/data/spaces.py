@@ -8,6 +8,9 @@ import numpy as np
 import optree
 from gymnasium import spaces
 
+MIN_IMAGE_SIDE = 7  # for an array with three axes to count as an image
+MIN_NATURE_SIDE = 36  # for the filters of Mnih et al. 2015
+
 
 def zeros_of(space: spaces.Space) -> Any:
     """Return zeros in the shape of one value of the space."""
@@ -88,3 +91,17 @@ def values_equal(first: Any, second: Any) -> bool:
     leaves, structure = optree.tree_flatten(tree)
     other_leaves, other_structure = optree.tree_flatten(second)
     return bool(structure == other_structure) and all(map(values_equal, leaves, other_leaves))
+
+
+def is_image(space: spaces.Space) -> bool:
+    """Return whether an encoder treats a space as an image.
+
+    Images are Boxes of height, width and channels (or channels first) with sides of at least 7
+    pixels, and uint8 Boxes of height and width with sides of at least 36 pixels.
+    """
+    if not isinstance(space, spaces.Box):
+        return False
+    sides = sorted(space.shape)[-2:]
+    if len(space.shape) == 3:
+        return sides[0] >= MIN_IMAGE_SIDE
+    return len(space.shape) == 2 and space.dtype == np.uint8 and sides[0] >= MIN_NATURE_SIDE

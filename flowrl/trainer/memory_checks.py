@@ -6,10 +6,9 @@ from typing import Any
 
 from gymnasium import spaces
 
-from flowrl.data.spaces import leaf_spaces
+from flowrl.data.spaces import is_image, leaf_spaces
 from flowrl.iter.ray_runtime import live_nodes
 from flowrl.memory_limit import check_memory
-from flowrl.policies.models.encoders import is_image
 from flowrl.sampling.rollout_worker import RolloutWorker
 
 PROCESS_BYTES = 100 << 20  # of a Ray actor, at least

@@ -11,6 +11,7 @@ from gymnasium import spaces
 
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.data.serialization import ArrayStore, encode
+from flowrl.data.spaces import is_image
 from flowrl.iter import Stage
 from flowrl.monitoring.operator_source import is_own
 from flowrl.monitoring.plan_check import check_plan
@@ -18,7 +19,6 @@ from flowrl.monitoring.plan_rules.wiring import no_report
 from flowrl.ops.report import operators_of
 from flowrl.policies.config import ModelConfig, PolicyConfig
 from flowrl.policies.models.catalog import is_module_class
-from flowrl.policies.models.encoders import is_image
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import specs_of
 from flowrl.policies.schedules import needs_total, schedules_in, zero_from

@@ -163,6 +163,7 @@ def test_the_death_of_a_worker_ends_the_recording(tmp_path):
         env=lambda context: DyingCartPole(context, tmp_path / "died"),
         num_workers=2,
         num_envs_per_worker=2,
+        min_sample_timesteps_per_iteration=100,  # several results before the death
         seed=1,
     )
     with config.build() as algorithm:

@@ -38,6 +38,7 @@ def test_large_weights_are_one_object_per_version(workers, monkeypatch):
     from flowrl.sampling import weight_sync
 
     monkeypatch.setattr(weight_sync, "INLINE_BYTES", 1000)
+    monkeypatch.setattr(workers, "node", "here")  # as when Ray has started
     put, refs = ray.put, []
     monkeypatch.setattr(ray, "put", lambda value: refs.append(put(value)) or refs[-1])
     for _ in range(3):

@@ -10,10 +10,10 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
+from flowrl.data.spaces import is_image
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.models.base import ModelV2, State
 from flowrl.policies.models.catalog import make_model
-from flowrl.policies.models.encoders import is_image
 from flowrl.policies.models.fcnet import uses_numpy
 from flowrl.policies.models.flatten import flat_size, flatten, flatten_numpy
 from flowrl.policies.models.numpy_forward import outputs_by_numpy

@@ -6,12 +6,12 @@ import itertools
 import math
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from gymnasium import spaces
 from torch import nn
 
+from flowrl.data.spaces import MIN_NATURE_SIDE, is_image
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.models.flatten import flat_size, flatten
 from flowrl.settings import ConfigError
@@ -22,9 +22,7 @@ SMALL_FILTERS = [[16, 3, 1], [32, 3, 2]]
 TINY_FILTERS = [[16, 3, 1], [32, 3, 1]]  # strides would lose positions in so small an image
 
 # minimum of the shortest side [pixels]
-MIN_NATURE_SIDE = 36  # for NATURE_FILTERS
 MIN_SMALL_SIDE = 16  # for SMALL_FILTERS
-MIN_IMAGE_SIDE = 7  # for an array with three axes to count as an image
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "tanh": nn.Tanh,
@@ -50,20 +48,6 @@ def mlp(sizes: list[int], activation: str) -> nn.Sequential:
     for size_in, size_out in itertools.pairwise(sizes):
         modules += [init_orthogonal(nn.Linear(size_in, size_out)), ACTIVATIONS[activation]()]
     return nn.Sequential(*modules)
-
-
-def is_image(space: spaces.Space) -> bool:
-    """Return whether an encoder treats a space as an image.
-
-    Images are Boxes of height, width and channels (or channels first) with sides of at least 7
-    pixels, and uint8 Boxes of height and width with sides of at least 36 pixels.
-    """
-    if not isinstance(space, spaces.Box):
-        return False
-    sides = sorted(space.shape)[-2:]
-    if len(space.shape) == 3:
-        return sides[0] >= MIN_IMAGE_SIDE
-    return len(space.shape) == 2 and space.dtype == np.uint8 and sides[0] >= MIN_NATURE_SIDE
 
 
 def has_image(space: spaces.Space) -> bool:
