@@ -63,6 +63,8 @@ class _ModelConfig(TypedDict, total=False):
     """Initial value of this parameter; bounded actions are normalized to [-1, 1]."""
     num_framestacks: int
     """Number of latest observations that the network sees at once."""
+    matrix_products: Literal["auto", "numpy", "torch"]
+    """Library that multiplies large matrices where fully connected networks use numpy; "auto" measures which one is faster on this processor when the algorithm is built."""
     conv_type: Literal["plain", "resnet"]
     """For images: plain convolutions, or IMPALA's small residual network."""
     conv_filters: collections.abc.Sequence[collections.abc.Sequence[int]] | None

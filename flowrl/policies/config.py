@@ -48,6 +48,9 @@ class ModelConfig(Settings):
     """Initial value of this parameter; bounded actions are normalized to [-1, 1]."""
     num_framestacks: Count = 1
     """Number of latest observations that the network sees at once."""
+    matrix_products: Literal["auto", "numpy", "torch"] = "auto"
+    """Library that multiplies large matrices where fully connected networks use numpy; "auto"
+    measures which one is faster on this processor when the algorithm is built."""
 
     conv_type: Literal["plain", "resnet"] = "plain"
     """For images: plain convolutions, or IMPALA's small residual network."""

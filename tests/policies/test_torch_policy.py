@@ -101,6 +101,25 @@ def test_flat_adam_equals_torch_adam(eps):
     torch.testing.assert_close(layer.weight, reference.weight, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("flushes", [False, True])
+def test_moments_of_adam_decay_to_zero_and_other_arithmetic_keeps_denormals(flushes):
+    """Steps with denormal moments are many times slower."""
+    flat = FlatParameters(torch.nn.Linear(5, 3))
+    adam = FlatAdam(flat, 1e-2)
+    flat.gradient.fill_(1.0)
+    torch.set_flush_denormal(flushes)  # by the program
+    try:
+        adam.step()
+        flat.gradient.zero_()
+        for _ in range(900):  # 0.9**900 is 7e-42
+            adam.step()
+        assert (np.float32(1e-40) * np.float32(1.0) == 0.0) == flushes
+    finally:
+        torch.set_flush_denormal(False)
+    (slot,) = adam.state_dict()["state"].values()
+    assert float(slot["exp_avg"].abs().max()) == 0.0
+
+
 def test_views_of_gradients_can_be_restored_but_not_those_of_parameters():
     flat = make_policy().flat
     parameter = flat.parameters[0]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from flowrl.settings import ConfigError
@@ -110,6 +111,12 @@ def _piece(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return flat.view_as(parameter)
 
 
+def _start_flushing_denormals() -> bool:
+    """Round results below 1e-38 to 0 from now on; return whether this was not so before."""
+    is_on = np.float32(1e-40) * np.float32(1.0) == 0.0
+    return not is_on and torch.set_flush_denormal(True)
+
+
 class FlatAdam:
     """Adam (Kingma & Ba 2015, algorithm 1, reordered as in section 2) on one vector.
 
@@ -141,9 +148,16 @@ class FlatAdam:
 
     def step(self) -> None:
         """Update the vector with its gradient."""
-        for part, group in zip(self._parts, self.param_groups, strict=True):
-            if group["active"]:
-                part.step(group)
+        # moments of units whose gradient stays 0 decay to denormal numbers, with which a step would
+        # take up to ten times as long
+        stops = _start_flushing_denormals()
+        try:
+            for part, group in zip(self._parts, self.param_groups, strict=True):
+                if group["active"]:
+                    part.step(group)
+        finally:
+            if stops:
+                torch.set_flush_denormal(False)
 
     def state_dict(self) -> dict[str, Any]:
         slots = {

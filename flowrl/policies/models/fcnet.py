@@ -16,6 +16,7 @@ from torch import nn
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.models.base import ModelV2, State, full_precision
 from flowrl.policies.models.flatten import flatten, flatten_numpy, nested_size
+from flowrl.policies.models.matrix_products import matmul_for
 
 MIN_TORCH_RELU_SIZE = 4096  # elements
 
@@ -112,6 +113,7 @@ class FullyConnectedNetwork(ModelV2):
         self._policy_layers = _parameters([*self.hidden, self.policy_head])
         self._value_layers = _parameters([*self.value_hidden, self.value_head])
         self._features: torch.Tensor | None = None
+        self.matmul = matmul_for(model_config.matrix_products)
         self.bind_numpy_views()
 
     def bind_numpy_views(self) -> None:
@@ -232,14 +234,14 @@ class FullyConnectedNetwork(ModelV2):
 
     def _run_numpy(self, hidden: np.ndarray, layers: list[NumpyLayer]) -> np.ndarray:
         """Return activations of the last hidden layer, in memory that the next call overwrites."""
-        activation = self._numpy_activation
+        activation, matmul = self._numpy_activation, self.matmul
         assert activation is not None
         buffers = self._buffers_numpy
         if not buffers or len(buffers[0]) != len(hidden):
             buffers = [np.empty((len(hidden), b.shape[0]), np.float32) for _, b in layers]
             self._buffers_numpy = buffers
         for (weight, bias), out in zip(layers, buffers, strict=True):
-            np.dot(hidden, weight, out)
+            matmul(hidden, weight, out=out)
             out += bias
             hidden = activation(out, out)
         return hidden

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from flowrl.policies.models.fcnet import FullyConnectedNetwork
+from flowrl.policies.models.matrix_products import Matmul
 
 _threshold_backward = torch.ops.aten.threshold_backward.grad_input
 
@@ -18,40 +19,46 @@ class _NumpyForward(torch.autograd.Function):
     """A network's forward pass in numpy, and its backward pass for autograd."""
 
     @staticmethod
-    def forward(ctx: Any, features: Any, activation: str, *parameters: Any) -> Any:
+    def forward(ctx: Any, features: Any, activation: str, matmul: Matmul, *parameters: Any) -> Any:
         hidden = features.detach().numpy()
         activations, layers = [hidden], list(zip(parameters[::2], parameters[1::2], strict=True))
         for i, (weight, bias) in enumerate(layers):
-            hidden = hidden @ weight.detach().numpy().T
+            out = np.empty((len(hidden), len(bias)), np.float32)
+            hidden = matmul(hidden, weight.detach().numpy().T, out=out)
             hidden += bias.detach().numpy()
             if i < len(layers) - 1:
                 tensor = torch.from_numpy(hidden)  # the same memory
                 tensor.tanh_() if activation == "tanh" else tensor.relu_()
                 activations.append(hidden)
-        ctx.activations, ctx.activation = activations, activation
+        ctx.activations, ctx.activation, ctx.matmul = activations, activation, matmul
         ctx.weights = [weight.detach() for weight, _ in layers]
         return torch.from_numpy(hidden)
 
     @staticmethod
     def backward(ctx: Any, *d_outputs: Any) -> Any:
         gradient, needed = d_outputs[0].numpy(), ctx.needs_input_grad
-        activations = ctx.activations
+        activations, matmul = ctx.activations, ctx.matmul
         gradients: list[Any] = [None] * len(needed)
         rows = None
-        if not any(needed[2:]):  # frozen parameters: leave out rows without a gradient
+        if not any(needed[3:]):  # frozen parameters: leave out rows without a gradient
             rows = np.flatnonzero(gradient.any(1))
             if len(rows) < SPARSE_ROWS * len(gradient):
                 gradient, activations = gradient[rows], [one[rows] for one in activations]
             else:
                 rows = None
         for i in reversed(range(len(ctx.weights))):
-            if needed[2 + 2 * i]:
-                gradients[2 + 2 * i] = torch.from_numpy((activations[i].T @ gradient).T)
-                gradients[3 + 2 * i] = torch.from_numpy(gradient.sum(0))
+            if needed[3 + 2 * i]:
+                d_weight = np.empty((activations[i].shape[1], gradient.shape[1]), np.float32)
+                matmul(activations[i].T, gradient, out=d_weight)
+                gradients[3 + 2 * i] = torch.from_numpy(d_weight.T)
+                gradients[4 + 2 * i] = torch.from_numpy(gradient.sum(0))
             if i or needed[0]:
                 weight = ctx.weights[i].numpy()
-                # a product with one column is many times faster without BLAS
-                gradient = gradient * weight if len(weight) == 1 else gradient @ weight
+                if len(weight) == 1:  # many times faster without BLAS
+                    gradient = gradient * weight
+                else:
+                    out = np.empty((len(gradient), weight.shape[1]), np.float32)
+                    gradient = matmul(gradient, weight, out=out)
             if i:
                 is_tanh = ctx.activation == "tanh"
                 gradient = activation_gradient(gradient, activations[i], is_tanh)
@@ -69,8 +76,7 @@ def outputs_by_numpy(
 ) -> torch.Tensor:
     """Return a network's outputs [B, n] for features [B, size], differentiable by autograd.
 
-    Matrix products use numpy, which is faster than torch on many processors; products that no
-    gradient needs are skipped.
+    Products that no gradient needs are skipped.
 
     Args:
         network: one that numpy computes (see `uses_numpy`).
@@ -82,7 +88,7 @@ def outputs_by_numpy(
     if frozen:
         parameters = [p.detach() for p in parameters]
     activation = network.model_config.fcnet_activation
-    outputs: Any = _NumpyForward.apply(features, activation, *parameters)
+    outputs: Any = _NumpyForward.apply(features, activation, network.matmul, *parameters)
     return outputs
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from flowrl.policies.models.fcnet import FullyConnectedNetwork
+from flowrl.policies.models.matrix_products import Matmul
 from flowrl.policies.models.numpy_forward import activation_gradient
 
 
@@ -29,8 +30,9 @@ class Backprop:
         self._is_shared = network.value_hidden is network.hidden
         self._is_tanh = network.model_config.fcnet_activation == "tanh"
         trunks = [network.hidden] if self._is_shared else [network.hidden, network.value_hidden]
-        self._trunks = [[_Layer(linear) for linear in trunk] for trunk in trunks]
-        self._heads = [_Layer(network.policy_head), _Layer(network.value_head)]
+        matmul = network.matmul
+        self._trunks = [[_Layer(linear, matmul) for linear in trunk] for trunk in trunks]
+        self._heads = [_Layer(head, matmul) for head in (network.policy_head, network.value_head)]
         # of each trunk: the inputs of its layers, and of its head
         self._activations: list[list[np.ndarray]] = []
 
@@ -99,7 +101,8 @@ class Backprop:
 class _Layer:
     """A linear layer as arrays that share the memory of its parameters and their gradients."""
 
-    def __init__(self, linear: Any):
+    def __init__(self, linear: Any, matmul: Matmul):
+        self._matmul = matmul
         weight, bias = linear.weight, linear.bias
         assert weight.grad is not None and bias.grad is not None
         self.weight, self.bias = weight.detach().numpy().T, bias.detach().numpy()
@@ -119,7 +122,9 @@ class _Layer:
         return self._inputs[:rows]
 
     def __call__(self, inputs: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        outputs: np.ndarray = np.matmul(inputs, self.weight, out=out)
+        if out is None:
+            out = np.empty((len(inputs), len(self.bias)), np.float32)
+        outputs = self._matmul(inputs, self.weight, out=out)
         outputs += self.bias
         return outputs
 
@@ -130,7 +135,7 @@ class _Layer:
 
     def write_gradient(self, inputs: np.ndarray, gradient: np.ndarray) -> None:
         """Write the gradient of the parameters."""
-        np.dot(inputs.T, gradient, out=self._d_weight)
+        self._matmul(inputs.T, gradient, out=self._d_weight)
         gradient.sum(0, out=self._d_bias)
 
     def input_gradient(self, gradient: np.ndarray) -> np.ndarray:
@@ -138,4 +143,4 @@ class _Layer:
         result = self._input_buffer(len(gradient))
         if gradient.shape[1] == 1:  # many times faster without BLAS
             return np.multiply(gradient, self.weight.T, out=result)
-        return np.matmul(gradient, self.weight.T, out=result)
+        return self._matmul(gradient, self.weight.T, out=result)
