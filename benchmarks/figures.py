@@ -47,14 +47,15 @@ class Figures:
         self._markdown.write_text(f"{table}\n{'; '.join(self._notes())}.\n")
 
     def _notes(self) -> list[str]:
-        """Return the notes, each with the rows that it is about unless these are most of them."""
+        """Return the notes, each with its rows; one of most rows is about "the other rows"."""
         rows_of: dict[str, list[str]] = {}
         for row, figures in self.rows.items():
             for note in filter(None, figures["measured"]):
                 rows_of.setdefault(note, []).append(row)
         of_most = [note for note, rows in rows_of.items() if 2 * len(rows) > len(self.rows)]
         others = [f"{', '.join(rows)}: {n}" for n, rows in rows_of.items() if n not in of_most]
-        return [*of_most, *others]
+        prefix = "the other rows: " if others else ""
+        return [*others, *(f"{prefix}{note}" for note in of_most)]
 
 
 def measured_here(*how: str) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from flowrl import DQN, IMPALA, PPO
+from flowrl.iter.profiler import Profiler
 from flowrl.monitoring.monitor import Monitor
 from flowrl.monitoring.trace import Tracer
 
@@ -51,7 +52,9 @@ def train(algorithm: Any, mode: str, seconds: float, pids: set[int]) -> tuple[fl
         the thread that measures used a processor.
     """
     # the plan times some of its pulls even if nothing reads the times
-    algorithm.plan._profiler.next_timed = 10**9 if mode == "off" else 1
+    profiler = algorithm.plan._profiler = Profiler(algorithm.plan.stage)
+    if mode == "off":
+        profiler.next_timed, profiler._next_interval = 10**9, lambda: 10**9
     monitor = Monitor(algorithm.plan, algorithm.workers, ()) if mode != "off" else None
     tracer = Tracer(algorithm.plan, 60.0) if mode == "traced" else None
     if monitor is not None:

@@ -52,7 +52,7 @@ model = PPO(
     clip_range=lambda left: left * 0.2, device="cpu", seed={seed},
 )
 model.learn(100_000, callback=StopAt475())
-print("reached" if model.num_timesteps < 100_000 else "not reached")
+print("reached" if model.num_timesteps < 100_000 else "failed")
 """
 
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[variable] = "1"
 
+import gymnasium as gym
 from peer_env import peer_python, run_alternately, spread
 
 
@@ -76,8 +77,10 @@ def sb3_run(env: str) -> dict[str, float]:
 
     torch.set_num_threads(1)
     problem = PROBLEMS[env]
+    without_checks = {"disable_env_checker": True}
+    envs = make_vec_env(env, problem.num_envs, seed=0, env_kwargs=without_checks)
     model = PPO(
-        "MlpPolicy", make_vec_env(env, problem.num_envs, seed=0), n_steps=problem.horizon,
+        "MlpPolicy", envs, n_steps=problem.horizon,
         batch_size=problem.minibatch, n_epochs=problem.epochs, learning_rate=3e-4, ent_coef=0.01,
         seed=0, device="cpu",
     )  # fmt: skip
@@ -102,7 +105,12 @@ def main() -> None:
     if options.one:
         print(json.dumps(RUNS[options.one](options.env)))
         return
-    packages = "stable-baselines3==2.9.2", "gymnasium[mujoco]==1.2.2", "Box2D==2.3.10", "pygame"
+    packages = (
+        "stable-baselines3==2.9.2",
+        f"gymnasium[mujoco]=={gym.__version__}",
+        "Box2D==2.3.10",
+        "pygame",
+    )
     pythons = {
         "flowrl": sys.executable,
         "Stable-Baselines3": str(peer_python("sb3-box2d-mujoco", *packages)),

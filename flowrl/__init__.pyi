@@ -223,7 +223,7 @@ class _AlgorithmConfigFaultTolerance(TypedDict, total=False):
     max_worker_memory_mb: int | None
     """Resident memory of a worker's process, in megabytes (2^20 bytes), above which it is replaced after its current fragment, for environments that leak memory; None for no limit. Its episodes start again."""
     max_num_env_restarts: int
-    """Consecutive failures of one environment after which its error stops the run; completing an episode or a fragment starts the count again. A hundred times as many are allowed after 100 steps of an episode."""
+    """Consecutive failures of one environment after which its error stops the run; completing an episode or a fragment starts the count again. After 100 steps of an episode, a hundred times as many are allowed, except timeouts and failures at the same step as the one before."""
     env_step_timeout_s: float | None
     """Seconds that a step of one environment may take. A longer one is a failure of the environment, which is created again. The limit interrupts the main thread only, and no call that ignores signals: set `sample_timeout_s` for those."""
     env_reset_timeout_s: float | None
@@ -291,7 +291,7 @@ class _AlgorithmConfigResources(TypedDict, total=False):
     num_threads_per_process: int | Literal["auto"] | None
     """Threads of torch and of numpy's BLAS in this process and on each worker, limited when the algorithm or the worker is built. "auto" is 1; for networks with convolutions, this process has as many as there are cores that no worker uses, at most OMP_NUM_THREADS. None changes nothing."""
     address: str | None
-    """Address of a running Ray cluster ("auto" finds it); None takes that of the environment variable RAY_ADDRESS, and starts Ray on this machine if there is none."""
+    """Address of a running Ray cluster ("auto" finds it); "local" starts Ray on this machine; None takes that of the environment variable RAY_ADDRESS, or "local" if there is none."""
 
 class _AlgorithmConfigRollouts(TypedDict, total=False):
     normalize_observations: bool

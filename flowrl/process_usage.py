@@ -74,14 +74,19 @@ def resident_bytes(pid: int | None = None) -> int:
         pid: id of the process; None for this one.
     """
     try:
-        if pid is None:
-            line = os.pread(_own_memory_file(os.getpid()), 128, 0)
-        else:
-            line = Path(f"/proc/{pid}/statm").read_bytes()
+        line = _own_memory() if pid is None else Path(f"/proc/{pid}/statm").read_bytes()
         _, resident, shared, *_ = line.split()
         return (int(resident) - int(shared)) * _PAGE_BYTES
     except (OSError, ValueError):
         return 0
+
+
+def _own_memory() -> bytes:
+    try:
+        return os.pread(_own_memory_file(os.getpid()), 128, 0)
+    except OSError:  # something has closed the file
+        _own_memory_file.cache_clear()
+        return os.pread(_own_memory_file(os.getpid()), 128, 0)
 
 
 @functools.cache

@@ -42,6 +42,7 @@ CODE_ERRORS = (AttributeError, ImportError, NameError, SyntaxError, TypeError)
 RESET_ERRORS = (*CODE_ERRORS, LookupError, ValueError, gym.error.Error)
 """Errors that an environment would raise again if it has never completed a reset."""
 LATE_STEPS = 100  # steps of an episode after which a failure is a late one
+LATE_FACTOR = 100  # times as many late failures as others are allowed
 _NO_SEED = re.compile(r"reset\(\) got an unexpected keyword argument '(seed|options)'")
 
 
@@ -64,12 +65,12 @@ class RestartingEnvs:
         make_env: (index) -> environment.
         num_envs: number of environments.
         seed: base seed of each environment's first reset; None does not seed.
-        max_restarts: maximum consecutive failures of one environment, and a hundredth of the
-            maximum of those after LATE_STEPS steps of an episode, which are counted apart;
-            completing an episode or a fragment resets both counts. The next error is raised. All
-            errors of an environment's first creation, RESET_ERRORS before its first reset has
-            succeeded, CODE_ERRORS before its first episode or fragment is complete, and
-            NotImplementedError are raised at once.
+        max_restarts: maximum consecutive failures of one environment. Those after LATE_STEPS steps
+            of an episode, except timeouts and failures at the same step as the one before, are
+            counted apart, with a maximum LATE_FACTOR times as large. Completing an episode or a
+            fragment resets both counts. The next error is raised. All errors of an environment's
+            first creation, RESET_ERRORS before its first reset has succeeded, CODE_ERRORS before
+            its first episode or fragment is complete, and NotImplementedError are raised at once.
         on_env_created: called with the index and the environment after each creation.
         name: name of the environment until it exists, for messages.
         worker_index: for messages.
@@ -101,6 +102,7 @@ class RestartingEnvs:
         self._max_restarts = max_restarts
         self._failures = [0] * num_envs  # consecutive
         self._late_failures = [0] * num_envs  # likewise
+        self._failed_steps = [0] * num_envs  # of the episode, at the last failure
         self._num_created = [0] * num_envs
         self._seeded = [False] * num_envs
         self._has_reset = [False] * num_envs
@@ -188,19 +190,22 @@ class RestartingEnvs:
             self._discard(index)
             raise error
         self.num_restarts += 1
-        is_late = method == "step" and len(self.action_logs[index]) > LATE_STEPS
+        step = len(self.action_logs[index]) if method == "step" else 0
+        is_repeated, self._failed_steps[index] = step == self._failed_steps[index], step
+        is_late = step > LATE_STEPS and not (is_repeated or isinstance(error, TimeoutError))
         (self._late_failures if is_late else self._failures)[index] += 1
         early, late = self._failures[index], self._late_failures[index]
-        if early > self._max_restarts or late > 100 * self._max_restarts:
+        if early > self._max_restarts or late > LATE_FACTOR * self._max_restarts:
             repeated = f", which failed {early + late} times in a row" if early + late > 1 else ""
             error.add_note(f"raised by {origin}{repeated}")
             self._failures[index] = self._late_failures[index] = 0
             self._discard(index)
             raise error
-        self._log_failure(origin, error, method)
+        limit = self._max_restarts * (LATE_FACTOR if is_late else 1)
+        self._log_failure(origin, error, method, limit)
         self._discard(index)
 
-    def _log_failure(self, origin: str, error: Exception, method: str | None) -> None:
+    def _log_failure(self, origin: str, error: Exception, method: str | None, limit: int) -> None:
         """Log the first error of each type and method, and once that such errors are repeated."""
         kind = type(error), method
         self._num_logged[kind] += 1
@@ -208,7 +213,7 @@ class RestartingEnvs:
             log.warning(
                 "%s, raised %r%s: recreating the environment (at most %d times in a row) and "
                 "discarding the steps of its episode since the last fragment",
-                origin, error, _place(error), self._max_restarts,
+                origin, error, _place(error), limit,
             )  # fmt: skip
         elif self._num_logged[kind] == 2:
             log.warning(

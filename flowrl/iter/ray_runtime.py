@@ -18,12 +18,21 @@ from flowrl.iter.ray_health import is_ray_lost, watch_ray
 _num_users = 0  # of a Ray runtime that `start_ray` started or joined
 
 
+def cluster_address(address: str | None) -> str | None:
+    """Return the address of the cluster to join; None to start a local one.
+
+    Args:
+        address: "local" starts a local cluster; None takes the environment variable RAY_ADDRESS.
+    """
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
+    return None if address == "local" else address
+
+
 def start_ray(address: str | None = None, num_cpus: int | None = None, **options: Any) -> bool:
     """Join a Ray cluster or start a local one, unless this process has Ray already.
 
     Args:
-        address: address of a running cluster; None takes that of the environment variable
-            RAY_ADDRESS, and starts a new local cluster if there is none.
+        address: see `cluster_address`.
         num_cpus: CPUs of a new local cluster; None for those of the machine.
         options: arguments of `ray.init`, which override the defaults of this function.
 
@@ -38,20 +47,20 @@ def start_ray(address: str | None = None, num_cpus: int | None = None, **options
 
     global _num_users
     if not ray.is_initialized():
-        address = address or os.environ.get("RAY_ADDRESS") or "local"
+        cluster = cluster_address(address)
         defaults: dict[str, Any] = {"logging_level": logging.WARNING}
-        if address == "local":
+        if cluster is None:
             defaults |= {"include_dashboard": False, "num_cpus": num_cpus}
         try:
             with _kept_sigterm_handler():
-                ray.init(address, **{**defaults, **options})
+                ray.init(cluster or "local", **{**defaults, **options})
         except (ConnectionError, RuntimeError, ValueError) as error:
-            if address == "local":
+            if cluster is None:
                 raise
             from flowrl.settings import ConfigError  # imports numpy
 
             raise ConfigError(
-                f"address (or RAY_ADDRESS): no Ray cluster at {address!r}: {error}"
+                f"address (or RAY_ADDRESS): no Ray cluster at {cluster!r}: {error}"
             ) from error
         _num_users = 0
     elif not _num_users:

@@ -225,7 +225,7 @@ class PolicyConfig(Settings):
     numpy_gradients: bool = setting(True, group="framework")
     """Compute gradients with numpy where that is faster than autograd: for the shipped losses of
     PPO, A2C, DQN, SAC, TD3 and CQL on fully connected networks. Results differ by rounding
-    only."""
+    only, except that autograd refuses an update if the ratio of two probabilities overflows."""
     device: Annotated[str, AfterValidator(_device)] = setting("auto", group="framework")
     """Device of the network in processes that learn: "cpu", "cuda", "cuda:1"; "auto" uses the
     GPU if there is one. Workers that only sample use the CPU."""

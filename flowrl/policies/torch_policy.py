@@ -174,7 +174,10 @@ class TorchPolicy(Policy):
         return {}
 
     def extra_grad_process(self) -> dict[str, torch.Tensor]:
-        """Return statistics; called before `self.flat.gradient` is clipped."""
+        """Return statistics; called before `self.flat.gradient` is clipped.
+
+        `self.stats` has those of the loss: floats, or tensors if autograd computed the gradient.
+        """
         return {}
 
     # -- acting --------------------------------------------------------------------------------

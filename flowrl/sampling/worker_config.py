@@ -125,8 +125,8 @@ class WorkerConfig(PolicyConfig):
     as many as there are cores that no worker uses, at most OMP_NUM_THREADS. None changes
     nothing."""
     address: str | None = setting(None, group="resources")
-    """Address of a running Ray cluster ("auto" finds it); None takes that of the environment
-    variable RAY_ADDRESS, and starts Ray on this machine if there is none."""
+    """Address of a running Ray cluster ("auto" finds it); "local" starts Ray on this machine; None
+    takes that of the environment variable RAY_ADDRESS, or "local" if there is none."""
 
     recreate_failed_workers: bool = setting(True, group="fault_tolerance")
     """Replace workers whose process died or hangs; if False, the run raises one error and can
@@ -143,8 +143,8 @@ class WorkerConfig(PolicyConfig):
     start again."""
     max_num_env_restarts: NotNegativeInt = setting(5, group="fault_tolerance", in_evaluation=True)
     """Consecutive failures of one environment after which its error stops the run; completing an
-    episode or a fragment starts the count again. A hundred times as many are allowed after 100
-    steps of an episode."""
+    episode or a fragment starts the count again. After 100 steps of an episode, a hundred times as
+    many are allowed, except timeouts and failures at the same step as the one before."""
     env_step_timeout_s: Positive | None = setting(None, group="fault_tolerance")
     """Seconds that a step of one environment may take. A longer one is a failure of the
     environment, which is created again. The limit interrupts the main thread only, and no call

@@ -7,7 +7,7 @@ from typing import Any
 from gymnasium import spaces
 
 from flowrl.data.spaces import is_image, leaf_spaces
-from flowrl.iter.ray_runtime import live_nodes
+from flowrl.iter.ray_runtime import cluster_address, live_nodes
 from flowrl.memory_limit import check_memory
 from flowrl.sampling.rollout_worker import RolloutWorker
 
@@ -28,7 +28,7 @@ def check_processes(config: Any) -> None:
     Raises:
         ConfigError: this machine has not enough memory.
     """
-    if config.address is not None or len(live_nodes()) > 1:
+    if cluster_address(config.address) is not None or len(live_nodes()) > 1:
         return
     for name in _PROCESSES:
         number = config.get(name, 0)

@@ -127,6 +127,7 @@ def test_policy_gradient_kernel_is_used_only_for_shipped_losses():
 @pytest.mark.parametrize("kind", [PPOTorchPolicy, A2CTorchPolicy])
 def test_frozen_parameters_stay(kind):
     policy = kind(OBS, THREE, {"seed": 0})
+    policy.learn_on_minibatches(rows(policy))  # the optimizer has moments of all parameters
     policy.model.hidden.requires_grad_(False)
     before = policy.get_weights()
     policy.learn_on_minibatches(rows(policy))
@@ -142,3 +143,22 @@ def test_ratios_that_overflow_are_an_error_without_a_warning(recwarn):
     with pytest.raises(FloatingPointError, match="total_loss"):
         policy.learn_on_batch(batch)
     assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.uint8, np.bool_])
+def test_actions_of_another_dtype_are_numbers_of_actions(dtype):
+    gradients = []
+    for gradients_of_numpy in (True, False):
+        policy = PPOTorchPolicy(OBS, THREE, {"seed": 0, "numpy_gradients": gradients_of_numpy})
+        batch = rows(policy)
+        batch["actions"] = (batch["actions"] % 2).astype(dtype)
+        gradients.append(policy.compute_gradients(batch)[0])
+    np.testing.assert_allclose(*gradients, rtol=1e-4, atol=1e-6)
+
+
+def test_negative_actions_are_an_error():
+    policy = PPOTorchPolicy(OBS, THREE, {"seed": 0})
+    batch = rows(policy)
+    batch["actions"][3] = -1
+    with pytest.raises(IndexError, match="action -1 of a space with 3"):
+        policy.learn_on_batch(batch)

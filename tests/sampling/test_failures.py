@@ -148,24 +148,35 @@ def test_permanent_failure_raises_with_its_traceback(collector, call):
 
 
 class FailingStep(CountEnv):
-    """Raises at a step of every episode, and appends to `failures`."""
+    """Raises at a step of every episode, `at` in turn, and appends to `failures`."""
 
-    def __init__(self, at, failures):
+    def __init__(self, at, failures, error=OSError):
         super().__init__(length=10**6)
-        self.at, self.failures = at, failures
+        self.at, self.failures, self.error = at[len(failures) % len(at)], failures, error
 
     def step(self, action):
         if self.steps == self.at:
             self.failures.append(self.at)
-            raise OSError("the simulator has crashed")
+            raise self.error("the simulator has crashed")
         return super().step(action)
 
 
-@pytest.mark.parametrize(("at", "restarts", "failures"), [(99, 2, 3), (100, 2, 201), (100, 0, 1)])
-def test_failures_after_100_steps_are_allowed_100_times_as_often(collector, at, restarts, failures):
+@pytest.mark.parametrize(
+    ("at", "error", "restarts", "failures"),
+    [
+        ([99], OSError, 2, 3),
+        ([100, 101], OSError, 2, 201),
+        ([100, 101], OSError, 0, 1),
+        ([100], OSError, 2, 4),  # the same step as before: a deterministic error
+        ([100, 101], TimeoutError, 2, 3),
+    ],
+)
+def test_failures_after_100_steps_are_allowed_100_times_as_often(
+    collector, at, error, restarts, failures, caplog
+):
     raised = []
     worker = RolloutWorker(
-        lambda context: FailingStep(at, raised),
+        lambda context: FailingStep(at, raised, error),
         ObservedValue,
         {
             "rollout_fragment_length": 25_000,
@@ -177,12 +188,15 @@ def test_failures_after_100_steps_are_allowed_100_times_as_often(collector, at, 
         worker.sample()
     assert len(raised) == failures
     assert (f"failed {failures} times in a row" in caught.value.__notes__[0]) == (failures > 1)
+    if restarts:
+        limit = 200 if failures > 3 else 2
+        assert f"at most {limit} times in a row" in caplog.text
 
 
 def test_complete_fragments_start_the_count_of_late_failures_again(collector):
     raised = []
     worker = RolloutWorker(
-        lambda context: FailingStep(150, raised),  # in every second fragment
+        lambda context: FailingStep([150, 151], raised),  # in every second fragment
         ObservedValue,
         {
             "rollout_fragment_length": 100,

@@ -50,6 +50,11 @@ def test_sizes_are_refused_without_an_environment(config, settings, message):
 
 def test_workers_of_a_cluster_are_not_counted(monkeypatch):
     PPOConfig(env="CartPole-v1", num_workers=30, address="10.0.0.1:6379").check()
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    PPOConfig(env="CartPole-v1", num_workers=30).check()
+    with pytest.raises(ConfigError, match="num_workers=30"):
+        PPOConfig(env="CartPole-v1", num_workers=30, address="local").check()
+    monkeypatch.delenv("RAY_ADDRESS")
     monkeypatch.setattr(memory_checks, "live_nodes", lambda: [{}, {}])
     PPOConfig(env="CartPole-v1", num_workers=30).check()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -202,8 +202,11 @@ class TorchLearner:
     def step(self, grad_norm: float) -> None:
         """Clip the gradient, whose norm is `grad_norm`, and step the optimizers."""
         self.gradient.clip(grad_norm)
+        # an optimizer of the whole vector would move them by the moments of earlier gradients
+        frozen = [(p, p.clone()) for p in self.policy.flat.parameters if not p.requires_grad]
         for optimizer in self.optimizers:
             optimizer.step()
+        _restore(frozen)
         self.num_updates += 1
         self.policy.version += 1
 
@@ -397,6 +400,6 @@ def _concatenate(row_stats: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray
     return {name: np.concatenate([one[name] for one in row_stats]) for name in row_stats[0]}
 
 
-def _restore(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _restore(buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for buffer, before in buffers:
         buffer.copy_(before)

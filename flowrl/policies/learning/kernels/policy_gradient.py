@@ -27,7 +27,14 @@ class CategoricalRows:
         self._probs = np.exp(self._log_probs)
 
     def logp(self, actions: np.ndarray) -> np.ndarray:
-        """Return the log-probabilities [B] of actions [B]."""
+        """Return the log-probabilities [B] of actions [B].
+
+        Raises:
+            IndexError: an action is not in [0, n).
+        """
+        actions = actions.astype(np.int64, copy=False)
+        if actions.min(initial=0) < 0:
+            raise IndexError(f"action {actions.min()} of a space with {self._probs.shape[1]}")
         self._chosen = np.arange(len(actions)), actions
         return self._log_probs[self._chosen]
 
