@@ -1,4 +1,4 @@
-"""DQN with a replay buffer sharded over actors, which receive fragments by reference."""
+"""Distributed DQN: store rollouts in replay buffers on actors, which receive them by reference."""
 
 from flowrl.algorithms.dqn import DQNConfig
 from flowrl.ops import (

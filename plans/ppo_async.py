@@ -1,4 +1,4 @@
-"""PPO that samples the next train batch while a learner thread trains on the last one."""
+"""Asynchronous PPO: sample the next train batch while a learner thread trains on the last one."""
 
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.ops import (
