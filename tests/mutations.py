@@ -28,6 +28,7 @@ TIMEOUT_S = 300
 RETURNS = "policies/returns.py"
 PPO = "algorithms/ppo.py"
 DQN = "algorithms/dqn.py"
+KERNELS = "policies/learning/kernels/"
 SUM_TREE = "replay/sum_tree.py"
 RING = "replay/ring_buffer.py"
 TRAJECTORIES = "replay/trajectories.py"
@@ -47,6 +48,11 @@ TESTS = {
     RETURNS: ["policies/test_returns.py"],
     PPO: ["algorithms/test_ppo.py"],
     DQN: ["algorithms/test_dqn.py"],
+    KERNELS + "policy_gradient.py": ["policies/test_kernels.py"],
+    KERNELS + "q_learning.py": ["algorithms/test_dqn.py"],
+    KERNELS + "actor_critic.py": ["algorithms/test_actor_critic.py"],
+    "policies/models/matrix_products.py": ["policies/test_matrix_products.py"],
+    "policies/learning/flat_parameters.py": ["policies/test_torch_policy.py"],
     SUM_TREE: ["replay/test_prioritized.py"],
     RING: ["replay/test_buffers.py"],
     TRAJECTORIES: ["replay/test_buffers.py"],
@@ -145,7 +151,26 @@ MUTATIONS = [
              "torch.maximum((values - targets) ** 2, (clipped - targets) ** 2)",
              "torch.minimum((values - targets) ** 2, (clipped - targets) ** 2)"),
     Mutation("PPO: KL coefficient falls when it should rise", PPO,
-             "return min(2 * kl_coeff, 1e6)", "return min(0.5 * kl_coeff, 1e6)"),
+             "return min(2 * kl_coeff, MAX_KL_COEFF)", "return min(0.5 * kl_coeff, MAX_KL_COEFF)"),
+    Mutation("PPO kernel: gradient of clipped ratios", KERNELS + "policy_gradient.py",
+             "dist.logp_gradient(np.where(surrogate <= clipped, surrogate, 0) / -count)",
+             "dist.logp_gradient(surrogate / -count)"),
+    Mutation("PPO kernel: gradient of clipped values", KERNELS + "policy_gradient.py",
+             "np.where(is_inside, clipped, 0)", "clipped"),
+    Mutation("PPO kernel: sign of the KL gradient", KERNELS + "policy_gradient.py",
+             "d_outputs += np.float32(policy.kl_coeff / count)",
+             "d_outputs -= np.float32(policy.kl_coeff / count)"),
+    Mutation("A2C kernel: sign of the entropy bonus", KERNELS + "policy_gradient.py",
+             "loss = policy_loss + weight * vf_loss - bonus * entropy",
+             "loss = policy_loss + weight * vf_loss + bonus * entropy"),
+    Mutation("DQN kernel: errors are not clipped", KERNELS + "q_learning.py",
+             "gradients = np.clip(errors, -1.0, 1.0)", "gradients = errors"),
+    Mutation("SAC kernel: gradient of the temperature term", KERNELS + "actor_critic.py",
+             "d_raw = 2 * alpha * actions - q_gradients", "d_raw = alpha * actions - q_gradients"),
+    Mutation("matrix products: the slower library", "policies/models/matrix_products.py",
+             "torch_s > MIN_NUMPY_ADVANTAGE * numpy_s", "torch_s < MIN_NUMPY_ADVANTAGE * numpy_s"),
+    Mutation("Adam: denormal moments stay", "policies/learning/flat_parameters.py",
+             "return not is_on and torch.set_flush_denormal(True)", "return False"),
     Mutation("DQN: bootstraps at terminal states", DQN,
              'discounts = np.where(batch.array("terminateds"), 0.0, discounts)',
              'discounts = np.where(batch.array("terminateds"), discounts, discounts)'),
@@ -315,6 +340,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="mutations at the same time")
     options = parser.parse_args()
     chosen = [m for m in MUTATIONS if not options.only or any(w in m.name for w in options.only)]
+    for mutation in chosen:
+        mutated(mutation)  # before anything runs
     copies: SimpleQueue[Path] = SimpleQueue()
     survivors = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
@@ -332,8 +359,10 @@ def main() -> int:
         def run(mutation: Mutation) -> None:
             copy = copies.get()
             started = time.perf_counter()
-            caught = is_caught(mutation, copy)
-            copies.put(copy)
+            try:
+                caught = is_caught(mutation, copy)
+            finally:
+                copies.put(copy)
             verdict = "caught" if caught else "NOT CAUGHT"
             print(f"{verdict}  {time.perf_counter() - started:4.0f} s  {mutation.name}", flush=True)
             if not caught:
