@@ -337,6 +337,7 @@ def errors() -> str:
     paths = (
         "flowrl.errors:ConfigError",
         "flowrl.data.checkpoint_storage:CheckpointError",
+        "flowrl.trainer.checkpointing:OtherPlanError",
         "flowrl.state_schema:StateError",
         "flowrl.policies.code_references:UntrustedCodeError",
         "flowrl.envs.validation:InvalidStepError",

@@ -42,7 +42,7 @@ def test_number_of_plans():
 
 def test_two_algorithms_is_the_shipped_plan():
     shipped = (ROOT / "plans/ppo_dqn.py").read_text()
-    shown = README.split("# two_algorithms.py\n")[1].split("```")[0]
+    shown = README.split("flowrl copy ppo_dqn two_algorithms.py\n")[1].split("```")[0]
     assert shown.strip() in shipped
 
 

@@ -40,6 +40,9 @@ OPTIONS = {
 """Command -> its options that are not settings, for errors of other commands."""
 
 
+PLAN_HELP = "a shipped plan (`flowrl plans` lists them), or a plan file"
+
+
 def json_object(text: str) -> dict[str, Any]:
     """Parse a JSON object."""
     try:
@@ -184,6 +187,8 @@ def with_flags(message: str, arguments: Sequence[str], settings: Collection[str]
     >>> with_flags("lr: must be positive: set num_workers=2", ["--lr", "-1"], ["num_workers"])
     '--lr: must be positive: set --num-workers 2'
 
+    Calls of functions stay as they are.
+
     Args:
         message: the message.
         arguments: of the command; only what they set is named as a flag at the start of a message.
@@ -196,13 +201,14 @@ def with_flags(message: str, arguments: Sequence[str], settings: Collection[str]
         return f"{match[1]}--{path.replace('_', '-')}: " if path in given else match[0]
 
     def with_value(match: re.Match[str]) -> str:
-        flag = match[1].rstrip("_").replace("_", "-")
         if match[1] not in settings:
             return match[0]
+        flag = match[1].rstrip("_").replace("_", "-")
         return {"True": f"--{flag}", "False": f"--no-{flag}"}.get(match[2], f"--{flag} {match[2]}")
 
     message = re.sub(r"(^|; )([a-z][\w.]*): ", at_start, message)
-    return re.sub(r"(?<![\w(])([a-z]\w*)=(True|False|[\w.\[{\"'-]+)", with_value, message)
+    value = r"(?<![\w(])([a-z]\w*)=(True|False|[\w.\[{\"'-]+)"
+    return re.sub(rf"\w\([^()]*\)|{value}", with_value, message)
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowrl.cli.arguments import Parser
+from flowrl.cli.arguments import PLAN_HELP, Parser
 from flowrl.cli.display import print_failure, printable
 from flowrl.monitoring.plan_check import check_plan
 from flowrl.trainer.plan_settings import plan_config
@@ -15,7 +15,7 @@ def check_command(arguments: list[str]) -> int:
         description="Find mistakes in a plan without running it: branches that nothing uses, "
         "operators that are missing, asynchronous rollouts of an on-policy algorithm.",
     )
-    parser.add_argument("plan")
+    parser.add_argument("plan", metavar="PLAN", help=PLAN_HELP)
     plan = parser.parse_args(arguments).plan
     with plan_config(plan).build(plan=plan) as algorithm:
         try:

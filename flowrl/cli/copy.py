@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from flowrl.cli.arguments import Parser
+from flowrl.cli.arguments import PLAN_HELP, Parser
 from flowrl.settings import ConfigError
 from flowrl.trainer.plan_files import plan_path
 from flowrl.trainer.tuned_examples import tuned_examples
@@ -14,8 +14,8 @@ from flowrl.trainer.tuned_examples import tuned_examples
 def copy_command(arguments: list[str]) -> int:
     """Run the command; return the exit code."""
     parser = Parser(prog="flowrl copy", description="Copy a shipped plan as a start for your own.")
-    parser.add_argument("plan")
-    parser.add_argument("file", type=Path)
+    parser.add_argument("plan", metavar="PLAN", help=PLAN_HELP)
+    parser.add_argument("file", type=Path, metavar="FILE", help="the new file; must not exist")
     options = parser.parse_args(arguments)
     source = plan_path(options.plan)
     if options.file.exists():

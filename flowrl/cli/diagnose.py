@@ -22,7 +22,7 @@ def diagnose_command(arguments: list[str]) -> int:
         description="Say what limits a running or finished run, with the figures of its last "
         "seconds.",
     )
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
     run_dir = parser.parse_args(arguments).run_dir.expanduser()
     activities = read_activities(run_dir)
     if not activities:

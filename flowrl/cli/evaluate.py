@@ -34,7 +34,7 @@ def evaluate_command(arguments: list[str]) -> int:
         prog="flowrl evaluate",
         description="Play episodes with a trained policy, with greedy and with sampled actions.",
     )
-    parser.add_argument("run", help="a run directory, or a checkpoint")
+    parser.add_argument("run", metavar="RUN_DIR", help="a run directory, or a checkpoint")
     parser.add_argument(
         "--episodes",
         type=count,

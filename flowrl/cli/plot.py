@@ -22,7 +22,7 @@ def plot_command(arguments: list[str]) -> int:
     parser = Parser(
         prog="flowrl plot",
         description="Draw learning curves. Runs that differ only in their seeds are one curve: the "
-        "mean with its 95 %% bootstrap interval.",
+        "mean with its 95 % bootstrap interval.",
     )
     add_runs(parser)
     parser.add_argument(

@@ -29,7 +29,7 @@ def replay_command(arguments: list[str]) -> int:
         "items arrived, and compare the results. Ends where the recording ends: at a resume, when "
         "a worker died, joined or left, or at the last result.",
     )
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
     parser.add_argument(
         "--until",
         type=_until,

@@ -20,7 +20,9 @@ def resume_command(arguments: list[str]) -> int:
     """Run the command; return the exit code."""
     parser = Parser(prog="flowrl resume", description="Continue a training run.")
     parser.add_argument(
-        "run", help="a run directory, or a checkpoint; one outside a run directory starts a new run"
+        "run",
+        metavar="RUN_DIR",
+        help="a run directory, or a checkpoint; one outside a run directory starts a new run",
     )
     add_checkpoint_option(parser)
     add_trust_option(parser, "the run")

@@ -15,6 +15,7 @@ from flowrl.cli.run_settings import CODE_SETTINGS, absolute_plan
 from flowrl.cli.saved_runs import SavedRun
 from flowrl.data.checkpoint import CheckpointError, list_checkpoints
 from flowrl.settings import ConfigError
+from flowrl.trainer.checkpointing import OtherPlanError
 from flowrl.trainer.runs.continuing import ways_to_continue
 from flowrl.trainer.runs.formatting import format_path
 from flowrl.trainer.runs.run_directory import RunDirectory, default_run_dir
@@ -127,6 +128,8 @@ def resume_run(
             algorithm.restore(saved.checkpoint, replace_plan)
         except CheckpointError as error:
             print(f"flowrl: {printable(error)}", file=sys.stderr)
+            if isinstance(error, OtherPlanError):
+                return 2
             if run is not None:
                 _suggest_checkpoint(run.path, Path(saved.checkpoint))
             return 1

@@ -162,7 +162,10 @@ def _make_by_id(env_id: str, context: EnvContext) -> gym.Env:
         return env
     except TypeError as error:
         if "unexpected keyword" in str(error) or "required positional" in str(error):
-            raise ConfigError(f"env_config: {env_id} does not accept it: {error}") from error
+            raise ConfigError(
+                f"env_config: {env_id} does not accept {dict(context)}: {error}. (The plan may set "
+                "env_config for its own environment: pass {} to remove that.)"
+            ) from error
         raise
 
 

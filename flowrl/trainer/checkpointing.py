@@ -52,6 +52,10 @@ _STATE: Fields = {
 _GLOBAL_VARS: Fields = {"timestep": Natural, "total_timesteps": Natural | None}
 
 
+class OtherPlanError(CheckpointError):
+    """The checkpoint was written by another plan."""
+
+
 class Checkpointing:
     """The part of Algorithm that saves and restores its state; see Algorithm for the attributes."""
 
@@ -194,10 +198,12 @@ class Checkpointing:
         path = resolve_checkpoint(path)
         state, manifest = read_checkpoint(path)
         if manifest.get("plan_sha256") != self._plan_builder.sha256 and not other_plan:
-            raise CheckpointError(
+            folder = Path(path).parent
+            run_dir = folder.parent if folder.name == "checkpoints" else "RUN_DIR"
+            raise OtherPlanError(
                 f"{path}: {self._other_plan(manifest.get('plan'))}. To load it nevertheless, use "
-                "restore(path, other_plan=True), or on the command line `flowrl resume RUN_DIR "
-                f"--plan {self.config.plan}`"
+                f"`flowrl resume {run_dir} --plan {self.config.plan}`, or in Python "
+                "restore(path, other_plan=True)"
             )
         # a running plan cannot be rewound, so the state is loaded into a new one
         plan = self._plan_builder.build(self.workers)

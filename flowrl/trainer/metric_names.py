@@ -192,7 +192,7 @@ def check_metric_name(name: Any, config: Any, setting: str) -> None:
         known += [f"evaluation/policy_reward_mean/{pid}" for pid in policies]
     elif name in evaluation_metrics:
         raise ConfigError(
-            f"{setting}: {name!r} needs evaluations: .evaluation(evaluation_interval=…)"
+            f"{setting}: {name!r} needs evaluations: set evaluation_interval=1, or more iterations"
         )
     if name in known:
         return

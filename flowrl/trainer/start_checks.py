@@ -104,8 +104,9 @@ def _check_schedules(config: Any, total_timesteps: int | None) -> None:
         if total_timesteps is None:
             if needs_total(schedule):
                 raise ConfigError(
-                    f"{name}: a schedule in percent needs total_timesteps: set it to the env steps "
-                    "of the whole training, or give the schedule in env steps"
+                    f"{name}: a schedule in percent needs total_timesteps, the env steps of the "
+                    "whole training: set it, call learn(total_timesteps=…) instead of train(), or "
+                    "give the schedule in env steps"
                 )
             continue
         zero = zero_from(schedule, total_timesteps)

@@ -97,7 +97,7 @@ def test_schedule_is_a_value_after_a_space_or_an_equals_sign(flags):
         (["--sgd-minibatch-size", "-5"], "--sgd-minibatch-size: input should be greater"),
         (["--stop-reward", "nan"], "must be a finite number"),
         (["--stop-time-s", "inf"], "finite"),
-        (["--env-config", '{"nope": 1}'], "--env-config: CartPole-v1 does not accept it"),
+        (["--env-config", '{"nope": 1}'], "--env-config: CartPole-v1 does not accept {'nope': 1}"),
         (["--metrics-num-episodes-for-smoothing", "9999999999999"], "less than or equal"),
     ],
 )

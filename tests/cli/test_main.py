@@ -66,7 +66,7 @@ def test_version_plans_and_help_are_printed(cli):
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("resume", "run is missing (see flowrl resume --help)"),
+        ("resume", "RUN_DIR is missing (see flowrl resume --help)"),
         ("resume r --stop-iter 3", "unknown option --stop-iter. Did you mean --stop-iters?"),
         ("evaluate r --episodes x", "--episodes: must be a whole number such as 100000 or 1e5"),
         ("evaluate r --render x", "--render: must be human, got x"),

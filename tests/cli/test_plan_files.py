@@ -71,7 +71,7 @@ def test_file_with_an_algorithm_trains(cli, tmp_path, workers, ray_session):
     assert "Mine.training_step" in out
     (tmp_path / "mine.py").write_text(ALGORITHM_FILE + "\n# changed\n")
     code, _, err = cli("resume", "r", "--trust", "--stop-iters", "4")
-    assert code == 1
+    assert code == 2
     assert "has changed since it was written" in err
     assert cli("resume", "r", "--plan", "mine.py", "--stop-iters", "4")[0] == 0
     assert len(read_results(tmp_path / "r")) == 4
@@ -84,8 +84,9 @@ def test_resuming_a_changed_plan_suggests_the_plan_option(cli, tmp_path):
     assert cli("train", "plan.py", "--stop-iters", "1", "--run-dir", "r")[0] == 0
     (tmp_path / "plan.py").write_text(text + "\n# changed\n")
     code, _, err = cli("resume", "r", "--trust", "--stop-iters", "2")
-    assert code == 1
-    assert "--plan" in err
+    assert code == 2
+    assert "flowrl resume r --plan" in err
+    assert "older checkpoint" not in err
     assert cli("resume", "r", "--stop-iters", "2", "--plan", "plan.py")[0] == 0
 
 

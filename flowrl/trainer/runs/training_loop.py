@@ -201,10 +201,14 @@ def _describe_start(algorithm: Any, stop: StopRules, run: RunDirectory | None) -
     step = f" from env step {steps:,}" if (steps := algorithm.env_steps) else ""
     place = "no run directory" if run is None else f"run directory: {format_path(run.path)}"
     limits = stop.describe(config)
-    if config.samples and (stop.timesteps or math.inf) < config.train_batch_size:
-        limits = f"{limits} (the first train batch has {config.train_batch_size:,})"
+    # with several policies, each may have its own train_batch_size
+    size = None if config.policies or not config.samples else config.train_batch_size
+    if size is not None and (stop.timesteps or math.inf) < size:
+        limits = f"{limits} (the first train batch has {size:,})"
         limits = limits.replace(") (", "; ")
     name = type(algorithm).__name__
+    if name == "Algorithm" and isinstance(config.plan, str):  # a plan without a class of its own
+        name = Path(config.plan).name
     return f"training {name}{env}{source}{workers}{step} until {limits}; {place}"
 
 
