@@ -241,7 +241,7 @@ class _AlgorithmConfigFramework(TypedDict, total=False):
     compile: bool
     """Compile the network for learning with torch.compile."""
     numpy_gradients: bool
-    """Compute gradients with numpy where that is faster than autograd: for the shipped losses of PPO, A2C, DQN, SAC, TD3 and CQL on fully connected networks. Results differ by rounding only."""
+    """Compute gradients with numpy where that is faster than autograd: for the shipped losses of PPO, A2C, DQN, SAC, TD3 and CQL on fully connected networks. Results differ by rounding only, except that autograd refuses an update if the ratio of two probabilities overflows."""
     device: str
     """Device of the network in processes that learn: "cpu", "cuda", "cuda:1"; "auto" uses the GPU if there is one. Workers that only sample use the CPU."""
 
@@ -337,7 +337,7 @@ class _AlgorithmConfigTraining(TypedDict, total=False):
     )
     """Learning rate: a number, or a schedule [[step, value], …], linear in between. Steps are env steps, or percentages of `total_timesteps`: [["0%", 1e-3], ["100%", 0]] (as a flag: step, value, step, value …)."""
     total_timesteps: int | None
-    """Env steps of the whole training, which schedules in percent follow. A run of the command line sets it to its limit on env steps, or stops there if it has no other limit; a resumed run may have a larger one."""
+    """Env steps of the whole training, which schedules in percent follow. On the command line it is the value of `--stop-timesteps`; without a limit on the run, the run stops here. A resumed run may have a larger one."""
     adam_epsilon: float
     """Epsilon of the Adam optimizer."""
     grad_clip: float | None

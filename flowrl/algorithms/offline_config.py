@@ -101,8 +101,8 @@ class OfflineConfig(AlgorithmConfig):
             self._open(MinariDataset, self.input_.removeprefix(MINARI))
         elif not Path(self.input_).expanduser().exists():
             raise ConfigError(
-                f"input_: there is no {Path(self.input_).absolute()}: the setting `output` of a "
-                "run that samples makes such a folder (flowrl train ppo --output experience)"
+                f"input_: there is no {Path(self.input_).absolute()}. To record experience, set "
+                "`output` in a run that samples: flowrl train ppo --output experience"
             )
         else:
             check_installed("pyarrow", f"input_={self.input_!r}", extra="offline")
