@@ -1,4 +1,24 @@
-"""Operators: the functions and iterators that plans are built from, one file per kind.
+"""Operators: the functions and iterators that plans are built from.
+
+A plan chains operators::
+
+    rollouts = ParallelRollouts(workers, mode="bulk_sync")
+    train = rollouts.combine(ConcatBatches(4000)).for_each(TrainOneStep(workers))
+    return StandardMetricsReporting(train, workers, config)
+
+The docstring of an operator that is chained starts with the method and the items: "for_each, batch
+-> (batch, info)" means `stream.for_each(operator)`. Others, such as Replay, return a stream. By kind:
+
+- rollouts: ParallelRollouts, ConcatBatches, SelectExperiences, StandardizeFields, AggregateBatches;
+- recorded experience: ReadParquet, ReadMinari, WriteParquet;
+- learning: TrainOneStep, MultiGPUTrainOneStep, TrainOnWorkers, LearnerThread, UpdateTargetNetwork;
+- gradients: ComputeGradients, AsyncGradients, AverageGradients, ApplyGradients;
+- replay: StoreToReplayBuffer, Replay, MixInReplay, UpdateReplayPriorities, ReplayActors;
+- weights: UpdateWorkerWeights, BroadcastUpdateLearnerWeights;
+- order and time: Concurrently, Enqueue, Dequeue, StalenessLimit, WaitUntilTimestepsElapsed,
+  OncePerTimestepsElapsed, OncePerTimeInterval;
+- debugging: Print, Breakpoint, Record;
+- results: StandardMetricsReporting, CollectMetrics.
 
 Importing this package loads neither torch nor Ray.
 """
