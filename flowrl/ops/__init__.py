@@ -7,7 +7,9 @@ A plan chains operators::
     return StandardMetricsReporting(train, workers, config)
 
 The docstring of an operator that is chained starts with the method and the items: "for_each, batch
--> (batch, info)" means `stream.for_each(operator)`. Others, such as Replay, return a stream. By kind:
+-> (batch, info)" means `stream.for_each(operator)`. Others, such as Replay, return a stream.
+
+By kind:
 
 - rollouts: ParallelRollouts, ConcatBatches, SelectExperiences, StandardizeFields, AggregateBatches;
 - recorded experience: ReadParquet, ReadMinari, WriteParquet;
