@@ -22,6 +22,7 @@ MIN_CPU_WAIT = 0.25  # share of the time that processes wait for a processor
 MIN_SLOWDOWN = 2.0  # of a worker, compared with the median of the others
 MIN_LAG = 24  # updates
 MIN_COLLECTION = 0.2  # share of the time in garbage collection
+MIN_BUSY = 0.2  # share of the time of what limits a run
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,21 @@ def diagnose(activity: Activity, facts: PlanFacts) -> Diagnosis:
         facts: sizes and settings of the plan.
     """
     problems = [finding for rule in _PROBLEMS if (finding := rule(activity, facts)) is not None]
-    return Diagnosis([*problems, *bottlenecks(activity, facts)])
+    limits = bottlenecks(activity, facts)
+    if not problems and limits and limits[0].share < MIN_BUSY:
+        problems = [_idle(limits[0])]
+    return Diagnosis([*problems, *limits])
+
+
+def _idle(largest: Finding) -> Finding:
+    """Nothing takes much time, as while workers start."""
+    return Finding(
+        "idle",
+        "plan",
+        1 - largest.share,
+        f"Nothing limits this run yet: the largest share of the time is {largest.share:.0%} "
+        f"({largest.operator}). Workers may still have been starting: train longer.",
+    )
 
 
 def _restarts(activity: Activity, facts: PlanFacts) -> Finding | None:

@@ -48,6 +48,15 @@ def test_largest_part_of_sampling_is_named():
     assert (found.cause, found.operator) == ("reset", "env.reset")
 
 
+def test_nothing_limits_a_run_whose_workers_start():
+    idle = [worker(1, period_s=100.0, seconds={"sample_s": 2.0, "inference_s": 1.0})]
+    starting = activity(stage("sampling", "gather_async"), workers=idle)
+    found = diagnose(starting, facts(num_workers=1, queue_size=16)).findings
+    assert (found[0].cause, found[1].cause) == ("idle", "inference")
+    assert found[1].share < 0.2
+    assert f"the largest share of the time is {found[1].share:.0%} (" in found[0].text
+
+
 @pytest.mark.parametrize(
     ("num_workers", "cpu_s", "remedy"),
     [(1, 9.0, "add workers"), (2, 9.0, "use a machine with more cores"), (2, 1.0, "add workers")],
