@@ -90,6 +90,15 @@ def test_resuming_a_changed_plan_suggests_the_plan_option(cli, tmp_path):
     assert cli("resume", "r", "--stop-iters", "2", "--plan", "plan.py")[0] == 0
 
 
+def test_wrong_setting_in_a_plan_file_is_named_with_its_line(cli, tmp_path):
+    text = (plans_folder() / "a2c.py").read_text()
+    (tmp_path / "plan.py").write_text(text.replace("A2CConfig(", "A2CConfig(train_batch_sze=9, "))
+    code, _, err = cli("explain", "plan.py")
+    line = next(n for n, row in enumerate(text.splitlines(), 1) if "A2CConfig(" in row)
+    assert code == 2
+    assert f"plan.py, line {line}: unknown setting 'train_batch_sze'. Did you mean" in err
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
