@@ -64,7 +64,7 @@ class _ModelConfig(TypedDict, total=False):
     num_framestacks: int
     """Number of latest observations that the network sees at once."""
     matrix_products: Literal["auto", "numpy", "torch"]
-    """Library that multiplies large matrices where fully connected networks use numpy; "auto" measures which one is faster on this processor when the algorithm is built."""
+    """Library that multiplies large matrices where fully connected networks use numpy; "auto" is torch on processors of Intel, and numpy on others."""
     conv_type: Literal["plain", "resnet"]
     """For images: plain convolutions, or IMPALA's small residual network."""
     conv_filters: collections.abc.Sequence[collections.abc.Sequence[int]] | None

@@ -168,7 +168,7 @@ MUTATIONS = [
     Mutation("SAC kernel: gradient of the temperature term", KERNELS + "actor_critic.py",
              "d_raw = 2 * alpha * actions - q_gradients", "d_raw = alpha * actions - q_gradients"),
     Mutation("matrix products: the slower library", "policies/models/matrix_products.py",
-             "torch_s > MIN_NUMPY_ADVANTAGE * numpy_s", "torch_s < MIN_NUMPY_ADVANTAGE * numpy_s"),
+             "return \"torch\" if \"Intel\" in name", "return \"torch\" if \"Intel\" not in name"),
     Mutation("Adam: denormal moments stay", "policies/learning/flat_parameters.py",
              "return not is_on and torch.set_flush_denormal(True)", "return False"),
     Mutation("DQN: bootstraps at terminal states", DQN,

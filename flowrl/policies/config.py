@@ -49,8 +49,8 @@ class ModelConfig(Settings):
     num_framestacks: Count = 1
     """Number of latest observations that the network sees at once."""
     matrix_products: Literal["auto", "numpy", "torch"] = "auto"
-    """Library that multiplies large matrices where fully connected networks use numpy; "auto"
-    measures which one is faster on this processor when the algorithm is built."""
+    """Library that multiplies large matrices where fully connected networks use numpy; "auto" is
+    torch on processors of Intel, and numpy on others."""
 
     conv_type: Literal["plain", "resnet"] = "plain"
     """For images: plain convolutions, or IMPALA's small residual network."""
