@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 
 import pytest
@@ -32,6 +33,17 @@ def train(tmp_path, plan, *flags, steps=3000):
     command += [*SMALL.get(plan, []), f"--stop-timesteps={steps}", "--checkpoint-frequency=4"]
     assert main([*command, *flags, "--run-dir", str(run_dir)]) == 0
     return run_dir
+
+
+@pytest.fixture(scope="module")
+def recorded_a3c(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("a3c"), "a3c", steps=500)
+
+
+@pytest.fixture
+def a3c_run(recorded_a3c, tmp_path):
+    """A run directory of A3C with a journal, which a test may change."""
+    return shutil.copytree(recorded_a3c, tmp_path / "run")
 
 
 def replay(run_dir, capsys, *flags):
@@ -80,18 +92,16 @@ def test_batches_that_are_used_several_times_replay(tmp_path, capsys):
     assert code == 0, printed.out
 
 
-def test_a_replay_stops_at_an_item(tmp_path, capsys, monkeypatch):
-    run_dir = train(tmp_path, "a3c")
+def test_a_replay_stops_at_an_item(a3c_run, capsys, monkeypatch):
     monkeypatch.setattr("sys.breakpointhook", lambda: stopped_at.append("breakpoint"))
     stopped_at.clear()
-    code, _ = replay(run_dir, capsys, "--until", "gather_async:5")
+    code, _ = replay(a3c_run, capsys, "--until", "gather_async:5")
     assert stopped_at == ["breakpoint"]
     assert code == 0
 
 
-def test_an_unknown_operator_is_refused_with_the_known_ones(tmp_path, capsys):
-    run_dir = train(tmp_path, "a3c", steps=500)
-    code, printed = replay(run_dir, capsys, "--until", "nothing:5")
+def test_an_unknown_operator_is_refused_with_the_known_ones(a3c_run, capsys):
+    code, printed = replay(a3c_run, capsys, "--until", "nothing:5")
     assert code == 2
     assert "there is no operator 'nothing', only StandardMetricsReporting, " in printed.err
 
@@ -112,10 +122,9 @@ def test_synchronous_runs_have_no_journal(tmp_path, capsys):
     assert "only runs of asynchronous plans have one" in printed.err
 
 
-def test_a_damaged_journal_is_refused(tmp_path, capsys):
-    run_dir = train(tmp_path, "a3c", steps=500)
-    (run_dir / JOURNAL).write_bytes(b"text")
-    code, printed = replay(run_dir, capsys)
+def test_a_damaged_journal_is_refused(a3c_run, capsys):
+    (a3c_run / JOURNAL).write_bytes(b"text")
+    code, printed = replay(a3c_run, capsys)
     assert code == 1
     assert JOURNAL in printed.err
     assert "damaged" in printed.err
@@ -130,6 +139,7 @@ def test_another_run_than_the_recorded_one_is_an_error(tmp_path, capsys):
     assert "differ" in printed.err + printed.out
 
 
+@pytest.mark.slow
 def test_a_resume_ends_the_recording(tmp_path, capsys):
     run_dir = train(tmp_path, "a3c", "--min-sample-timesteps-per-iteration=500")
     before = len((run_dir / "result.json").read_text().splitlines())
@@ -179,12 +189,11 @@ def test_the_death_of_a_worker_ends_the_recording(tmp_path):
     assert replayed.end == "shard 0 of rollouts[workers=2].for_each() died or did not reply"
 
 
-def test_a_replay_needs_workers_that_have_not_started(tmp_path):
-    run_dir = train(tmp_path, "a3c", steps=500)
+def test_a_replay_needs_workers_that_have_not_started(a3c_run):
     with A3CConfig(env="CartPole-v1", num_workers=0).build() as algorithm:
         algorithm.train()
         with pytest.raises(RuntimeError, match="before the workers start"):
-            Replay(algorithm, run_dir)
+            Replay(algorithm, a3c_run)
 
 
 def test_a_run_without_a_journal_is_refused(tmp_path):
@@ -279,9 +288,8 @@ def test_a_run_with_loaded_policies_is_not_recorded(tmp_path):
     assert not (tmp_path / "second" / JOURNAL).exists()
 
 
-def test_a_breakpoint_after_the_last_item_says_so(tmp_path, capsys):
-    run_dir = train(tmp_path, "a3c", steps=500)
-    _, printed = replay(run_dir, capsys, "--until", "gather_async:1000000")
+def test_a_breakpoint_after_the_last_item_says_so(a3c_run, capsys):
+    _, printed = replay(a3c_run, capsys, "--until", "gather_async:1000000")
     assert "gather_async has returned " in printed.out
     assert "items, less than 1,000,000" in printed.out
 
