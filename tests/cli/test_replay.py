@@ -65,7 +65,8 @@ def test_a_replay_has_the_results_and_weights_of_the_run(tmp_path, capsys, plan)
     assert code == 0
 
 
-@pytest.mark.parametrize("plan", ["impala", pytest.param("a3c", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["impala", "a3c"])
 def test_a_replay_ends_with_the_weights_of_the_run(tmp_path, plan):
     run_dir = train(tmp_path, plan, "--normalize-observations")
     saved, _ = read_checkpoint(max((run_dir / "checkpoints").iterdir()))
@@ -130,11 +131,10 @@ def test_a_damaged_journal_is_refused(a3c_run, capsys):
     assert "damaged" in printed.err
 
 
-def test_another_run_than_the_recorded_one_is_an_error(tmp_path, capsys):
-    run_dir = train(tmp_path, "impala", steps=2000)
-    settings = json.loads((run_dir / "config.json").read_text())
-    (run_dir / "config.json").write_text(json.dumps({**settings, "train_batch_size": 100}))
-    code, printed = replay(run_dir, capsys)
+def test_another_run_than_the_recorded_one_is_an_error(a3c_run, capsys):
+    settings = json.loads((a3c_run / "config.json").read_text())
+    (a3c_run / "config.json").write_text(json.dumps({**settings, "gamma": 0.5}))
+    code, printed = replay(a3c_run, capsys)
     assert code == 1
     assert "differ" in printed.err + printed.out
 
