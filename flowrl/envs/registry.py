@@ -163,8 +163,8 @@ def _make_by_id(env_id: str, context: EnvContext) -> gym.Env:
     except TypeError as error:
         if "unexpected keyword" in str(error) or "required positional" in str(error):
             raise ConfigError(
-                f"env_config: {env_id} does not accept {dict(context)}: {error}. (The plan may set "
-                "env_config for its own environment: pass {} to remove that.)"
+                f"env_config: {env_id} does not accept {dict(context)}: {error}. If you did "
+                "not set env_config, the plan sets it, for another environment."
             ) from error
         raise
 

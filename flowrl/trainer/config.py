@@ -317,21 +317,14 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
             raise ConfigError("evaluation_config: explore must be True or False")
 
     def completed(self) -> Self:
-        """Return a copy with a drawn seed if there is none and the faster library for matrix
-        products, so that a run can be repeated, and with the frame stack of Atari games."""
+        """Return a copy with a drawn seed if there is none, so that a run can be repeated, and with
+        the frame stack of Atari games."""
         changes: dict[str, Any] = {}
         if self.seed is None:
             changes["seed"] = secrets.randbits(31)
-        of_model: dict[str, Any] = {}
         stack = self.atari.frame_stack if self.atari is not None and is_atari(self.env) else 1
         if stack > 1 and self.model.num_framestacks == 1 and self.model.custom_model is None:
-            of_model["num_framestacks"] = stack
-        if self.model.matrix_products == "auto":
-            from flowrl.policies.models.matrix_products import faster_library  # imports torch
-
-            of_model["matrix_products"] = faster_library()
-        if of_model:
-            changes["model"] = self.model.updated(**of_model)
+            changes["model"] = self.model.updated(num_framestacks=stack)
         return self.updated(**changes) if changes else self
 
     @with_hints

@@ -100,7 +100,7 @@ def load_plan(plan: str, text: bytes | None = None) -> ModuleType:
         )  # the text that was checked
     except ConfigError as error:
         own = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
-        raise ConfigError(f"{path}, line {own[-1].lineno}: {error}") from error
+        raise ConfigError(f"plan: {path}, line {own[-1].lineno}: {error}") from error
     except (Exception, SystemExit) as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         line = getattr(error, "lineno", None) or frame.lineno  # lineno: of a SyntaxError

@@ -4,13 +4,14 @@ import warnings
 
 import numpy as np
 import pytest
+from gymnasium.spaces import Box, Discrete
 
-from flowrl.algorithms.ppo import PPOConfig
+from flowrl.policies.config import ModelConfig
 from flowrl.policies.models import matrix_products
+from flowrl.policies.models.fcnet import FullyConnectedNetwork
 from flowrl.policies.models.matrix_products import (
     MIN_TORCH_SIZE,
     faster_library,
-    matmul_for,
     torch_matmul,
 )
 
@@ -45,7 +46,7 @@ def test_torch_multiplies_only_large_matrices(monkeypatch):
 @pytest.mark.parametrize(
     ("vendor", "faster"), [("GenuineIntel", "torch"), ("AuthenticAMD", "numpy"), ("arm", "numpy")]
 )
-def test_the_faster_library_depends_on_the_processor(monkeypatch, tmp_path, vendor, faster):
+def test_the_faster_library_depends_on_the_processor(monkeypatch, vendor, faster):
     class CpuInfo:
         def __init__(self, path):
             assert path == "/proc/cpuinfo"
@@ -61,11 +62,9 @@ def test_the_faster_library_depends_on_the_processor(monkeypatch, tmp_path, vend
     assert faster_library.__wrapped__() == faster
 
 
-def test_the_library_is_fixed_when_the_algorithm_is_built():
-    assert matmul_for("numpy") is np.dot
-    assert matmul_for("torch") is torch_matmul
-    assert matmul_for("auto") is matmul_for(faster_library())
-    for chosen in ("auto", "numpy", "torch"):
-        config = PPOConfig(env="CartPole-v1", model={"matrix_products": chosen})
-        fixed = config.completed().model.matrix_products
-        assert fixed == (faster_library() if chosen == "auto" else chosen)
+@pytest.mark.parametrize("library", ["auto", "numpy", "torch"])
+def test_networks_multiply_with_the_library_of_their_settings(library):
+    config = ModelConfig(matrix_products=library)
+    network = FullyConnectedNetwork(Box(-1, 1, (3,)), Discrete(2), 2, config)
+    chosen = faster_library() if library == "auto" else library
+    assert network.matmul is {"numpy": np.dot, "torch": torch_matmul}[chosen]
