@@ -187,7 +187,10 @@ def with_flags(message: str, arguments: Sequence[str], settings: Collection[str]
     >>> with_flags("lr: must be positive: set num_workers=2", ["--lr", "-1"], ["num_workers"])
     '--lr: must be positive: set --num-workers 2'
 
-    Calls of functions stay as they are.
+    Calls of functions stay as they are:
+
+    >>> with_flags("chain combine(ConcatBatches(64, num_workers=2))", [], ["num_workers"])
+    'chain combine(ConcatBatches(64, num_workers=2))'
 
     Args:
         message: the message.

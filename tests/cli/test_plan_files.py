@@ -90,6 +90,13 @@ def test_resuming_a_changed_plan_suggests_the_plan_option(cli, tmp_path):
     assert cli("resume", "r", "--stop-iters", "2", "--plan", "plan.py")[0] == 0
 
 
+def test_plan_with_several_policies_is_named_without_a_train_batch_size(cli):
+    code, out, err = cli("train", "ppo_dqn", "--stop-timesteps", "64", "--run-dir", "r")
+    assert code == 0, err
+    assert "training ppo_dqn on " in out
+    assert "first train batch" not in out
+
+
 def test_wrong_setting_in_a_plan_file_is_named_with_its_line(cli, tmp_path):
     text = (plans_folder() / "a2c.py").read_text()
     (tmp_path / "plan.py").write_text(text.replace("A2CConfig(", "A2CConfig(train_batch_sze=9, "))
