@@ -2,9 +2,10 @@
 
 The settings match Stable-Baselines3's DQN: 1 environment, an update of 32 rows every 4 steps after
 1,000 steps, buffer 50,000, 2x64 ReLU, lr 1e-3, gamma .99, hard target updates every 500 steps,
-epsilon from 1 to .05 in 2,000 steps, no double, dueling or prioritized replay. Measures env steps
-per second over 20,000 steps. The entries run alternately; prints medians over the seeds, and the
-numbers of updates, which must be equal.
+epsilon from 1 to .05 in 2,000 steps, no double, dueling or prioritized replay. The second row
+samples 32 steps at a time, and then makes the same number of updates. Measures env steps per second
+over 20,000 steps. The entries run alternately; prints medians over the seeds, and the numbers of
+updates, which must be about equal.
 
     python benchmarks/train_dqn.py [--seeds 5] [--no-sb3]
 """
@@ -17,25 +18,28 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[variable] = "1"
 
 import numpy as np
+from peer_env import peer_python, spread
 
 STEPS, EVERY, BATCH, BUFFER, STARTS, TARGET = 20_000, 4, 32, 50_000, 1_000, 500
+LONG_FRAGMENT = 32
 LR, GAMMA, EPSILON, EPSILON_STEPS = 1e-3, 0.99, 0.05, 2_000
 
 
-def flowrl_run(seed: int) -> dict[str, float]:
-    """Run the shipped plan."""
+def flowrl_run(seed: int, fragment: int = EVERY) -> dict[str, float]:
+    """Run the shipped plan with fragments of that many env steps."""
     from flowrl.algorithms.dqn import DQNConfig
 
     config = DQNConfig(
         env="CartPole-v1",
-        rollout_fragment_length=EVERY,
+        rollout_fragment_length=fragment,
+        training_intensity=None if fragment == EVERY else BATCH / EVERY,
         train_batch_size=BATCH,
         replay_buffer_capacity=BUFFER,
         learning_starts=STARTS,
@@ -168,7 +172,13 @@ def sb3_run(seed: int) -> dict[str, float]:
     }
 
 
-RUNS = {"flowrl": flowrl_run, "single file": single_file_run, "sb3": sb3_run}
+LONG = f"flowrl, fragments of {LONG_FRAGMENT}"
+RUNS = {
+    "flowrl": flowrl_run,
+    LONG: partial(flowrl_run, fragment=LONG_FRAGMENT),
+    "single file": single_file_run,
+    "sb3": sb3_run,
+}
 
 
 def main() -> None:
@@ -182,11 +192,8 @@ def main() -> None:
     if options.one:
         print(json.dumps(RUNS[options.one](options.seed)))
         return
-    pythons = {"flowrl": sys.executable, "single file": sys.executable}
+    pythons = dict.fromkeys(("flowrl", LONG, "single file"), sys.executable)
     if not options.no_sb3:
-        sys.path.insert(0, str(Path(__file__).parent))
-        from peer_env import peer_python
-
         pythons["sb3"] = options.sb3_python or str(
             peer_python("sb3", "stable-baselines3==2.9.2", "gymnasium==1.2.2")
         )
@@ -197,13 +204,16 @@ def main() -> None:
             process = subprocess.run(command, capture_output=True, text=True, check=True)
             results[name].append(json.loads(process.stdout.splitlines()[-1]))
             print(f"# seed {seed}, {name}: {results[name][-1]}", flush=True)
-    print("| | env steps/s | flowrl is × | updates |")
-    print("|---|---:|---:|---:|")
+    print("| | env steps/s | flowrl is × | fragments of 32: × | updates |")
+    print("|---|---:|---:|---:|---:|")
     speed = {name: [r["steps"] / r["seconds"] for r in runs] for name, runs in results.items()}
     for name, speeds in speed.items():
-        ratio = np.median([a / b for a, b in zip(speed["flowrl"], speeds, strict=True)])
+        ratios = [
+            spread([a / b for a, b in zip(speed[ours], speeds, strict=True)])
+            for ours in ("flowrl", LONG)
+        ]
         updates = np.median([result["updates"] for result in results[name]])
-        print(f"| {name} | {np.median(speeds):,.0f} | {ratio:.2f} | {updates:,.0f} |")
+        print(f"| {name} | {np.median(speeds):,.0f} | {' | '.join(ratios)} | {updates:,.0f} |")
 
 
 if __name__ == "__main__":

@@ -113,6 +113,41 @@ def test_gradient_is_the_same_with_padding_and_sequence_by_sequence():
     torch.testing.assert_close(gradient(sum(losses)), expected, atol=1e-6, rtol=0)
 
 
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8))
+@settings(max_examples=30, deadline=None)
+def test_padded_and_packed_sequences_give_equal_features_states_and_gradients(lens):
+    tower = recurrent_model(lstm_cell_size=5).tower
+    generator = torch.Generator().manual_seed(0)
+    rows, batch_sizes, _ = packed_order(torch.tensor(lens))
+    inputs = torch.randn(len(rows), 7, generator=generator)
+    states = [torch.randn(len(lens), 5, generator=generator) for _ in range(2)]
+    weights = torch.randn(len(rows), 5, generator=generator)
+    found = []
+    for run in (tower._run_packed, tower._run_padded):
+        leaves = [part.clone().requires_grad_() for part in (inputs, *states)]
+        features, last = run(leaves[0], batch_sizes, leaves[1:])
+        # the states count, too: burn-in and custom losses may use them
+        loss = (features * weights).sum() + sum((part**2).sum() for part in last)
+        gradients = torch.autograd.grad(loss, [*leaves, *tower.rnn.parameters()])
+        found.append([features, *last, *gradients])
+    for packed, padded in zip(*found, strict=True):
+        torch.testing.assert_close(packed, padded, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("cell_type", "lens", "pads"),
+    [
+        ("lstm", [20, 3], True),
+        ("lstm", [128] + [1] * 100, False),  # 101 rows of padding for each row
+        ("gru", [20, 3], False),  # oneDNN has no GRU for learning
+    ],
+)
+def test_sequences_are_padded_where_that_is_faster(cell_type, lens, pads):
+    tower = recurrent_model(lstm_cell_size=5, lstm_cell_type=cell_type).tower
+    _, batch_sizes, _ = packed_order(torch.tensor(lens))
+    assert tower._pads(sum(lens), batch_sizes) == (pads and torch.backends.mkldnn.is_available())
+
+
 def test_burn_in_recomputes_states_without_gradient():
     model = recurrent_model(lstm_cell_size=5)
     rng = np.random.default_rng(0)

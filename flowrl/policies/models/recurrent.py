@@ -24,6 +24,9 @@ from flowrl.policies.models.flatten import (
 from flowrl.policies.models.torso import Heads, Torso, shares_layers
 from flowrl.policies.views import ViewRequirement
 
+MAX_PADDING = 8  # padded rows per row; with more, packed sequences are faster
+SATURATED = 1e4  # a sigmoid of it is 1
+
 PackedOrder = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -99,19 +102,76 @@ class RecurrentTower(nn.Module):
             )
             return hidden[0], [part[0] for part in (last if self.is_lstm else (last,))]
         rows, batch_sizes, sequences = order
-        initial: Any = [part[sequences].unsqueeze(0) for part in state]
-        initial = tuple(initial) if self.is_lstm else initial[0]
-        packed, last = self.rnn(PackedSequence(features[rows], batch_sizes), initial)
-        hidden = torch.empty_like(packed.data).index_copy(0, rows, packed.data)
+        initial = [part[sequences] for part in state]
+        run = self._run_padded if self._pads(len(rows), batch_sizes) else self._run_packed
+        packed, last = run(features[rows], batch_sizes, initial)
+        hidden = torch.empty_like(packed).index_copy(0, rows, packed)
         inverse = torch.argsort(sequences)
-        return hidden, [part.squeeze(0)[inverse] for part in (last if self.is_lstm else (last,))]
+        return hidden, [part[inverse] for part in last]
+
+    def _pads(self, rows: int, batch_sizes: torch.Tensor) -> bool:
+        """Return whether to pad sequences of `rows` rows in total.
+
+        On the CPU, oneDNN computes the LSTM of sequences with equal lengths, several times faster
+        than torch computes packed ones.
+        """
+        uses_onednn = torch.backends.mkldnn.is_available() and _is_on_cpu(self)
+        padded_rows = len(batch_sizes) * int(batch_sizes[0])
+        return self.is_lstm and uses_onednn and padded_rows <= MAX_PADDING * rows
+
+    def _run_packed(
+        self, packed: torch.Tensor, batch_sizes: torch.Tensor, state: State
+    ) -> tuple[torch.Tensor, State]:
+        """Return the features [rows, size] and the states after each sequence, in packed order.
+
+        Args:
+            packed: inputs of the cell [rows, …].
+            batch_sizes: number of sequences that have a t-th row, [longest].
+            state: states before each sequence.
+        """
+        initial: Any = [part.unsqueeze(0) for part in state]
+        initial = tuple(initial) if self.is_lstm else initial[0]
+        hidden, last = self.rnn(PackedSequence(packed, batch_sizes), initial)
+        return hidden.data, [part[0] for part in (last if self.is_lstm else (last,))]
+
+    def _run_padded(
+        self, packed: torch.Tensor, batch_sizes: torch.Tensor, state: State
+    ) -> tuple[torch.Tensor, State]:
+        """See `_run_packed`.
+
+        An additional input is 1 in the padding. Its weights open the forget gate and close the
+        input gate, so that the cell states after the padding are those after the sequence.
+        """
+        rnn: Any = self.rnn
+        longest, sequences = len(batch_sizes), int(batch_sizes[0])
+        is_row = torch.arange(sequences) < batch_sizes[:, None]
+        (at,) = is_row.view(-1).nonzero(as_tuple=True)
+        padded = packed.new_zeros(len(is_row.view(-1)), packed.shape[1] + 1)
+        padded[:, -1] = 1.0
+        padded = padded.index_copy(0, at, nn.functional.pad(packed, (0, 1)))
+        of_padding = rnn.weight_ih_l0.new_zeros(4 * self.size, 1)
+        of_padding[: self.size], of_padding[self.size : 2 * self.size] = -SATURATED, SATURATED
+        weights = [
+            torch.cat([rnn.weight_ih_l0, of_padding], 1),
+            rnn.weight_hh_l0,
+            rnn.bias_ih_l0,
+            rnn.bias_hh_l0,
+        ]
+        initial = [part.unsqueeze(0) for part in state]
+        inputs = padded.view(longest, sequences, -1)
+        hidden, _, cell = torch.lstm(
+            inputs, initial, weights, has_biases=True, num_layers=1, dropout=0.0,
+            train=self.training, bidirectional=False, batch_first=False,
+        )  # fmt: skip
+        ends = (is_row.sum(0) - 1) * sequences + torch.arange(sequences)
+        hidden = hidden.reshape(len(padded), -1)
+        return hidden[at], [hidden[ends], cell[0]]
 
     # -- acting ------------------------------------------------------------------------------------
 
     def bind_numpy_views(self) -> bool:
         """Refresh numpy views of the parameters; return whether `step_numpy` can be used."""
-        on_cpu = all(p.device.type == "cpu" and p.dtype == torch.float32 for p in self.parameters())
-        if self._activation is None or not on_cpu:
+        if self._activation is None or not _is_on_cpu(self):
             return False
         if not isinstance(self.torso.encoder, FlatEncoder):
             return False
@@ -279,6 +339,11 @@ class RecurrentNetwork(ModelV2):
             outputs = np.concatenate([outputs, log_std], 1)
         values = value_hidden @ parameters["value"][0] + parameters["value"][1]
         return outputs, values[:, 0], new_state
+
+
+def _is_on_cpu(module: nn.Module) -> bool:
+    """Return whether all parameters are float32 on the CPU."""
+    return all(p.device.type == "cpu" and p.dtype == torch.float32 for p in module.parameters())
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:

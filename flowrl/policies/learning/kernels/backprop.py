@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 
-from flowrl.policies.models.fcnet import FullyConnectedNetwork
+from flowrl.policies.models.fcnet import NUMPY_ACTIVATIONS, FullyConnectedNetwork
 from flowrl.policies.models.matrix_products import Matmul
 from flowrl.policies.models.numpy_forward import activation_gradient
 
@@ -29,6 +28,7 @@ class Backprop:
         self._network = network
         self._is_shared = network.value_hidden is network.hidden
         self._is_tanh = network.model_config.fcnet_activation == "tanh"
+        self._activation = NUMPY_ACTIVATIONS[network.model_config.fcnet_activation]
         trunks = [network.hidden] if self._is_shared else [network.hidden, network.value_hidden]
         matmul = network.matmul
         self._trunks = [[_Layer(linear, matmul) for linear in trunk] for trunk in trunks]
@@ -53,7 +53,7 @@ class Backprop:
         activations = [hidden]
         for layer in trunk:
             hidden = layer(hidden, out=layer.output_buffer(len(hidden)))
-            np.tanh(hidden, out=hidden) if self._is_tanh else torch.from_numpy(hidden).relu_()
+            self._activation(hidden, hidden)
             activations.append(hidden)
         return activations
 

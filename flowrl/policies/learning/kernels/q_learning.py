@@ -34,11 +34,12 @@ class QLearningKernel:
     def __call__(self, batch: TensorBatch) -> float:
         policy, q_function = self._policy, self._policy.q_function
         targets = policy.td_targets(batch)
-        state_values: np.ndarray | None
-        outputs, state_values = self._backprop.forward(batch.array("obs"))
-        actions = batch.array("actions")
-        if not q_function.uses_state_value:
-            state_values = None
+        observations, actions = batch.array("obs"), batch.array("actions")
+        state_values: np.ndarray | None = None
+        if q_function.uses_state_value:
+            outputs, state_values = self._backprop.forward(observations)
+        else:
+            outputs = self._backprop.outputs(policy.model.features_numpy(observations))
         loss, gradients = loss_and_gradients(q_function, outputs, state_values, actions, targets)
         policy.record_td_loss(batch, loss)
         share: Any = np.float32(1.0 / len(actions))
