@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
+import optree
 import torch
 from gymnasium import spaces
 from pydantic import Field, FiniteFloat, model_validator
@@ -22,6 +23,7 @@ from flowrl.policies.config import ExplorationConfig
 from flowrl.policies.exploration import Exploration
 from flowrl.policies.models.base import ModelV2
 from flowrl.policies.models.fcnet import FullyConnectedNetwork, uses_numpy
+from flowrl.policies.models.masked import MaskedModel
 from flowrl.policies.models.noisy import make_noisy, resample_noise
 from flowrl.policies.models.tensor_batch import InputDict
 from flowrl.policies.q_values import QValues, TDLoss
@@ -160,8 +162,25 @@ class DQNTorchPolicy(TargetNetwork):
     ) -> tuple[np.ndarray, list[np.ndarray], dict[str, np.ndarray]]:
         if self.config.noisy:
             resample_noise(self.model, self.rng if explore else None)
+        is_random = None
+        if explore:
+            is_random = self.exploration.random_rows(_count_rows(input_dict), self)
+            if is_random is not None and self._scores_may_be_skipped and is_random.all():
+                # zeros instead of scores: all actions of these rows are random
+                scores = np.zeros((len(is_random), self.q_function.num_actions), np.float32)
+                return self.exploration.act_on_values(scores, is_random, self), [], {}
         scores, states = self._computed(self._greedy_scores, input_dict)
-        return self.exploration.act_on_values(scores, self, explore), states, {}
+        if not explore:
+            return scores.argmax(1), states, {}
+        return self.exploration.act_on_values(scores, is_random, self), states, {}
+
+    @cached_property
+    def _scores_may_be_skipped(self) -> bool:
+        """Whether random actions need no output of the network: it has no states, and masks no
+        actions (a user's network may)."""
+        is_ours = self.config.model.custom_model is None
+        is_ours &= type(self).make_model is DQNTorchPolicy.make_model
+        return is_ours and not self.is_recurrent and not isinstance(self.model, MaskedModel)
 
     def _greedy_scores(self, input_dict: dict[str, Any]) -> tuple[np.ndarray, list[np.ndarray]]:
         """Return scores [B, n] that order actions by value, and the next recurrent states."""
@@ -276,6 +295,11 @@ class DQNTorchPolicy(TargetNetwork):
                 f"policy with {atoms}"
             )
         super().set_state(state)
+
+
+def _count_rows(input_dict: dict[str, Any]) -> int:
+    leaves: Any = optree.tree_leaves(input_dict["obs"])
+    return len(leaves[0])
 
 
 class DQN(Algorithm):

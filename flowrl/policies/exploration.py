@@ -100,23 +100,11 @@ class Exploration:
             return self._epsilon_greedy(actions, inputs, rng, self.epsilon(policy))
         return self._add_noise(actions, rng, self._value(self.config.scale, policy)), logp
 
-    def act_on_values(
-        self, values: np.ndarray, policy: ExploringPolicy, explore: bool
-    ) -> np.ndarray:
-        """Choose Discrete actions by their values: the best ones, except for a random fraction.
+    def random_rows(self, count: int, policy: ExploringPolicy) -> np.ndarray | None:
+        """Draw which rows of a batch take a random action, bool [count].
 
-        Exploration types without a random fraction use the values as logits.
-
-        Args:
-            values: Q-values [B, n]; those of masked actions are below -1e8.
-            policy, explore: see `act`.
-
-        Returns:
-            Actions, int64 [B].
+        None if the exploration is not epsilon-greedy.
         """
-        actions: np.ndarray = values.argmax(1)
-        if not explore:
-            return actions
         counters = (
             policy.timestep, policy.total_timesteps, policy.worker_index, policy.num_workers,
         )  # fmt: skip
@@ -124,8 +112,27 @@ class Exploration:
             self._random_fraction_at = counters
             self._random_fraction = self._compute_random_fraction(policy)
         if self._random_fraction is None:
-            return self.act(values, policy, explore)[0]
-        is_random = policy.rng.random(len(values)) < self._random_fraction
+            return None
+        is_random: np.ndarray = policy.rng.random(count) < self._random_fraction
+        return is_random
+
+    def act_on_values(
+        self, values: np.ndarray, is_random: np.ndarray | None, policy: ExploringPolicy
+    ) -> np.ndarray:
+        """Choose Discrete actions by their values: the best ones, except in random rows.
+
+        Args:
+            values: Q-values [B, n]; those of masked actions are below -1e8.
+            is_random: result of `random_rows`; None to use the values as logits.
+            policy: see `act`.
+
+        Returns:
+            Actions, int64 [B].
+        """
+        if is_random is None:
+            actions: np.ndarray = self.act(values, policy, True)[0]
+            return actions
+        actions = values.argmax(1)
         if is_random.any():
             # a uniform choice: the largest of random numbers, one per allowed action
             draws = policy.rng.random(values.shape)

@@ -222,6 +222,46 @@ def test_acting_is_epsilon_greedy():
     assert (drawn == best).mean() == pytest.approx(expected, abs=0.025)
 
 
+def test_random_actions_do_not_compute_the_network(monkeypatch):
+    config = DQNConfig(exploration_config={"epsilon": 1.0}, seed=0)
+    policies = [DQNTorchPolicy(BOX, THREE, config) for _ in range(2)]
+    policies[1]._scores_may_be_skipped = False
+    observations = np.zeros((40, 3), np.float32)
+    expected = policies[1].compute_actions(observations)[0]
+
+    def fail(*args):
+        raise AssertionError("the network was computed")
+
+    monkeypatch.setattr(policies[0], "_greedy_scores", fail)
+    np.testing.assert_array_equal(policies[0].compute_actions(observations)[0], expected)
+    assert len(set(expected.tolist())) == 3
+
+
+class ForbidsFirst(nn.Module):
+    """A user's network that masks the first action."""
+
+    def __init__(self, obs_space, action_space, num_outputs):
+        super().__init__()
+        self.layer = nn.Linear(3, num_outputs)
+
+    def forward(self, obs):
+        return self.layer(obs) + torch.tensor([-1e9, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("has_own_network", [False, True])
+def test_random_actions_are_never_masked_ones(has_own_network):
+    settings = {"exploration_config": {"epsilon": 1.0}, "dueling": False, "seed": 0}
+    if has_own_network:
+        config = DQNConfig(model={"custom_model": ForbidsFirst}, **settings)
+        policy, observations = DQNTorchPolicy(BOX, THREE, config), np.zeros((60, 3), np.float32)
+    else:
+        policy = DQNTorchPolicy(MASKED, THREE, DQNConfig(**settings))
+        mask = np.tile(np.array([0, 1, 1], np.int8), (60, 1))
+        observations = {"action_mask": mask, "at": np.zeros((60, 3), np.float32)}
+    actions = policy.compute_actions(observations)[0]
+    assert set(actions.tolist()) == {1, 2}
+
+
 def test_target_network_updates_are_soft_or_hard():
     policy = DQNTorchPolicy(BOX, THREE, {"tau": 0.25, "seed": 0})
     start = policy._target.vector.clone()
