@@ -33,13 +33,12 @@ class EpisodeReturns:
         """
         if not len(segments):
             return []
-        lengths = segments.lengths
-        if int(lengths.sum()) == rewards.size and segments.in_lane_order:
-            values = rewards.T.reshape(-1).astype(np.float64)
-        else:
-            row, segment = segments.rows()
-            values = rewards[row, segments.lanes[segment]].astype(np.float64)
-        sums = np.add.reduceat(values, np.cumsum(lengths) - lengths)
+        rows, lanes = rewards.shape
+        values = np.zeros(lanes * rows + 1)  # lane after lane
+        values[:-1].reshape(lanes, rows)[:] = rewards.T
+        at = segments.lanes * rows
+        begins_and_ends = np.stack([at + segments.begins, at + segments.ends], 1).reshape(-1)
+        sums = np.add.reduceat(values, begins_and_ends)[::2]  # no segment is empty
         continued = segments.steps > 0
         sums[continued] += self.so_far[segments.lanes[continued]]
         is_open = segments.events == Event.OPEN
@@ -51,7 +50,7 @@ class EpisodeReturns:
         ended = ended[np.argsort(segments.ends[ended], kind="stable")]
         fields = [
             sums[ended].tolist(),
-            (segments.steps + lengths)[ended].tolist(),
+            (segments.steps + segments.lengths)[ended].tolist(),
             segments.lanes[ended].tolist(),
         ]
         if callbacks is None:
