@@ -124,9 +124,9 @@ def measure(entry: str, seconds: float) -> dict[str, float]:
     """Run one entry in a new process."""
     python = sys.executable
     if entry.startswith("rllib"):
-        from peer_env import peer_python
+        from peer_env import rllib_python
 
-        python = str(peer_python("rllib-2.60", "ray[rllib]==2.60.0", "gymnasium==1.2.2"))
+        python = rllib_python()
     process = subprocess.run(
         [python, __file__, "--serve", entry, "--seconds", str(seconds)],
         stdout=subprocess.PIPE,

@@ -20,7 +20,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -184,9 +183,9 @@ def serve(entry: Any) -> None:
 
 
 class Subprocess:
-    def __init__(self, python: Path):
+    def __init__(self, python: str):
         self.process = subprocess.Popen(
-            [str(python), __file__, "--serve"],
+            [python, __file__, "--serve"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -228,9 +227,9 @@ def main() -> None:
         name: lambda entry=entry: rate(entry, options.seconds) for name, entry in entries.items()
     }
     if not options.no_rllib:
-        from peer_env import peer_python
+        from peer_env import rllib_python
 
-        peer = Subprocess(peer_python("rllib", "ray[rllib]==2.60.0", "gymnasium==1.2.2"))
+        peer = Subprocess(rllib_python())
         measure = {"RLlib 2.60": lambda: peer.rate(options.seconds), **measure}
     rounds = [{name: one() for name, one in measure.items()} for _ in range(options.rounds)]
     if not options.no_rllib:

@@ -24,6 +24,23 @@ def peer_python(name: str, *requirements: str) -> Path:
     return python
 
 
+def sb3_python() -> str:
+    """Return the interpreter of Stable-Baselines3, with flowrl's version of Gymnasium."""
+    import gymnasium
+
+    packages = (
+        "stable-baselines3==2.9.2", "sb3-contrib==2.9.2",
+        f"gymnasium[mujoco,atari]=={gymnasium.__version__}", "Box2D==2.3.10", "pygame",
+        "opencv-python-headless",
+    )  # fmt: skip
+    return str(peer_python("stable-baselines3", *packages))
+
+
+def rllib_python() -> str:
+    """Return the interpreter of RLlib 2.60, with the version of Gymnasium that it needs."""
+    return str(peer_python("rllib-2.60", "ray[rllib]==2.60.0", "gymnasium==1.2.2"))
+
+
 def run_alternately(
     script: str, pythons: dict[str, str], rounds: int, *arguments: str
 ) -> dict[str, list[dict[str, float]]]:

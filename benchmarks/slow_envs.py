@@ -23,7 +23,7 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 
 import gymnasium as gym
 import numpy as np
-from peer_env import peer_python, run_alternately, spread
+from peer_env import run_alternately, sb3_python, spread
 
 ENVS, STEP_S, FRAGMENT, FRAGMENTS = 8, 0.005, 100, 4
 STEPS = ENVS * FRAGMENT * FRAGMENTS
@@ -111,7 +111,7 @@ def main() -> None:
     if options.one:
         print(json.dumps(RUNS[options.one](options.computes)))
         return
-    python = str(peer_python("sb3-contrib", "stable-baselines3==2.9.2", "sb3-contrib==2.9.2"))
+    python = sb3_python()
     pythons = {"flowrl": sys.executable, "Stable-Baselines3": python}
     lines = []
     for kind, limit in (("waits", ENVS / STEP_S), ("computes", (os.cpu_count() or 1) / STEP_S)):

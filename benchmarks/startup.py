@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from gymnasium.envs.classic_control import CartPoleEnv
-from peer_env import peer_python, spread
+from peer_env import sb3_python, spread
 
 TRAIN = [str(Path(sys.executable).parent / "flowrl"), "train", "ppo"]
 FOLDER = Path(__file__).parent
@@ -126,7 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    peer = str(peer_python("sb3-contrib", "stable-baselines3==2.9.2", "sb3-contrib==2.9.2"))
+    peer = sb3_python()
     seconds: dict[str, list[float]] = {name: [] for name in ENTRIES}
     for seed in range(options.rounds):
         for name in ENTRIES:

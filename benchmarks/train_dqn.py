@@ -25,7 +25,7 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[variable] = "1"
 
 import numpy as np
-from peer_env import peer_python, spread
+from peer_env import sb3_python, spread
 
 STEPS, EVERY, BATCH, BUFFER, STARTS, TARGET = 20_000, 4, 32, 50_000, 1_000, 500
 LONG_FRAGMENT = 32
@@ -185,7 +185,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--no-sb3", action="store_true")
-    parser.add_argument("--sb3-python", help="interpreter with Stable-Baselines3 installed")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -194,9 +193,7 @@ def main() -> None:
         return
     pythons = dict.fromkeys(("flowrl", LONG, "single file"), sys.executable)
     if not options.no_sb3:
-        pythons["sb3"] = options.sb3_python or str(
-            peer_python("sb3", "stable-baselines3==2.9.2", "gymnasium==1.2.2")
-        )
+        pythons["sb3"] = sb3_python()
     results: dict[str, list[Any]] = {name: [] for name in pythons}
     for seed in range(options.seeds):
         for name, python in pythons.items():

@@ -17,10 +17,10 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from peer_env import sb3_python
 
 ENV, GAMMA = "ALE/Breakout-v5", 0.99
 ENVS, BATCH, MINIBATCH, EPOCHS, PPO_BATCHES, PPO_LR = 8, 1024, 256, 4, 3, 2.5e-4
@@ -190,11 +190,7 @@ def main() -> None:
         return
     pythons = {"flowrl": sys.executable, "arithmetic": sys.executable}
     if not options.no_sb3:
-        sys.path.insert(0, str(Path(__file__).parent))
-        from peer_env import peer_python
-
-        packages = "stable-baselines3==2.9.2", "gymnasium[atari]==1.2.2", "opencv-python-headless"
-        pythons["sb3"] = str(peer_python("sb3-atari", *packages))
+        pythons["sb3"] = sb3_python()
     for algorithm in [options.only] if options.only else RUNS:
         results: dict[str, list[Any]] = {name: [] for name in pythons}
         for round_number in range(options.rounds):

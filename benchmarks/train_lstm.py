@@ -21,7 +21,7 @@ import time
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[variable] = "1"
 
-from peer_env import peer_python, run_alternately, spread
+from peer_env import run_alternately, sb3_python, spread
 
 ENVS, BATCH, MINIBATCH, EPOCHS, BATCHES = 8, 1024, 256, 10, 8
 
@@ -92,7 +92,7 @@ def main() -> None:
     if options.one:
         print(json.dumps(RUNS[options.one]()))
         return
-    peer = str(peer_python("sb3-contrib", "stable-baselines3==2.9.2", "sb3-contrib==2.9.2"))
+    peer = sb3_python()
     pythons = {name: peer if name == "sb3-contrib" else sys.executable for name in RUNS}
     results = run_alternately(__file__, pythons, options.rounds)
     speeds = {k: [BATCH * BATCHES / r["seconds"] for r in runs] for k, runs in results.items()}

@@ -20,13 +20,13 @@ import subprocess
 import sys
 import time
 from collections import deque
-from pathlib import Path
 from typing import Any
 
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[variable] = "1"
 
 import numpy as np
+from peer_env import sb3_python
 
 BATCH, ENVS, MINIBATCH, EPOCHS = 4000, 8, 128, 10
 LR, GAMMA, LAMBDA, CLIP, GOAL, LIMIT = 3e-4, 0.99, 0.95, 0.2, 475.0, 300_000
@@ -212,7 +212,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--no-sb3", action="store_true")
-    parser.add_argument("--sb3-python", help="interpreter with Stable-Baselines3 installed")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--batches", type=int, default=0, help=argparse.SUPPRESS)
@@ -222,12 +221,7 @@ def main() -> None:
         return
     pythons = {"flowrl": sys.executable, "single file": sys.executable}
     if not options.no_sb3:
-        sys.path.insert(0, str(Path(__file__).parent))
-        from peer_env import peer_python
-
-        pythons["sb3"] = options.sb3_python or str(
-            peer_python("sb3", "stable-baselines3==2.9.2", "gymnasium==1.2.2")
-        )
+        pythons["sb3"] = sb3_python()
     speed: dict[str, list[float]] = {name: [] for name in pythons}
     seconds: dict[str, list[float]] = {name: [] for name in pythons}
     steps: dict[str, list[float]] = {name: [] for name in pythons}

@@ -20,8 +20,7 @@ from typing import NamedTuple
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[variable] = "1"
 
-import gymnasium as gym
-from peer_env import peer_python, run_alternately, spread
+from peer_env import run_alternately, sb3_python, spread
 
 
 class Problem(NamedTuple):
@@ -105,16 +104,7 @@ def main() -> None:
     if options.one:
         print(json.dumps(RUNS[options.one](options.env)))
         return
-    packages = (
-        "stable-baselines3==2.9.2",
-        f"gymnasium[mujoco]=={gym.__version__}",
-        "Box2D==2.3.10",
-        "pygame",
-    )
-    pythons = {
-        "flowrl": sys.executable,
-        "Stable-Baselines3": str(peer_python("sb3-box2d-mujoco", *packages)),
-    }
+    pythons = {"flowrl": sys.executable, "Stable-Baselines3": sb3_python()}
     lines = []
     for env, problem in PROBLEMS.items():
         results = run_alternately(__file__, pythons, options.rounds, "--env", env)

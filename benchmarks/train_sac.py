@@ -23,7 +23,7 @@ os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_paralleli
 
 import gymnasium as gym
 import numpy as np
-from peer_env import peer_python, run_alternately, spread
+from peer_env import peer_python, run_alternately, sb3_python, spread
 
 ENVS = ("Pendulum-v1", "HalfCheetah-v5")
 STARTS, WARM_UP, BATCH, BUFFER = 1_000, 500, 256, 100_000
@@ -141,7 +141,7 @@ def main() -> None:
     packages = "stable-baselines3==2.9.2", f"gymnasium[mujoco]=={gym.__version__}"
     pythons = {
         "flowrl": sys.executable,
-        "Stable-Baselines3": str(peer_python("sb3-mujoco", *packages)),
+        "Stable-Baselines3": sb3_python(),
         "SBX": str(peer_python("sbx", *packages, "sbx-rl==0.27.0")),
     }
     figures = Figures("train_sac", COLUMNS, cells)
