@@ -43,6 +43,8 @@ STORAGE = "data/checkpoint_storage.py"
 SYNC = "sampling/weight_sync.py"
 FILTERS = "policies/filters.py"
 TARGET = "policies/target_network.py"
+RECURRENT = "policies/models/recurrent.py"
+RETURNS_OF_EPISODES = "sampling/episode_returns.py"
 # fmt: off
 TESTS = {
     RETURNS: ["policies/test_returns.py"],
@@ -68,6 +70,8 @@ TESTS = {
     FILTERS: ["policies", "sampling/test_column_sampler.py"],
     TARGET: ["algorithms/test_dqn.py", "algorithms/test_actor_critic.py"],
     "algorithms/sac.py": ["algorithms/test_actor_critic.py"],
+    RECURRENT: ["policies/test_recurrent_models.py"],
+    RETURNS_OF_EPISODES: ["sampling/test_episode_returns.py"],
     "algorithms/on_policy.py": ["policies/test_returns.py", "sampling", "algorithms"],
     "policies/categorical_q.py": ["policies/test_categorical_q.py"],
     "policies/q_values.py": ["policies/test_q_values.py", "algorithms/test_dqn.py"],
@@ -125,6 +129,18 @@ MUTATIONS = [
     Mutation("n-step: one step too few", RETURNS,
              "for j in range(1, min(n, len(rewards))):",
              "for j in range(1, min(n - 1, len(rewards))):"),
+    Mutation("LSTM: the padding is remembered", RECURRENT,
+             "input_gate[:], forget_gate[:] = -SATURATED, SATURATED",
+             "input_gate[:], forget_gate[:] = SATURATED, -SATURATED"),
+    Mutation("LSTM: hidden states after the padding", RECURRENT,
+             "return hidden[positions], [hidden[ends], cell[0]]",
+             "return hidden[positions], [hidden[-sequences:], cell[0]]"),
+    Mutation("DQN: greedy rows beside a random one", DQN,
+             "if is_random is not None and is_random.all():",
+             "if is_random is not None and is_random.any():"),
+    Mutation("episode returns: of the rows between segments", RETURNS_OF_EPISODES,
+             "sums = np.add.reduceat(values, begins_and_ends)[::2]",
+             "sums = np.add.reduceat(values, begins_and_ends)[1::2]"),
     Mutation("V-trace: ratio upside down", RETURNS,
              "ratios = np.exp(target_logp - behaviour_logp)",
              "ratios = np.exp(behaviour_logp - target_logp)"),

@@ -23,13 +23,14 @@ from flowrl.policies.config import ExplorationConfig
 from flowrl.policies.exploration import Exploration
 from flowrl.policies.models.base import ModelV2
 from flowrl.policies.models.fcnet import FullyConnectedNetwork, uses_numpy
-from flowrl.policies.models.masked import MaskedModel
 from flowrl.policies.models.noisy import make_noisy, resample_noise
 from flowrl.policies.models.tensor_batch import InputDict
+from flowrl.policies.models.torso import TorsoNetwork
 from flowrl.policies.q_values import QValues, TDLoss
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.target_network import TargetNetwork
 from flowrl.policies.torch_policy import TensorBatch
+from flowrl.policies.views import find_input_problem
 from flowrl.settings import ConfigError, Count, Fraction, NotNegativeInt, Positive
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import Plan, PlanSetting
@@ -162,25 +163,41 @@ class DQNTorchPolicy(TargetNetwork):
     ) -> tuple[np.ndarray, list[np.ndarray], dict[str, np.ndarray]]:
         if self.config.noisy:
             resample_noise(self.model, self.rng if explore else None)
-        is_random = None
-        if explore:
-            is_random = self.exploration.random_rows(_count_rows(input_dict), self)
-            if is_random is not None and self._scores_may_be_skipped and is_random.all():
-                # zeros instead of scores: all actions of these rows are random
-                scores = np.zeros((len(is_random), self.q_function.num_actions), np.float32)
-                return self.exploration.act_on_values(scores, is_random, self), [], {}
+        exploration, is_random = self.exploration, None
+        if explore and self._skips_network:
+            count = self._computed(self._count_rows, input_dict)
+            is_random = exploration.draw_random_rows(count, self)
+            if is_random is not None and is_random.all():
+                scores = np.zeros((count, self.q_function.num_actions), np.float32)
+                return exploration.act_on_values(scores, is_random, self), [], {}
         scores, states = self._computed(self._greedy_scores, input_dict)
         if not explore:
             return scores.argmax(1), states, {}
-        return self.exploration.act_on_values(scores, is_random, self), states, {}
+        if is_random is None:
+            is_random = exploration.draw_random_rows(len(scores), self)
+        return exploration.act_on_values(scores, is_random, self), states, {}
 
     @cached_property
-    def _scores_may_be_skipped(self) -> bool:
-        """Whether random actions need no output of the network: it has no states, and masks no
-        actions (a user's network may)."""
-        is_ours = self.config.model.custom_model is None
-        is_ours &= type(self).make_model is DQNTorchPolicy.make_model
-        return is_ours and not self.is_recurrent and not isinstance(self.model, MaskedModel)
+    def _skips_network(self) -> bool:
+        """Whether the network is not computed if all actions of a step are random.
+
+        Only for networks that take long (on images), and have no states and no masks of actions,
+        as the network of a user or of a subclass may have.
+        """
+        return (
+            type(self.model) is TorsoNetwork
+            and type(self.q_function) in (QValues, CategoricalQ)
+            and type(self)._greedy_scores is DQNTorchPolicy._greedy_scores
+        )
+
+    def _count_rows(self, input_dict: dict[str, Any]) -> int:
+        """Return the number of observations; raise ValueError if the network could not take
+        them."""
+        problem = find_input_problem(self.view_requirements, [], input_dict)
+        if problem is not None:
+            raise ValueError(problem)
+        leaves: Any = optree.tree_leaves(input_dict["obs"])
+        return len(leaves[0])
 
     def _greedy_scores(self, input_dict: dict[str, Any]) -> tuple[np.ndarray, list[np.ndarray]]:
         """Return scores [B, n] that order actions by value, and the next recurrent states."""
@@ -295,11 +312,6 @@ class DQNTorchPolicy(TargetNetwork):
                 f"policy with {atoms}"
             )
         super().set_state(state)
-
-
-def _count_rows(input_dict: dict[str, Any]) -> int:
-    leaves: Any = optree.tree_leaves(input_dict["obs"])
-    return len(leaves[0])
 
 
 class DQN(Algorithm):

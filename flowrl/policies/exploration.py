@@ -100,10 +100,10 @@ class Exploration:
             return self._epsilon_greedy(actions, inputs, rng, self.epsilon(policy))
         return self._add_noise(actions, rng, self._value(self.config.scale, policy)), logp
 
-    def random_rows(self, count: int, policy: ExploringPolicy) -> np.ndarray | None:
+    def draw_random_rows(self, count: int, policy: ExploringPolicy) -> np.ndarray | None:
         """Draw which rows of a batch take a random action, bool [count].
 
-        None if the exploration is not epsilon-greedy.
+        None, without a draw, if actions are sampled or noisy.
         """
         counters = (
             policy.timestep, policy.total_timesteps, policy.worker_index, policy.num_workers,
@@ -123,7 +123,7 @@ class Exploration:
 
         Args:
             values: Q-values [B, n]; those of masked actions are below -1e8.
-            is_random: result of `random_rows`; None to use the values as logits.
+            is_random: result of `draw_random_rows`; None to use the values as logits.
             policy: see `act`.
 
         Returns:

@@ -27,7 +27,7 @@ class EpisodeReturns:
         """Return metrics of the episodes that ended, in the order of time.
 
         Args:
-            segments: the segments of the fragment.
+            segments: the segments of the fragment, sorted by lane and row, none empty.
             rewards: unscaled rewards [rows, N].
             callbacks: has the custom metrics of the episodes.
         """
@@ -38,7 +38,7 @@ class EpisodeReturns:
         values[:-1].reshape(lanes, rows)[:] = rewards.T
         at = segments.lanes * rows
         begins_and_ends = np.stack([at + segments.begins, at + segments.ends], 1).reshape(-1)
-        sums = np.add.reduceat(values, begins_and_ends)[::2]  # no segment is empty
+        sums = np.add.reduceat(values, begins_and_ends)[::2]
         continued = segments.steps > 0
         sums[continued] += self.so_far[segments.lanes[continued]]
         is_open = segments.events == Event.OPEN

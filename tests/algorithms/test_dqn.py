@@ -222,19 +222,50 @@ def test_acting_is_epsilon_greedy():
     assert (drawn == best).mean() == pytest.approx(expected, abs=0.025)
 
 
+IMAGE = spaces.Box(0, 255, (10, 10, 1), np.uint8)
+
+
+def image_policy(policy_class=DQNTorchPolicy, **settings):
+    model = {"conv_filters": [[4, 4, 2]], "post_fcnet_hiddens": [8]}
+    return policy_class(IMAGE, THREE, DQNConfig(model=model, seed=0, **settings))
+
+
+@pytest.mark.parametrize(
+    "exploration", [{"epsilon": 1.0}, {"epsilon": 0.3}, {"type": "Random"}, {"epsilon": 0.0}]
+)
+def test_actions_are_the_same_if_the_network_is_skipped(exploration):
+    skipping, computing = (image_policy(exploration_config=exploration) for _ in range(2))
+    assert skipping._skips_network
+    computing._skips_network = False
+    rng = np.random.default_rng(0)
+    for count in (1, 1, 1, 1, 1, 40):
+        observations = rng.integers(0, 256, (count, *IMAGE.shape), np.uint8)
+        actions = [p.compute_actions(observations)[0] for p in (skipping, computing)]
+        np.testing.assert_array_equal(*actions)
+    states = [p.rng.bit_generator.state for p in (skipping, computing)]
+    assert states[0] == states[1]
+
+
 def test_random_actions_do_not_compute_the_network(monkeypatch):
-    config = DQNConfig(exploration_config={"epsilon": 1.0}, seed=0)
-    policies = [DQNTorchPolicy(BOX, THREE, config) for _ in range(2)]
-    policies[1]._scores_may_be_skipped = False
-    observations = np.zeros((40, 3), np.float32)
-    expected = policies[1].compute_actions(observations)[0]
+    policy = image_policy(exploration_config={"epsilon": 1.0})
+    observations = np.zeros((40, *IMAGE.shape), np.uint8)
 
     def fail(*args):
-        raise AssertionError("the network was computed")
+        raise RuntimeError("the network is computed")
 
-    monkeypatch.setattr(policies[0], "_greedy_scores", fail)
-    np.testing.assert_array_equal(policies[0].compute_actions(observations)[0], expected)
-    assert len(set(expected.tolist())) == 3
+    monkeypatch.setattr(policy.model, "compute_outputs", fail)
+    assert set(policy.compute_actions(observations)[0].tolist()) == {0, 1, 2}
+    with pytest.raises(RuntimeError, match="the network is computed"):
+        policy.compute_actions(observations, explore=False)
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, 3, np.zeros(IMAGE.shape, np.uint8), np.zeros((2, 9, 10, 1))]
+)
+def test_random_actions_need_valid_observations(wrong):
+    policy = image_policy(exploration_config={"epsilon": 1.0})
+    with pytest.raises(ConfigError, match="obs"):
+        policy.compute_actions(wrong)
 
 
 class ForbidsFirst(nn.Module):
@@ -242,24 +273,36 @@ class ForbidsFirst(nn.Module):
 
     def __init__(self, obs_space, action_space, num_outputs):
         super().__init__()
-        self.layer = nn.Linear(3, num_outputs)
+        self.layer = nn.Linear(100, num_outputs)
 
     def forward(self, obs):
-        return self.layer(obs) + torch.tensor([-1e9, 0.0, 0.0])
+        outputs = self.layer(obs.reshape(len(obs), -1).float())
+        return outputs + torch.tensor([-1e9, 0.0, 0.0])
 
 
-@pytest.mark.parametrize("has_own_network", [False, True])
-def test_random_actions_are_never_masked_ones(has_own_network):
-    settings = {"exploration_config": {"epsilon": 1.0}, "dueling": False, "seed": 0}
-    if has_own_network:
-        config = DQNConfig(model={"custom_model": ForbidsFirst}, **settings)
-        policy, observations = DQNTorchPolicy(BOX, THREE, config), np.zeros((60, 3), np.float32)
-    else:
-        policy = DQNTorchPolicy(MASKED, THREE, DQNConfig(**settings))
-        mask = np.tile(np.array([0, 1, 1], np.int8), (60, 1))
-        observations = {"action_mask": mask, "at": np.zeros((60, 3), np.float32)}
-    actions = policy.compute_actions(observations)[0]
-    assert set(actions.tolist()) == {1, 2}
+class ForbidsFirstScore(DQNTorchPolicy):
+    """A user's policy that masks the first action."""
+
+    def _greedy_scores(self, input_dict):
+        scores, states = super()._greedy_scores(input_dict)
+        return scores + np.array([-1e9, 0, 0], np.float32), states
+
+
+def test_random_actions_are_never_masked_ones():
+    settings = {"exploration_config": {"epsilon": 1.0}, "dueling": False}
+    images = np.zeros((60, *IMAGE.shape), np.uint8)
+    config = DQNConfig(model={"custom_model": ForbidsFirst}, seed=0, **settings)
+    mask = np.tile(np.array([0, 1, 1], np.int8), (60, 1))
+    cases = [
+        (DQNTorchPolicy(IMAGE, THREE, config), images),
+        (image_policy(ForbidsFirstScore, **settings), images),
+        (
+            DQNTorchPolicy(MASKED, THREE, DQNConfig(seed=0, **settings)),
+            {"action_mask": mask, "at": np.zeros((60, 3), np.float32)},
+        ),
+    ]
+    for policy, observations in cases:
+        assert set(policy.compute_actions(observations)[0].tolist()) == {1, 2}
 
 
 def test_target_network_updates_are_soft_or_hard():

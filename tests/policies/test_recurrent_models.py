@@ -138,14 +138,41 @@ def test_padded_and_packed_sequences_give_equal_features_states_and_gradients(le
     ("cell_type", "lens", "pads"),
     [
         ("lstm", [20, 3], True),
-        ("lstm", [128] + [1] * 100, False),  # 101 rows of padding for each row
-        ("gru", [20, 3], False),  # oneDNN has no GRU for learning
+        ("lstm", [9] + [1] * 63, True),  # 576 padded rows, 8 for each of 72
+        ("lstm", [9] + [1] * 64, False),  # 585 padded rows for 73
+        ("gru", [20, 3], False),  # torch computes no GRU by oneDNN
     ],
 )
-def test_sequences_are_padded_where_that_is_faster(cell_type, lens, pads):
+def test_sequences_of_an_lstm_are_padded_up_to_a_limit(cell_type, lens, pads, monkeypatch):
     tower = recurrent_model(lstm_cell_size=5, lstm_cell_type=cell_type).tower
-    _, batch_sizes, _ = packed_order(torch.tensor(lens))
-    assert tower._pads(sum(lens), batch_sizes) == (pads and torch.backends.mkldnn.is_available())
+    calls = []
+    for name in ("_run_padded", "_run_packed"):
+        run = getattr(tower, name)
+        monkeypatch.setattr(tower, name, lambda *a, n=name, f=run: calls.append(n) or f(*a))
+    states = [torch.zeros(len(lens), 5)] * tower.num_states
+    tower(torch.zeros(sum(lens), 3), [], states, packed_order(torch.tensor(lens)))
+    pads = pads and torch.backends.mkldnn.is_available()
+    assert calls == ["_run_padded" if pads else "_run_packed"]
+
+
+def test_cell_states_stay_float32_in_bfloat16():
+    tower = recurrent_model(lstm_cell_size=5).tower
+    order = packed_order(torch.tensor([40, 3]))
+    inputs = torch.randn(43, 3, generator=torch.Generator().manual_seed(0))
+    _, (_, expected) = tower(inputs, [], [torch.zeros(2, 5)] * 2, order)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, (_, cells) = tower(inputs, [], [torch.zeros(2, 5)] * 2, order)
+    assert cells.dtype == torch.float32
+    torch.testing.assert_close(cells, expected, atol=0.05, rtol=0.05)
+
+
+def test_recurrent_networks_of_users_are_not_padded():
+    class OwnLSTM(torch.nn.LSTM):
+        pass
+
+    tower = recurrent_model(lstm_cell_size=5).tower
+    tower.rnn = OwnLSTM(7, 5)
+    assert not tower._pads(23, torch.tensor([2] * 3 + [1] * 17))
 
 
 def test_burn_in_recomputes_states_without_gradient():

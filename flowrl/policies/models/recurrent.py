@@ -24,8 +24,8 @@ from flowrl.policies.models.flatten import (
 from flowrl.policies.models.torso import Heads, Torso, shares_layers
 from flowrl.policies.views import ViewRequirement
 
-MAX_PADDING = 8  # padded rows per row; with more, packed sequences are faster
-SATURATED = 1e4  # a sigmoid of it is 1
+MAX_PADDED_RATIO = 8  # padded rows, these included, per row; above, packed sequences are faster
+SATURATED = 1e4  # its sigmoid is 1, that of its negative 0
 
 PackedOrder = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -113,11 +113,14 @@ class RecurrentTower(nn.Module):
         """Return whether to pad sequences of `rows` rows in total.
 
         On the CPU, oneDNN computes the LSTM of sequences with equal lengths, several times faster
-        than torch computes packed ones.
+        than torch computes packed ones. In bfloat16 it would round the cell states of each step.
         """
-        uses_onednn = torch.backends.mkldnn.is_available() and _is_on_cpu(self)
+        mkldnn: Any = torch.backends.mkldnn
+        uses_onednn = mkldnn.is_available() and mkldnn.enabled and _is_float32_on_cpu(self)
+        uses_onednn = uses_onednn and not torch.is_autocast_enabled("cpu")
         padded_rows = len(batch_sizes) * int(batch_sizes[0])
-        return self.is_lstm and uses_onednn and padded_rows <= MAX_PADDING * rows
+        is_plain_lstm = type(self.rnn) is nn.LSTM and self.rnn.bias
+        return is_plain_lstm and uses_onednn and padded_rows <= MAX_PADDED_RATIO * rows
 
     def _run_packed(
         self, packed: torch.Tensor, batch_sizes: torch.Tensor, state: State
@@ -137,22 +140,24 @@ class RecurrentTower(nn.Module):
     def _run_padded(
         self, packed: torch.Tensor, batch_sizes: torch.Tensor, state: State
     ) -> tuple[torch.Tensor, State]:
-        """See `_run_packed`.
+        """Run the LSTM on padded sequences; arguments and results are those of `_run_packed`.
 
         An additional input is 1 in the padding. Its weights open the forget gate and close the
-        input gate, so that the cell states after the padding are those after the sequence.
+        input gate, so that the cell states after the padding are those after the sequence. (Hidden
+        states change in the padding: those after a sequence are taken from its last row.)
         """
         rnn: Any = self.rnn
         longest, sequences = len(batch_sizes), int(batch_sizes[0])
         is_row = torch.arange(sequences) < batch_sizes[:, None]
-        (at,) = is_row.view(-1).nonzero(as_tuple=True)
-        padded = packed.new_zeros(len(is_row.view(-1)), packed.shape[1] + 1)
-        padded[:, -1] = 1.0
-        padded = padded.index_copy(0, at, nn.functional.pad(packed, (0, 1)))
-        of_padding = rnn.weight_ih_l0.new_zeros(4 * self.size, 1)
-        of_padding[: self.size], of_padding[self.size : 2 * self.size] = -SATURATED, SATURATED
+        (positions,) = is_row.view(-1).nonzero(as_tuple=True)
+        padding = packed.new_zeros(longest * sequences, packed.shape[1] + 1)
+        padding[:, -1] = 1.0
+        padded = padding.index_copy(0, positions, nn.functional.pad(packed, (0, 1)))
+        padding_weights = rnn.weight_ih_l0.new_zeros(4 * self.size, 1)
+        input_gate, forget_gate, _, _ = padding_weights.split(self.size)
+        input_gate[:], forget_gate[:] = -SATURATED, SATURATED
         weights = [
-            torch.cat([rnn.weight_ih_l0, of_padding], 1),
+            torch.cat([rnn.weight_ih_l0, padding_weights], 1),
             rnn.weight_hh_l0,
             rnn.bias_ih_l0,
             rnn.bias_hh_l0,
@@ -165,13 +170,13 @@ class RecurrentTower(nn.Module):
         )  # fmt: skip
         ends = (is_row.sum(0) - 1) * sequences + torch.arange(sequences)
         hidden = hidden.reshape(len(padded), -1)
-        return hidden[at], [hidden[ends], cell[0]]
+        return hidden[positions], [hidden[ends], cell[0]]
 
     # -- acting ------------------------------------------------------------------------------------
 
     def bind_numpy_views(self) -> bool:
         """Refresh numpy views of the parameters; return whether `step_numpy` can be used."""
-        if self._activation is None or not _is_on_cpu(self):
+        if self._activation is None or not _is_float32_on_cpu(self):
             return False
         if not isinstance(self.torso.encoder, FlatEncoder):
             return False
@@ -229,7 +234,7 @@ class RecurrentNetwork(ModelV2):
     """A torso, a recurrent cell, and heads for policy and value.
 
     The value head shares the policy's cell, or has a separate torso and cell, so that large value
-    losses do not disturb the policy's states. Sequences are packed, not padded.
+    losses do not disturb the policy's states.
 
     Args:
         obs_space, action_space, num_outputs, model_config, name: see ModelV2. It uses the
@@ -341,7 +346,7 @@ class RecurrentNetwork(ModelV2):
         return outputs, values[:, 0], new_state
 
 
-def _is_on_cpu(module: nn.Module) -> bool:
+def _is_float32_on_cpu(module: nn.Module) -> bool:
     """Return whether all parameters are float32 on the CPU."""
     return all(p.device.type == "cpu" and p.dtype == torch.float32 for p in module.parameters())
 
