@@ -15,12 +15,12 @@ ROOT = Path(__file__).resolve().parents[1] / ".peers"
 def peer_python(name: str, *requirements: str) -> Path:
     """Return the interpreter of a peer's environment with torch 2.13.0 and the requirements."""
     folder = ROOT / name
-    python = folder / "bin" / "python"
-    if not (folder / "ready").exists():
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    python, ready = folder / "bin" / "python", folder / "ready"
+    if not ready.exists() or ready.read_text() != " ".join(requirements):
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
         for packages in (["torch==2.13.0"], list(requirements)):
             subprocess.run([str(python), "-m", "pip", "install", "-q", *packages], check=True)
-        (folder / "ready").touch()
+        ready.write_text(" ".join(requirements))
     return python
 
 

@@ -25,6 +25,8 @@ from peer_env import sb3_python
 ENV, GAMMA = "ALE/Breakout-v5", 0.99
 ENVS, BATCH, MINIBATCH, EPOCHS, PPO_BATCHES, PPO_LR = 8, 1024, 256, 4, 3, 2.5e-4
 DQN_STEPS, EVERY, DQN_BATCH, BUFFER, STARTS, DQN_LR = 1_500, 4, 32, 10_000, 500, 1e-4
+SB3_WARM_UP = STARTS + 100
+EPSILON, EPSILON_STEPS = 0.05, (SB3_WARM_UP + DQN_STEPS) // 2  # as exploration_fraction=0.5
 
 
 def flowrl_ppo() -> dict[str, float]:
@@ -58,6 +60,7 @@ def flowrl_dqn() -> dict[str, float]:
         env=ENV, rollout_fragment_length=EVERY, train_batch_size=DQN_BATCH,
         replay_buffer_capacity=BUFFER, learning_starts=STARTS, target_network_update_freq=1000,
         double_q=False, dueling=False, prioritized_replay=False, lr=DQN_LR, gamma=GAMMA,
+        exploration_config={"epsilon": [(0, 1.0), (EPSILON_STEPS, EPSILON)]},
         atari={"repeat_action_probability": 0.0}, min_sample_timesteps_per_iteration=500, seed=0,
     )  # fmt: skip
     algorithm = config.build()
@@ -116,9 +119,10 @@ def sb3_dqn() -> dict[str, float]:
     model = DQN(
         "CnnPolicy", sb3_environments(1), learning_rate=DQN_LR, buffer_size=BUFFER,
         learning_starts=STARTS, batch_size=DQN_BATCH, train_freq=EVERY, gradient_steps=1,
-        target_update_interval=1000, exploration_fraction=0.5, gamma=GAMMA, seed=0, device="cpu",
+        target_update_interval=1000, exploration_fraction=0.5, exploration_final_eps=EPSILON,
+        gamma=GAMMA, seed=0, device="cpu",
     )  # fmt: skip
-    return timed(model, STARTS + 100, DQN_STEPS)
+    return timed(model, SB3_WARM_UP, DQN_STEPS)
 
 
 def nature_cnn(outputs: int) -> Any:

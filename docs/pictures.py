@@ -79,7 +79,7 @@ def speed() -> None:
         for name, value in speeds.items():
             labels.append(f"{algorithm}: {name}")
             values.append(value)
-            colors.append(BLUE if name == "flowrl" else GRAY)
+            colors.append(BLUE if name.startswith("flowrl") else GRAY)
     places = np.arange(len(labels))[::-1]
     axis.barh(places, values, color=colors)
     axis.set_yticks(places, labels, fontsize=8)
