@@ -42,7 +42,7 @@ def test_plan_imports_modules_from_its_folder(cli, tmp_path, ray_session):
     plan.write_text(plan.read_text() + "\n# changed\n")
     assert cli("evaluate", "r0", "--trust", "--episodes", "2")[0] == 0
     code, _, err = cli("train", "--resume", "r0", "--trust", "--stop-iters", "2")
-    assert code == 1
+    assert code == 2
     assert "plan.py" in err
 
 
