@@ -5,7 +5,7 @@ The settings match Stable-Baselines3's DQN: 1 environment, an update of 32 rows 
 epsilon from 1 to .05 in 2,000 steps, no double, dueling or prioritized replay. The second row
 samples 32 steps at a time, and then makes 8 updates. Measures env steps per second over 20,000
 steps. The entries run alternately; prints medians over the seeds, and the numbers of updates, which
-differ by at most those of 1,000 steps.
+are about equal: flowrl ends after a whole iteration.
 
     python benchmarks/train_dqn.py [--seeds 5] [--no-sb3]
 """

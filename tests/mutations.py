@@ -135,7 +135,7 @@ MUTATIONS = [
     Mutation("LSTM: hidden states after the padding", RECURRENT,
              "return hidden[positions], [hidden[ends], cell[0]]",
              "return hidden[positions], [hidden[-sequences:], cell[0]]"),
-    Mutation("DQN: greedy rows beside a random one", DQN,
+    Mutation("DQN: one random row skips the network of all", DQN,
              "if is_random is not None and is_random.all():",
              "if is_random is not None and is_random.any():"),
     Mutation("episode returns: of the rows between segments", RETURNS_OF_EPISODES,

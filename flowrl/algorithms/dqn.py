@@ -181,8 +181,8 @@ class DQNTorchPolicy(TargetNetwork):
     def _skips_network(self) -> bool:
         """Whether the network is not computed if all actions of a step are random.
 
-        Only for networks that take long (on images), and have no states and no masks of actions,
-        as the network of a user or of a subclass may have.
+        Only for networks on images, which take long. They have no recurrent states and mask no
+        actions; the network of a user or of a subclass may.
         """
         return (
             type(self.model) is TorsoNetwork
@@ -191,8 +191,11 @@ class DQNTorchPolicy(TargetNetwork):
         )
 
     def _count_rows(self, input_dict: dict[str, Any]) -> int:
-        """Return the number of observations; raise ValueError if the network could not take
-        them."""
+        """Return the number of observations.
+
+        Raises:
+            ValueError: they are not those of the observation space.
+        """
         problem = find_input_problem(self.view_requirements, [], input_dict)
         if problem is not None:
             raise ValueError(problem)

@@ -57,8 +57,8 @@ def test_returns_are_sums_over_segments(drawn, continues, seed):
     rng = np.random.default_rng(seed)
     rewards = rng.integers(-3, 4, (rows, len(lanes))).astype(np.float32)
     returns = EpisodeReturns(len(lanes))
-    returns.so_far[:] = before = rng.integers(-9, 9, len(lanes)).astype(float)
-    before = before.copy()
+    before = rng.integers(-9, 9, len(lanes)).astype(float)
+    returns.so_far[:] = before
     episodes = returns.end_fragment(segments_of(lanes, continues), rewards, None)
     found, running = [], before.copy()
     for lane, of_lane in enumerate(lanes):
