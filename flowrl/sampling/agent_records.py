@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.data.fragment_columns import map_leaves, value_at
+from flowrl.data.fragment_columns import FragmentColumns, map_leaves, value_at
 from flowrl.data.types import PolicyID
+from flowrl.policies.policy import Policy
 from flowrl.sampling.callback_worker import CallbackWorker
 from flowrl.sampling.callbacks import EPISODE_EVENTS, call, overrides
-from flowrl.sampling.episode import MultiAgentEpisode
+from flowrl.sampling.episode import AgentRecord, MultiAgentEpisode
 from flowrl.sampling.policy_lanes import PolicyLanes
 from flowrl.sampling.running_episodes import RunningEpisode, Trajectory
 
@@ -75,33 +76,50 @@ class AgentRecords:
         record = episode.records[trajectory.agent_id]
         end = int(lanes.rows[lane]) if trajectory.alive else trajectory.end
         first, trajectory.recorded = trajectory.recorded, end
-        at = columns.lookback + end
         if end > first:
-            rewards = columns["rewards"][columns.lookback + first : at, lane]
-            added = float(rewards.sum(dtype=np.float64)) - record.pending_reward
-            record.total_reward += added
-            episode.total_reward += added
-            record.prev_action, record.prev_reward = record.last_action, record.last_reward
-            if end - first > 1:
-                record.prev_action = value_at(columns["actions"], (at - 2, lane))
-                record.prev_reward = float(rewards[-2])
-            record.last_action = value_at(columns["actions"], (at - 1, lane))
-            record.last_reward = float(rewards[-1])
-            record.action, record.pending_reward = None, 0.0
+            add_rows(episode, record, columns, lane, first, end)
             infos = columns.get("infos")
-            record.info = (None if infos is None else infos[at - 1, lane]) or {}
+            record.info = (None if infos is None else infos[columns.lookback + end - 1, lane]) or {}
         if trajectory.alive and not trajectory.waits:  # its action has no outcome yet
-            record.action = value_at(columns["actions"], (at, lane))
+            record.action = value_at(columns["actions"], (columns.lookback + end, lane))
             added = trajectory.pending_reward - record.pending_reward
             record.pending_reward = trajectory.pending_reward
             record.total_reward += added
             episode.total_reward += added
         record.alive = trajectory.alive
-        normalize = lanes.policy.observation_filter
         raw = lanes.observation(trajectory) if trajectory.alive else trajectory.final
-        record.raw_obs = record.obs = map_leaves(_read_only, raw)
-        if normalize is not None:
-            record.obs = _read_only(normalize(raw[None])[0])
+        note_observation(record, raw, lanes.policy)
+
+
+def add_rows(
+    episode: MultiAgentEpisode,
+    record: AgentRecord,
+    columns: FragmentColumns,
+    lane: int,
+    first: int,
+    end: int,
+) -> None:
+    """Add rows `first` … `end` - 1 of a lane, at least one, to the record of their agent."""
+    last = columns.lookback + end - 1
+    rewards, actions = columns["rewards"][:, lane], columns["actions"]
+    returned = float(rewards[columns.lookback + first : last + 1].sum(dtype=np.float64))
+    added = returned - record.pending_reward
+    record.total_reward += added
+    episode.total_reward += added
+    record.prev_action, record.prev_reward = record.last_action, record.last_reward
+    if end - first > 1:
+        record.prev_action = value_at(actions, (last - 1, lane))
+        record.prev_reward = float(rewards[last - 1])
+    record.last_action, record.last_reward = value_at(actions, (last, lane)), float(rewards[last])
+    record.action, record.pending_reward = None, 0.0
+
+
+def note_observation(record: AgentRecord, raw: Any, policy: Policy) -> None:
+    """Set the latest observation of an agent, whose arrays become read-only."""
+    normalize = policy.observation_filter
+    record.raw_obs = record.obs = map_leaves(_read_only, raw)
+    if normalize is not None:
+        record.obs = _read_only(normalize(raw[None])[0])
 
 
 def _read_only(array: Any) -> Any:

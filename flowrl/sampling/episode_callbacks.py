@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import optree
 
 from flowrl.data import DEFAULT_POLICY_ID
-from flowrl.data.fragment_columns import FragmentColumns
+from flowrl.data.fragment_columns import FragmentColumns, value_at
 from flowrl.envs.single_agent_adapter import SINGLE_AGENT
 from flowrl.envs.validation import ObservationCheck
 from flowrl.envs.vector_env import VectorStep
+from flowrl.sampling.agent_records import add_rows, note_observation
 from flowrl.sampling.callback_worker import CallbackWorker
 from flowrl.sampling.callbacks import call, overrides
 from flowrl.sampling.episode import MultiAgentEpisode
@@ -63,7 +63,7 @@ class EpisodeCallbacks:
         episode = self._new_episode(env)
         record = episode.record(SINGLE_AGENT)
         record.alive = True
-        record.raw_obs, record.obs = self._observation(row, env)
+        note_observation(record, self._observation(row, env), self._policy)
         self._recorded[env] = row
         self._call("on_episode_start", episode)
 
@@ -93,18 +93,9 @@ class EpisodeCallbacks:
         self._running[env] = self._by_id[episode_id] = episode
         return episode
 
-    def _observation(self, row: int, env: int) -> tuple[Any, Any]:
-        """Return the observation of a row, as the environment returned it and normalized."""
-        index = self._columns.lookback + row, env
-        return self._normalized(_copied(self._columns["raw_obs"], index))
-
-    def _normalized(self, raw: Any) -> tuple[Any, Any]:
-        normalize = self._policy.observation_filter
-        obs = raw if normalize is None else normalize(raw[None])[0]
-        for array in (*optree.tree_leaves(raw), *optree.tree_leaves(obs)):
-            if isinstance(array, np.ndarray):
-                array.flags.writeable = False
-        return raw, obs
+    def _observation(self, row: int, env: int) -> Any:
+        """Return a copy of the observation of a row, as the environment returned it."""
+        return value_at(self._columns["raw_obs"], (self._columns.lookback + row, env))
 
     def step(
         self, row: int, step: VectorStep, infos: list[Any], soft: Any, waits_for_reset: bool
@@ -161,26 +152,14 @@ class EpisodeCallbacks:
         episode, first = self._running[env], self._recorded[env]
         if episode is None or first >= rows:
             return
-        record, columns = episode.records[SINGLE_AGENT], self._columns
-        begin, last = columns.lookback + first, columns.lookback + rows - 1
-        rewards = columns["rewards"]
-        total = float(rewards[begin : last + 1, env].sum(dtype=np.float64))
+        record = episode.records[SINGLE_AGENT]
         episode.length += rows - first
-        episode.total_reward += total
-        record.total_reward += total
-        record.prev_action, record.prev_reward = record.last_action, record.last_reward
-        if rows - first > 1:
-            record.prev_action = _copied(columns["actions"], (last - 1, env))
-            record.prev_reward = float(rewards[last - 1, env])
-        record.last_action = _copied(columns["actions"], (last, env))
-        record.last_reward = float(rewards[last, env])
+        add_rows(episode, record, self._columns, env, first, rows)
         of_step = infos[rows - 1]
         record.info = of_step[env] if len(of_step) else {}
         record.alive = final is None
-        if final is None:
-            record.raw_obs, record.obs = self._observation(rows, env)
-        else:
-            record.raw_obs, record.obs = self._normalized(final)
+        raw = self._observation(rows, env) if final is None else final
+        note_observation(record, raw, self._policy)
         self._recorded[env] = rows
 
     def _call_of(self, env: int, name: str) -> None:
@@ -258,11 +237,3 @@ class EpisodeCallbacks:
 
 def _state_of(episode: MultiAgentEpisode) -> dict[str, Any]:
     return {"id": episode.episode_id, "env": episode.env_id, "state": episode.state_dict()}
-
-
-def _copied(column: Any, index: Any) -> Any:
-    """Return a copy of one row of a column."""
-    if isinstance(column, np.ndarray):
-        row = column[index]
-        return row.copy() if isinstance(row, np.ndarray) else row
-    return optree.tree_map(lambda array: np.array(array[index]), column)
