@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/pip install --no-compile --constraint constraints.txt
 BENCHMARKS := iterators asynchronous large_items sampling multi_agent policy train_ppo train_dqn train_images \
-	replay train_sac composition learning checkpoint diagnosis chaos chaos_driver replayed_runs soak faults \
+	replay train_sac train_multi_agent composition learning checkpoint diagnosis chaos chaos_driver replayed_runs soak faults \
 	monitoring train_ppo_envs overhead startup train_lstm slow_envs
 unexport PYTHONDONTWRITEBYTECODE
 .PHONY: train announce-test test slow lint docs docs-test docs-serve bench clean
@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 	@touch $@
 
 .venv/installed-test: .venv/installed-train
-	@echo "== install all features and development tools: 135 packages (2.1 GB on disk; about 90 s)"
+	@echo "== install all features and development tools: 136 packages (2.1 GB on disk; about 90 s)"
 	$(INSTALL) --editable '.[all,dev,docs]'
 	@touch $@
 

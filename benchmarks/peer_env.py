@@ -38,7 +38,7 @@ def sb3_python() -> str:
 
 def rllib_python() -> str:
     """Return the interpreter of RLlib 2.60, with the version of Gymnasium that it needs."""
-    return str(peer_python("rllib-2.60", "ray[rllib]==2.60.0", "gymnasium==1.2.2"))
+    return str(peer_python("rllib-2.60", "ray[rllib]==2.60.0", "gymnasium==1.2.2", "mpe2==1.1.1"))
 
 
 def run_alternately(

@@ -10,7 +10,7 @@ MODULES = {
     "atari": ["ale_py", "cv2"],
     "box2d": ["Box2D", "pygame"],
     "envpool": ["envpool"],
-    "marl": ["pettingzoo", "pygame"],
+    "marl": ["mpe2", "pettingzoo", "pygame"],
     "minari": ["minari", "pyarrow", "h5py"],
     "minatar": ["minatar"],
     "minigrid": ["minigrid"],

@@ -33,6 +33,7 @@ NOT_IMPORTED = {
     "alembic": "mlflow creates its local database with it",
     "furo": "the theme of the documentation",
     "hypothesis": "the tests import it",
+    "mpe2": "users pass its environments",
     "mypy": "a command",
     "myst-parser": "reads the documentation's Markdown",
     "onnx": "torch.onnx imports it",
