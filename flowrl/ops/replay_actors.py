@@ -12,11 +12,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from flowrl.data import BatchRef, MultiAgentBatch, SampleBatch
-from flowrl.iter import Source, _get_shared_metrics, ray_health
+from flowrl.data import Batch, BatchRef
+from flowrl.iter import Source, ray_health
 from flowrl.iter.in_process import InProcessActor, fetch
 from flowrl.iter.journal import Journal
-from flowrl.iter.metrics import count_bytes_between_nodes, current_metrics
+from flowrl.iter.metrics import MetricsContext, count_bytes_between_nodes, current_metrics
 from flowrl.iter.ray_runtime import actor_class, leave_ray, node_id, start_ray
 from flowrl.iter.waiting import ready_refs
 from flowrl.replay import MultiAgentReplayBuffer
@@ -27,7 +27,6 @@ from flowrl.state_schema import Fields, Natural, check_own_state
 
 log = logging.getLogger("flowrl")
 
-Batch = SampleBatch | MultiAgentBatch
 Update = tuple[str, np.ndarray, np.ndarray]  # policy id, batch_indexes, priorities
 ADDS_IN_FLIGHT = 4  # maximum per shard; their batches stay in the object store
 UPDATES_KEPT = 64  # priority updates kept per shard until its next request
@@ -40,25 +39,20 @@ class ReplayShard:
 
     def __init__(self, make: Callable[[int], MultiAgentReplayBuffer], index: int):
         self.buffer = make(index)
-        self._stored_numbers: set[int] = set()
         self._node = node_id()
 
-    def add(self, batch: Batch, number: int, node: str | None = None) -> Added:
-        """Store a batch unless a batch with this number was stored before.
+    def add(self, batch: Batch, node: str | None = None) -> AddReply:
+        """Store a batch.
 
         Args:
             batch: the batch.
-            number: unique number of the batch.
             node: id of the node that sent it.
         """
-        if number not in self._stored_numbers:
-            self._stored_numbers.add(number)
-            self._stored_numbers.discard(number - 10_000)
-            self.buffer.add(batch)
+        self.buffer.add(batch)
         bytes_received = 0 if node == self._node else batch.size_bytes()
-        return Added(len(self.buffer), self.buffer.has_items(), bytes_received, self._node)
+        return AddReply(len(self.buffer), self.buffer.has_items(), bytes_received, self._node)
 
-    def serve(self, updates: list[Update], batches: int) -> Served:
+    def serve(self, updates: list[Update], batches: int) -> DrawReply:
         """Update priorities, then draw `batches` batches; none if there is nothing to draw.
 
         Raises:
@@ -75,7 +69,7 @@ class ReplayShard:
             raise first_error
         has_items = self.buffer.has_items()
         drawn = [self.buffer.sample() for _ in range(batches if has_items else 0)]
-        return Served(drawn, len(self.buffer), has_items, self._node)
+        return DrawReply(drawn, len(self.buffer), has_items, self._node)
 
     def stats(self) -> dict[str, Any]:
         """Return the statistics of the buffer; see MultiAgentReplayBuffer.stats."""
@@ -86,10 +80,8 @@ class ReplayShard:
         return self.buffer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> int:
-        """Load the state of the buffer, forget the numbers of stored batches, and return the number
-        of rows."""
+        """Load the state of the buffer; return the number of rows."""
         self.buffer.load_state_dict(state)
-        self._stored_numbers.clear()
         return len(self.buffer)
 
 
@@ -119,7 +111,6 @@ class ReplayActors:
         "shards": list[Any],
         "ratio": dict[str, Any],
         "rng": dict[str, Any],
-        "number": Natural,
         "turn": Natural,
     }
 
@@ -153,10 +144,10 @@ class ReplayActors:
         self._pending_adds: list[deque[_PendingAdd]] = [deque() for _ in range(num_shards)]
         self._updates: list[list[Update]] = [[] for _ in range(num_shards)]
         self._in_flight = 0  # batches requested but not received
-        self._last_number = 0  # of the batches sent to shards
         self._next_shard = 0  # to draw from
         self._owns_ray = False
         self.journal: Journal | None = None
+        self._metrics: MetricsContext | None = None  # of the plan that stores
 
     # -- actors ------------------------------------------------------------------------------------
 
@@ -188,14 +179,19 @@ class ReplayActors:
         if self.journal is not None:
             self.journal.end(f"replay shard {index} died")
         log.warning("replay shard %d died and is replaced by an empty one: %s", index, error)
-        metrics = _get_shared_metrics()
-        metrics.counters["num_replay_shard_restarts"] += 1
-        metrics.counters["num_replay_rows_lost"] += self.rows[index]
+        self._count("num_replay_shard_restarts")
+        self._count("num_replay_rows_lost", self.rows[index])
         self.rows[index], self._has_items[index] = 0, False
         self._updates[index].clear()
         self._handles[index] = self._start_shard(index)
         unstored, self._pending_adds[index] = self._pending_adds[index], deque()
         self._pending_adds[index].extend(self._send_batch(index, *add[1:]) for add in unstored)
+
+    def _count(self, name: str, number: int = 1) -> None:
+        """Add to a counter of the plan, also outside of a pull: while a checkpoint is written."""
+        metrics = current_metrics() or self._metrics
+        if metrics is not None:
+            metrics.counters[name] += number
 
     def stop(self) -> None:
         """Stop the actors."""
@@ -232,20 +228,19 @@ class ReplayActors:
 
     def add(self, batch: Batch | BatchRef) -> None:
         """Send a batch to a random shard, without waiting until it is stored."""
+        self._metrics = current_metrics() or self._metrics
         self.handles()
         index = int(self.rng.integers(self.num_shards))
         ref = batch if isinstance(batch, BatchRef) else BatchRef([batch], 0, {})
         for part, node in zip(ref.parts, ref.nodes, strict=True):
-            self._last_number += 1
-            add = self._send_batch(index, part, self._last_number, node or self._node)
-            self._pending_adds[index].append(add)
+            self._pending_adds[index].append(self._send_batch(index, part, node or self._node))
         self.ratio.note_stored(batch.agent_steps())
 
-    def _send_batch(self, index: int, batch: Any, number: int, node: str | None) -> _PendingAdd:
+    def _send_batch(self, index: int, batch: Any, node: str | None) -> _PendingAdd:
         if self._is_replay:
             batch = BatchRef([batch], 0, {}).get()
-        ref = self.handles()[index].add.remote(batch, number, node)
-        return _PendingAdd(ref, batch, number, node)
+        ref = self.handles()[index].add.remote(batch, node)
+        return _PendingAdd(ref, batch, node)
 
     def _process_stored(self, purpose: str) -> None:
         """Process the replies of shards that have stored batches.
@@ -259,7 +254,7 @@ class ReplayActors:
             adds = self._pending_adds[index]
             while adds and self.is_ready(adds[0].ref, f"stored for {purpose}"):
                 try:
-                    added: Added = fetch(adds[0].ref)
+                    added: AddReply = fetch(adds[0].ref)
                     self.rows[index], self._has_items[index], bytes_received, node = added
                     self._nodes[index] = node
                     count_bytes_between_nodes(bytes_received)
@@ -268,7 +263,7 @@ class ReplayActors:
                     break
                 except ObjectLostError as error:  # its worker died
                     log.warning("a fragment was lost before it was stored: %s", error)
-                    _get_shared_metrics().counters["num_replay_fragments_lost"] += 1
+                    self._count("num_replay_fragments_lost")
                 except Exception:
                     adds.popleft()
                     raise
@@ -308,7 +303,7 @@ class ReplayActors:
         """Return how many batches must be drawn before the next one is stored."""
         return self.ratio.missing_draws(self.batch_rows)
 
-    def ask(self, most: int = 1, alternate: bool = True) -> PendingRequest:
+    def request_batches(self, most: int = 1, alternate: bool = True) -> PendingDraw:
         """Request the batches that are due, at most `most`, from the next shard.
 
         The request also carries the priorities for this shard, which it applies first.
@@ -322,9 +317,9 @@ class ReplayActors:
         self._in_flight += number
         updates, self._updates[index] = self._updates[index], []
         handle = self.handles()[index]
-        return PendingRequest(index, handle.serve.remote(updates, number), number, handle)
+        return PendingDraw(index, handle.serve.remote(updates, number), number, handle)
 
-    def taken(self, request: PendingRequest) -> list[Batch]:
+    def receive_batches(self, request: PendingDraw) -> list[Batch]:
         """Return the batches of a finished request; none if the shard is empty or has died.
 
         Raises:
@@ -336,8 +331,8 @@ class ReplayActors:
         self._in_flight -= number
         batches: list[Batch] = []
         try:
-            served: Served = fetch(ref)
-            batches, self.rows[index], self._has_items[index], self._nodes[index] = served
+            reply: DrawReply = fetch(ref)
+            batches, self.rows[index], self._has_items[index], self._nodes[index] = reply
         except RayActorError as error:
             if handle is self._handles[index]:  # not replaced yet
                 self._replace_shard(index, error)
@@ -389,7 +384,6 @@ class ReplayActors:
             "shards": [self._shard_state(shard) for shard in range(self.num_shards)],
             "ratio": ratio.state_dict(),
             "rng": stream_state(self.rng),
-            "number": self._last_number,
             "turn": self._next_shard,
         }
 
@@ -429,7 +423,7 @@ class ReplayActors:
         self._has_items = [rows > 0 for rows in self.rows]
         self.ratio.load_state_dict(state["ratio"])
         restore_stream(self.rng, state["rng"])
-        self._last_number, self._next_shard = int(state["number"]), int(state["turn"])
+        self._next_shard = int(state["turn"])
         self._in_flight = 0
         for updates in self._updates:
             updates.clear()
@@ -438,11 +432,11 @@ class ReplayActors:
         return f"ReplayActors(num_shards={self.num_shards}, batch_rows={self.batch_rows})"
 
 
-class PendingRequest(NamedTuple):
+class PendingDraw(NamedTuple):
     """A request for batches."""
 
     shard: int
-    ref: Any  # of a Served
+    ref: Any  # of a DrawReply
     number: int  # of batches
     handle: Any  # of the shard's actor
 
@@ -450,13 +444,12 @@ class PendingRequest(NamedTuple):
 class _PendingAdd(NamedTuple):
     """A batch in flight to a shard."""
 
-    ref: Any  # of an Added
+    ref: Any  # of an AddReply
     batch: Any  # a batch, or a reference to one
-    number: int  # of the batch
     node: str | None  # id of the node that has the batch
 
 
-class Served(NamedTuple):
+class DrawReply(NamedTuple):
     """A shard's reply to a request for batches."""
 
     batches: list[Batch]
@@ -465,7 +458,7 @@ class Served(NamedTuple):
     node: str | None  # of the shard
 
 
-class Added(NamedTuple):
+class AddReply(NamedTuple):
     """A shard's reply after it has stored a batch."""
 
     rows: int  # in the shard

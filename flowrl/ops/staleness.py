@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from flowrl.iter import _get_shared_metrics
 from flowrl.iter.metrics import current_journal
-from flowrl.state_schema import Fields
+from flowrl.state_schema import Fields, Natural
 
 
 @dataclass
@@ -31,7 +31,7 @@ class WaitUntilTimestepsElapsed:
 class OncePerTimestepsElapsed:
     """filter, any item: True for the first item, then once per `delay_steps` env steps sampled."""
 
-    state_fields: ClassVar[Fields] = {"last": int}
+    state_fields: ClassVar[Fields] = {"last": Natural | None}
 
     chained_with: ClassVar[str] = "filter"
 

@@ -1,30 +1,44 @@
-"""CallbackWorker: the interface of a RolloutWorker for samplers."""
+"""SamplingWorker: the interface of a RolloutWorker for callbacks, episodes and collectors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from flowrl.data import MultiAgentBatch, SampleBatch
+from gymnasium import spaces
+
 from flowrl.data.types import AgentID, PolicyID
-from flowrl.sampling.callbacks import DefaultCallbacks
-from flowrl.sampling.episode import MultiAgentEpisode
-from flowrl.sampling.sampling_worker import SamplingWorker
+from flowrl.policies.policy import Policy
+from flowrl.sampling.ids import IdCounter
 
 
-class CallbackWorker(SamplingWorker, Protocol):
-    """What sampling uses of a RolloutWorker."""
+class SamplingWorker(Protocol):
+    """The part of a RolloutWorker that callbacks, episodes and sample collectors may use."""
 
-    callbacks: DefaultCallbacks
+    config: Any
+    callbacks: Any
+    worker_index: int
+    policy_map: dict[PolicyID, Policy]
+    possible_agents: list[AgentID]
+    is_multi_agent: bool
+    no_done_at_end: bool
 
     @property
-    def lock(self) -> AbstractContextManager[Any]:
-        """Held while an item is sampled, and while policies learn."""
+    def unroll_ids(self) -> IdCounter:
+        """Counter for the column `unroll_id`."""
 
     @property
-    def policy_for(self) -> Callable[[AgentID, MultiAgentEpisode], PolicyID]:
-        """Return the id of an agent's policy in an episode."""
+    def num_envs(self) -> int:
+        """Number of environments that the worker steps together."""
 
-    def to_sample(self, batch: MultiAgentBatch) -> SampleBatch | MultiAgentBatch:
-        """Return the batch as `sample()` returns it."""
+    @property
+    def env_steps(self) -> int:
+        """Env steps returned by `sample()` so far."""
+
+    def get_policy(self, policy_id: PolicyID) -> Policy:
+        """Return the policy with this id."""
+
+    def space_of(self, agent_id: AgentID, column: str) -> spaces.Space:
+        """Return the environment's space of an agent's `obs` or `actions`."""
+
+    def episode(self, episode_id: int) -> Any | None:
+        """Return the MultiAgentEpisode of a running episode, if episodes are recorded."""

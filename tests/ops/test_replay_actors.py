@@ -17,7 +17,6 @@ from flowrl.ops import (
     StoreToReplayBuffer,
     UpdateReplayPriorities,
 )
-from flowrl.ops.replay_actors import ReplayShard
 from flowrl.replay import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer
 from flowrl.sampling import WorkerSet
 
@@ -110,10 +109,10 @@ def test_operators_pulled_by_hand_keep_a_training_intensity(actors):
     ):
         next(draw)
     next(store)
-    with pytest.raises(RuntimeError, match="asks to draw 6 rows and 0 are drawn: draw 1 batches"):
+    with pytest.raises(RuntimeError, match="requires 6 drawn rows, and 0 have been drawn: draw 1"):
         next(store)
     assert next(draw).count == 4
-    with pytest.raises(RuntimeError, match="allows to draw 6 rows and 4 are drawn: store 1 more"):
+    with pytest.raises(RuntimeError, match="allows 6 drawn rows, and 4 have been drawn: store 1"):
         next(draw)
     next(store)
 
@@ -169,8 +168,8 @@ def test_shard_of_a_batch_receives_its_priorities(actors):
         actors.add(rows(5, i))
     wait_until_stored(actors)
     update = UpdateReplayPriorities(actors=actors)
-    request = actors.ask()
-    [batch] = actors.taken(request)
+    request = actors.request_batches()
+    [batch] = actors.receive_batches(request)
     row_stats = {"batch_indexes": batch["batch_indexes"], "td_error": np.full(4, -9.0)}
     update((batch, {"default_policy": {"rows": row_stats}}))
     states = actors.state_dict()["shards"]
@@ -193,26 +192,10 @@ def test_dead_shard_is_replaced(actors):
     assert sum(actors.rows) == 150 - before[0]
     kill(actors.handles()[1])
     with metrics_scope(MetricsContext()) as metrics:
-        drawn = [actors.taken(actors.ask()) for _ in range(2)]
+        drawn = [actors.receive_batches(actors.request_batches()) for _ in range(2)]
         assert [len(batches) for batches in drawn] == [1, 0]
         assert metrics.counters["num_replay_shard_restarts"] == 1
     assert actors.ratio.drawn == 4
-
-
-def test_batch_with_a_known_number_is_not_stored_again():
-    shard = ReplayShard(make().make_shard, 0)
-    assert [shard.add(rows(5), number).rows for number in (1, 2, 1)] == [5, 10, 10]
-
-
-@pytest.mark.slow
-def test_restored_shard_stores_numbers_again():
-    """Batch numbers restart where the state was saved."""
-    shard = ReplayShard(make().make_shard, 0)
-    shard.add(rows(3), 1)
-    state = shard.state_dict()
-    shard.add(rows(3), 2)
-    assert shard.load_state_dict(state) == 3
-    assert shard.add(rows(3), 2).rows == 6
 
 
 def update_priorities(actors, times):
@@ -224,32 +207,34 @@ def test_one_request_returns_several_batches(actors):
     for i in range(8):
         actors.add(rows(5, i))
     wait_until_stored(actors)
-    request = actors.ask(3)
+    request = actors.request_batches(3)
     assert request.number == 3
-    batches = actors.taken(request)
+    batches = actors.receive_batches(request)
     assert [batch.count for batch in batches] == [4, 4, 4]
     assert {batch.sources[0].worker for batch in batches} == {request.shard}
-    pending = actors.ask(100)
+    pending = actors.request_batches(100)
     assert pending.number == 11  # 2 x (40 - 12) rows are due
     assert not actors.can_draw()
     assert actors.state_dict()["ratio"]["drawn"] == 12  # without the pending batches
-    assert len(actors.taken(pending)) == 11
+    assert len(actors.receive_batches(pending)) == 11
     assert actors.state_dict()["ratio"]["drawn"] == 56
 
 
-def test_state_dict_replaces_a_dead_shard(actors):
-    for i in range(8):
-        actors.add(rows(5, i))
-    wait_until_stored(actors)
-    kill(actors.handles()[0])
+def test_state_dict_replaces_a_dead_shard(ray_session):
+    actors = make(learning_starts=12, training_intensity=2)
     with metrics_scope(MetricsContext()) as metrics:
+        for i in range(8):
+            actors.add(rows(5, i))
+        wait_until_stored(actors)
+        kill(actors.handles()[0])
         actors.add(rows(5))
         actors.add(rows(5))
-        state = actors.state_dict()
-        assert metrics.counters["num_replay_shard_restarts"] == 1
+    state = actors.state_dict()  # a checkpoint is written outside of a pull
+    assert metrics.counters["num_replay_shard_restarts"] == 1
     other = make(learning_starts=12, training_intensity=2)
     other.load_state_dict(state)
     assert sum(other.rows) == sum(actors.rows) >= 10
+    actors.stop()
     other.stop()
 
 
@@ -259,7 +244,7 @@ def test_replies_contain_row_counts_and_nodes(actors):
     while not all(actors.rows):
         with metrics_scope(MetricsContext()) as metrics:
             actors.add(rows(5))
-            actors.taken(actors.ask())
+            actors.receive_batches(actors.request_batches())
             assert metrics.counters["num_bytes_between_nodes"] == 0
     assert set(actors._nodes) == {actors._node}
 
@@ -268,11 +253,11 @@ def test_dead_shard_is_replaced_only_once(actors):
     for i in range(8):
         actors.add(rows(5, i))
     wait_until_stored(actors)
-    requests = [actors.ask() for _ in range(4)]
+    requests = [actors.request_batches() for _ in range(4)]
     kill(actors.handles()[0])
     with metrics_scope(MetricsContext()) as metrics:
         for request in requests:
-            actors.taken(request)
+            actors.receive_batches(request)
         assert metrics.counters["num_replay_shard_restarts"] <= 1
 
 
@@ -284,7 +269,7 @@ def test_errors_of_priority_updates_are_raised(actors):
     actors.update_priorities(0, "unknown", np.array([0]), np.array([1.0]))
     actors.update_priorities(0, "default_policy", np.array([0]), np.array([7.0]))
     with pytest.raises(KeyError, match="unknown"):
-        actors.taken(actors.ask(2))
+        actors.receive_batches(actors.request_batches(2))
     assert actors.ratio.drawn == drawn  # the failed request does not count
     weights = actors.state_dict()["shards"][0]["buffers"]["default_policy"]["weights"]
     assert weights.max() > 2  # the valid update was applied
@@ -308,7 +293,7 @@ def test_restored_shards_draw_the_same_batches(actors):
     for replay_actors in (actors, other):
         replay_actors.add(rows(5, 9))
         wait_until_stored(replay_actors)
-    [first], [second] = (each.taken(each.ask()) for each in (actors, other))
+    [first], [second] = (each.receive_batches(each.request_batches()) for each in (actors, other))
     np.testing.assert_array_equal(first["batch_indexes"], second["batch_indexes"])
     assert actors.rng.integers(1000) == other.rng.integers(1000)
     with pytest.raises(ValueError, match="a state of 2 replay shards for 3"):

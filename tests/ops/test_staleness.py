@@ -42,6 +42,12 @@ def test_filter_passes_once_per_delay_steps():
     assert next(original) == next(restored) == 6
 
 
+def test_state_of_a_filter_before_its_first_item_can_be_loaded():
+    original, restored = (sampled(10).filter(OncePerTimestepsElapsed(25)) for _ in range(2))
+    restored.load_state_dict(original.state_dict())
+    assert next(restored) == 0
+
+
 def test_filter_passes_once_per_interval(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])

@@ -1,0 +1,30 @@
+"""CallbackWorker: the interface of a RolloutWorker for samplers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.data.types import AgentID, PolicyID
+from flowrl.sampling.callbacks import DefaultCallbacks
+from flowrl.sampling.episode import MultiAgentEpisode
+from flowrl.sampling.sampling_worker import SamplingWorker
+
+
+class CallbackWorker(SamplingWorker, Protocol):
+    """What sampling uses of a RolloutWorker."""
+
+    callbacks: DefaultCallbacks
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Held while an item is sampled, and while policies learn."""
+
+    @property
+    def policy_for(self) -> Callable[[AgentID, MultiAgentEpisode], PolicyID]:
+        """Return the id of an agent's policy in an episode."""
+
+    def to_sample(self, batch: MultiAgentBatch) -> SampleBatch | MultiAgentBatch:
+        """Return the batch as `sample()` returns it."""
