@@ -97,7 +97,7 @@ class Gather(Stage):
         self._queue: deque[tuple[Any, Source]] = deque()
         self._poll = True
         self._loaded = False
-        self._changes = shards.changes()
+        self._num_membership_changes = shards.num_membership_changes()
         self._sources: tuple[Source, ...] = ()
         self._limit: RequestLimit | None = None
 
@@ -126,7 +126,7 @@ class Gather(Stage):
 
     def _update_members(self) -> list[ShardState]:
         """Note which workers have joined or left; return the states of those that have joined."""
-        self._changes = self.shards.changes()
+        self._num_membership_changes = self.shards.num_membership_changes()
         self._end_journal("workers joined or left")
         joined = []
         for index, is_present in enumerate(self.shards.present()):
@@ -349,22 +349,20 @@ class Gather(Stage):
     def _wait(self, for_all: bool = False) -> list[Any]:
         """Block until one request (or all requests) in flight is answered or a deadline passes;
         return the refs that are ready."""
-        self.waiting_since = started = time.perf_counter()
+        started = time.perf_counter()
         times = self._deadlines()
         timeout = max(0.0, min(times) - time.monotonic()) if times else None
         refs: Sequence[Any] = list(self._in_flight)
         ready: list[Any] = []
-        if not refs:
-            Waiter().wait(times)
-        elif for_all:
-            ready = wait_for_all(refs, timeout)
-        else:
-            ready = wait_for_any(refs, timeout)
-        waited = time.perf_counter() - started
-        self.waited_s += waited
-        self.waiting_since = None
+        with self.waiting():
+            if not refs:
+                Waiter().wait(times)
+            elif for_all:
+                ready = wait_for_all(refs, timeout)
+            else:
+                ready = wait_for_any(refs, timeout)
         # if a reply was ready at once, others may be ready, too
-        self._poll = waited < IMMEDIATE_S
+        self._poll = time.perf_counter() - started < IMMEDIATE_S
         return ready
 
     # -- inspection and state ------------------------------------------------------------------

@@ -80,7 +80,7 @@ class GatherAsync(Gather):
                 self._to_request.append(shard)
 
     def pull(self, block: bool) -> Any:
-        if self.shards.changes() != self._changes:
+        if self.shards.num_membership_changes() != self._num_membership_changes:
             joined = self._update_members()
             if self._to_request is not None:
                 self._to_request.extend(joined * self.num_async)
@@ -185,10 +185,8 @@ class GatherShard(GatherAsync):
         if oldest is not None and ready_refs([oldest]):
             return oldest
         if block:
-            self.waiting_since = started = time.perf_counter()
-            Waiter().wait(self.waits())
-            self.waited_s += time.perf_counter() - started
-            self.waiting_since = None
+            with self.waiting():
+                Waiter().wait(self.waits())
         return None
 
     def waits(self) -> list[Any]:

@@ -124,11 +124,11 @@ class GatherSync(Gather):
         return missing
 
     def members(self) -> list[ShardState]:
-        """Return the shards that the current round has an item of, or else the next one.
+        """Return the shards of the current round; between two rounds, those of the next one.
 
         Creates the replacements of dead shards that the round does not wait for.
         """
-        if self.shards.changes() != self._changes:
+        if self.shards.num_membership_changes() != self._num_membership_changes:
             self._update_members()
         begins = not self._round and not self._in_flight
         live = self.live()
@@ -149,12 +149,12 @@ class GatherSync(Gather):
         started = time.perf_counter()
         try:
             requests = [self._in_flight[ref] for ref in refs]
-            return self.shards.results(requests, refs, waits=self._round_s > SLOW_ROUND_S)
+            with self.waiting():
+                return self.shards.results(requests, refs, waits=self._round_s > SLOW_ROUND_S)
         except Exception:
             return None
         finally:
             self._round_s = time.perf_counter() - started
-            self.waited_s += self._round_s
 
     def queued(self) -> list[Source]:
         return [*super().queued(), *(source for _, source in self._round.values())]

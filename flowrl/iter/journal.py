@@ -265,9 +265,12 @@ def truncate_journal(path: Path, iteration: int, reason: str) -> None:
         OSError: the file cannot be read or written.
         ValueError: it is damaged.
     """
-    with open(path, "rb") as file:
-        about, chunks = _read(file)
-        kept = [chunk for chunk in chunks if chunk["iteration"] <= iteration]
-    for chunk in kept[-1:]:
-        chunk["ended"] = chunk["ended"] or reason
+    try:
+        with open(path, "rb") as file:
+            about, chunks = _read(file)
+            kept = [chunk for chunk in chunks if chunk["iteration"] <= iteration]
+        for chunk in kept[-1:]:
+            chunk["ended"] = chunk["ended"] or reason
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: damaged: {error!r}") from None
     write_whole(path, b"".join(map(msgpack.packb, [{"version": VERSION, **about}, *kept])))

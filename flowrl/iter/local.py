@@ -72,7 +72,8 @@ class LocalIterator(Generic[T]):
 
         Args:
             fn: the operator. `fn._on_fetch_start()`, if defined, is called before each item is
-                pulled; while `fn.ready()`, if defined, is false, nothing is pulled.
+                pulled; while `fn.ready()`, if defined, is false, nothing is pulled. Both are
+                ignored if fn runs as a task.
             max_concurrency: 1 calls fn in this process; other values run it as Ray tasks on copies,
                 at most this many at a time, with results in order of completion; 0 sets no limit.
             resources: options of each Ray task (`num_cpus`, `num_gpus`, …); if set, fn runs as a
@@ -400,7 +401,7 @@ class LocalIterator(Generic[T]):
         """Restore the result of `state_dict()` of the same plan, before the first pull.
 
         Raises:
-            ValueError: the state belongs to another plan; nothing is changed.
+            ValueError: the state belongs to another plan; build the plan again.
             RuntimeError: the plan has started.
         """
         if self._profiler is not None:

@@ -6,7 +6,6 @@ The outermost pull of a plan makes its context the current one; operators read i
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -97,12 +96,6 @@ class MetricsContext:
         self.on_lost: list[Any] = []
         self.journal: Journal | None = None
         self._operator_names: dict[int, str] = {}
-        self._lock = threading.Lock()
-
-    def count(self, name: str, n: int = 1) -> None:
-        """Add to a counter from any thread (`counters[name] += n` only from the plan's thread)."""
-        with self._lock:
-            self.counters[name] += n
 
     def record(self, cls: type[R]) -> R:
         """Return the plan's single instance of `cls`, created at the first call."""
@@ -143,10 +136,7 @@ class MetricsContext:
             self.scopes.setdefault(name, MetricsContext()).load_state_dict(scope_state)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None, "on_lost": [], "journal": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.Lock())
+        return {**self.__dict__, "on_lost": [], "journal": None}
 
 
 def get_metrics() -> MetricsContext:

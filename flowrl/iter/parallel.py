@@ -150,7 +150,7 @@ class ParallelIterator(Generic[T]):
         indexes = sorted({self._check_index(i) for i in shards_to_keep})
         if not indexes:
             raise ValueError("select_shards: at least one shard must be selected")
-        selected = [self._shards[index]._replace(followed=False) for index in indexes]
+        selected = [self._shards[index]._replace(adds_joined_workers=False) for index in indexes]
         name = f"{self!r}.select_shards({len(selected)} total)"
         return ParallelIterator(selected, name)
 
@@ -174,7 +174,7 @@ class ParallelIterator(Generic[T]):
             batch_ms: milliseconds for which the shard collects items per request.
             num_async: requests in flight.
         """
-        shard = self._shards[self._check_index(shard_index)]._replace(followed=False)
+        shard = self._shards[self._check_index(shard_index)]._replace(adds_joined_workers=False)
         shards = Shards([shard], self.name)
         stage = GatherShard(shards, num_async, batch_ms=batch_ms)
         return LocalIterator(stage, f"{self.name}.shard[{shard_index}]")

@@ -23,7 +23,7 @@ class Pool:
     """
 
     remote = False
-    changes = 0  # number of times workers have joined or left
+    num_membership_changes = 0  # times that workers have joined or left
 
     def __init__(
         self,

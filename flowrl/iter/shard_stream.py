@@ -53,10 +53,10 @@ class ShardRequest(NamedTuple):
     seed: str | None = None
 
 
-def _bind(step: Any, worker: Any) -> Any:
+def _bind(argument: Any, worker: Any) -> Any:
     """Return an argument of a step, bound to the worker if it has `bound_to(worker)`."""
-    bound_to = getattr(step, "bound_to", None)
-    return bound_to(worker) if callable(bound_to) else step
+    bound_to = getattr(argument, "bound_to", None)
+    return bound_to(worker) if callable(bound_to) else argument
 
 
 class ShardStream:

@@ -17,14 +17,15 @@ UNCONFIRMED = -1  # the steps were sent to a shard that has not replied yet
 class Shard(NamedTuple):
     """The description of one shard: a worker of a pool, and the steps applied to its items.
 
-    followed: whether a worker that joins the pool adds a shard with the same steps.
+    Attributes:
+        adds_joined_workers: whether a worker that joins the pool adds a shard with the same steps.
     """
 
     pool: Pool
     worker: int
     steps: tuple[Step, ...] = ()
     recovery: Recovery = Recovery()
-    followed: bool = False
+    adds_joined_workers: bool = False
 
 
 class Shards:
@@ -64,27 +65,29 @@ class Shards:
         self._created: dict[int, int] = {}  # shard -> incarnation with the stream, or UNCONFIRMED
         self._submit_next: dict[int, Callable[[], Any]] = {}  # shard -> request for the next item
         self._acquired = False
-        self._followed: list[Shard] = []
+        self._growing: list[Shard] = []
         for shard in shards:
-            if shard.followed and not any(_is_same(shard, other) for other in self._followed):
-                self._followed.append(shard)
+            if shard.adds_joined_workers and not any(
+                _is_same(shard, other) for other in self._growing
+            ):
+                self._growing.append(shard)
 
     def __len__(self) -> int:
         return len(self._shards)
 
-    def changes(self) -> int:
+    def num_membership_changes(self) -> int:
         """Return how often workers have joined or left."""
-        return sum(shard.pool.changes for shard in self._followed)
+        return sum(shard.pool.num_membership_changes for shard in self._growing)
 
     def present(self) -> list[bool]:
         """Return for each shard whether its worker is still in its pool. Shards of workers that
         have joined are appended first."""
-        for followed in self._followed:
-            known = {shard.worker for shard in self._shards if _is_same(shard, followed)}
-            for worker in range(len(followed.pool)):
+        for growing in self._growing:
+            known = {shard.worker for shard in self._shards if _is_same(shard, growing)}
+            for worker in range(len(growing.pool)):
                 if worker not in known:
-                    self._shards.append(followed._replace(worker=worker))
-        return [not s.followed or s.worker < len(s.pool) for s in self._shards]
+                    self._shards.append(growing._replace(worker=worker))
+        return [not s.adds_joined_workers or s.worker < len(s.pool) for s in self._shards]
 
     def pools(self) -> list[Pool]:
         """Return the pools, each once."""

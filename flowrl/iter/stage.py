@@ -13,8 +13,10 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -71,13 +73,25 @@ def sources_from_list(rows: Sequence[Sequence[Any]]) -> tuple[Source, ...]:
     return tuple(Source(*row) for row in rows)
 
 
+def with_sources(batch: Any, sources: Sequence[Sequence[Any]]) -> Any:
+    """Return a batch of a saved plan with its sources, the result of `sources_to_list`.
+
+    Raises:
+        ValueError: the sources are not those of a batch.
+    """
+    batch.sources = sources_from_list(sources)
+    for source in batch.sources:
+        versions = {"weights_versions": source.tags.get("weights_versions", {})}
+        check_state(versions, {"weights_versions": dict[str, Natural]}, "sources")
+    return batch
+
+
 class Stage:
     """One node of a plan. Subclasses implement `pull`; parents are the stages it pulls from.
 
     A subclass pulls its parents through `_pull_up` (the first one) or `_pulls` (each one), so that
     the profiler can separate their time from its own. It increments `items` for each item it
-    returns, adds the seconds it spends waiting to `waited_s`, and lists in `waits()` what it waits
-    for.
+    returns, waits in the context `waiting()`, and lists in `waits()` what it waits for.
 
     Attributes:
         name: unique in a plan (a started plan numbers repeated names: `batch`, `batch#2`); the key
@@ -111,6 +125,16 @@ class Stage:
         self._pulls = pulls
         if pulls:
             self._pull_up = pulls[0]
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time in this context as waiting, also while it lasts."""
+        self.waiting_since = started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waiting_since = None
+            self.waited_s += time.perf_counter() - started
 
     def pull(self, block: bool) -> Any:
         """Return the next item or NOT_READY, or raise StopIteration.

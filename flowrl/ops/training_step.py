@@ -9,10 +9,9 @@ from contextvars import ContextVar
 from typing import Any, Protocol
 
 from flowrl.data import MultiAgentBatch, SampleBatch
-from flowrl.iter import NOT_READY, LocalIterator, Stage, _get_shared_metrics
+from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
 from flowrl.iter.errors import note_origin, operator_error
 from flowrl.iter.metrics import metrics_scope
-from flowrl.iter.waiting import Waiter
 from flowrl.ops.plan_metrics import PlanMetrics
 from flowrl.ops.rollout import ParallelRollouts
 from flowrl.ops.train import TrainOneStep
@@ -60,18 +59,12 @@ class TrainingStep(Stage):
         super().__init__(rollouts)
         self._algorithm = algorithm
         self.title = f"{type(algorithm).__name__}.training_step"
-        self._waiter = Waiter()
 
     def sample_round(self, workers: WorkerSet) -> Any:
         """Return a round of rollouts; None if `workers` are not the plan's."""
         if workers is not self._algorithm.workers:
             return None
-        while True:
-            self._waiter.clear()
-            batch = self._pull_up(True)
-            if batch is not NOT_READY:
-                return batch
-            self._waiter.wait(self.parents[0].waits())
+        return self._pull_up(True)  # a synchronous gather that may block has a batch
 
     def pull(self, block: bool) -> Any:
         token = _running_step.set(self)

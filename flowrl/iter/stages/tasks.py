@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
@@ -110,14 +109,16 @@ class ForEachConcurrent(FunctionStage):
                     full = self._ended or len(refs) >= self.max_concurrency
                     if not block or (not full and self.parents[0].can_wait()):
                         return NOT_READY
-                    started = time.perf_counter()
-                    wait_for_any(refs)
-                    self.waited_s += time.perf_counter() - started
+                    with self.waiting():
+                        wait_for_any(refs)
                     self._done.extend(ready_refs(refs))
             ref = self._done.popleft()
             task = self._in_flight.pop(ref)
             try:
                 result = ray_health.get(ref)
+            except ray_health.RayLostError:
+                self._in_flight[ref] = task  # a checkpoint still contains its item
+                raise
             except BaseException as error:
                 cause = getattr(error, "cause", None)  # of a RayTaskError
                 task_error = cause if isinstance(cause, Exception) else error

@@ -340,9 +340,8 @@ class Transform(Stage):
                 raise RuntimeError(
                     f"{self} is blocked: the stages before it wait for another branch of the plan"
                 )
-            started = time.perf_counter()
-            self._waiter.wait(waits)
-            self.waited_s += time.perf_counter() - started
+            with self.waiting():
+                self._waiter.wait(waits)
 
     def pull(self, block: bool) -> Any:
         try:
