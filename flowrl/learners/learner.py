@@ -9,14 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.data import Batch, MultiAgentBatch, SampleBatch
 from flowrl.iter import Source
 from flowrl.learners.gradients import Gradients
 from flowrl.policies.policy import Policy
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.worker_set import WorkerSet
-
-Batch = SampleBatch | MultiAgentBatch
 
 OnLearn = Callable[[Policy, SampleBatch, dict[str, float]], None]
 """Callback before a policy learns: (policy, its rows, dict that takes more statistics)."""

@@ -41,7 +41,8 @@ class ProcessGroup:
         rank: int,
         size: int,
         backend: str = "gloo",
-        timeout_s: float = 60.0,
+        *,
+        timeout_s: float,
         shares_rows: bool = False,
     ):
         self.rank, self.size, self.shares_rows = rank, size, shares_rows

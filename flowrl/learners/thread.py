@@ -9,14 +9,15 @@ from collections import deque
 from collections.abc import Collection
 from typing import Any, ClassVar, NamedTuple
 
+from flowrl.data import Batch
 from flowrl.iter.journal import Journal, ReplayError
 from flowrl.iter.private_api import queued_items, restore_items
-from flowrl.iter.stage import describe, sources_from_list, sources_to_list
+from flowrl.iter.stage import describe, sources_to_list, with_sources
 from flowrl.iter.waiting import Signal, Waiter, queue_signal
 from flowrl.learners.actors import make_learner
-from flowrl.learners.learner import Batch, LocalLearner, PolicyUpdate, Updates
+from flowrl.learners.learner import LocalLearner, PolicyUpdate, Updates
 from flowrl.sampling.worker_set import WorkerSet
-from flowrl.state_schema import Amount, Fields, Natural, Positive, check_own_state, check_state
+from flowrl.state_schema import Amount, Fields, Positive, check_own_state, check_state
 
 JOIN_TIMEOUT_S = 30.0  # that stop() waits for the running update
 
@@ -76,10 +77,6 @@ class MinibatchBuffer:
     def __len__(self) -> int:
         return len(self._batches)
 
-    def is_full(self) -> bool:
-        """Return whether the buffer holds `size` batches."""
-        return len(self._batches) >= self.size
-
     def put(self, batch: Batch) -> None:
         """Add a batch."""
         self._batches.append((batch, self.num_passes))
@@ -90,6 +87,11 @@ class MinibatchBuffer:
         if remaining > 1:
             self._batches.append((batch, remaining - 1))
         return batch, remaining == 1
+
+    def put_back(self, batch: Batch, was_last_pass: bool) -> None:
+        """Undo `get`, which has returned these values."""
+        remaining = 1 if was_last_pass else self._batches.pop()[1] + 1
+        self._batches.appendleft((batch, remaining))
 
     def remove(self, batch: Batch) -> None:
         """Remove a batch and its remaining passes."""
@@ -262,8 +264,9 @@ class LearnerThread:
             if not self._stopping:
                 self.workers.weight_sync.publish(self.num_steps)
         except BaseException as error:
-            if self._stopping:
-                return False  # the learner's actors were killed
+            if self._stopping:  # the learner's actors were killed
+                buffer.put_back(batch, is_last_pass)
+                return False
             buffer.remove(batch)
             error.add_note(f"raised in the learner thread, on a {describe(batch)}")
             self.outqueue.put_nowait(LearnFailure(batch, error))
@@ -426,16 +429,3 @@ class LearnerThread:
     def __repr__(self) -> str:
         count = getattr(self.learner, "num_learners", None)
         return "LearnerThread" if count is None else f"LearnerThread(num_learners={count})"
-
-
-def with_sources(batch: Batch, sources: Any) -> Batch:
-    """Return a batch of a saved plan with the sources of its rows.
-
-    Raises:
-        ValueError: the sources are not those of a batch.
-    """
-    batch.sources = sources_from_list(sources)
-    for source in batch.sources:
-        versions = {"weights_versions": source.tags.get("weights_versions", {})}
-        check_state(versions, {"weights_versions": dict[str, Natural]}, "sources")
-    return batch

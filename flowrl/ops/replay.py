@@ -7,14 +7,12 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-from flowrl.data import BatchRef, MultiAgentBatch, SampleBatch
+from flowrl.data import Batch, BatchRef, MultiAgentBatch, SampleBatch
 from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
 from flowrl.iter.errors import note_origin, operator_error
-from flowrl.iter.stage import sources_to_list
-from flowrl.learners.learner import Batch
-from flowrl.learners.thread import with_sources
-from flowrl.ops.replay_actors import PendingRequest, ReplayActors
-from flowrl.ops.train import Trained, check_trained
+from flowrl.iter.stage import sources_to_list, with_sources
+from flowrl.ops.replay_actors import PendingDraw, ReplayActors
+from flowrl.ops.train import TrainedItem, check_trained
 from flowrl.replay import MultiAgentReplayBuffer
 from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.state_schema import Fields, StateError, check_own_state
@@ -176,11 +174,12 @@ class ReplayActorsStage(ReplayStage):
     """The stage of Replay on actors."""
 
     is_asynchronous = True
+    state_fields: ClassVar[Fields] = {"drawn": list[list[Any]]}
 
     def __init__(self, actors: ReplayActors, num_async: int):
         super().__init__(actors)
         self._num_async = num_async
-        self._pending: deque[PendingRequest] = deque()
+        self._pending: deque[PendingDraw] = deque()
         self._drawn: deque[Batch] = deque()
         self._sources: tuple[Source, ...] = ()
 
@@ -196,7 +195,7 @@ class ReplayActorsStage(ReplayStage):
                 return batch
             if not self._pending or not self.buffer.is_ready(self._pending[0].ref, "drawn"):
                 return NOT_READY
-            self._drawn.extend(self.buffer.taken(self._pending.popleft()))
+            self._drawn.extend(self.buffer.receive_batches(self._pending.popleft()))
 
     def _is_due(self) -> bool:
         return self.buffer.can_draw(self.alternates)
@@ -211,7 +210,7 @@ class ReplayActorsStage(ReplayStage):
         while sum(request.number for request in self._pending) + len(self._drawn) <= limit:
             if not self._is_due():
                 return
-            self._pending.append(self.buffer.ask(per_request, self.alternates))
+            self._pending.append(self.buffer.request_batches(per_request, self.alternates))
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -227,7 +226,7 @@ class ReplayActorsStage(ReplayStage):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._pending.clear()
-        self._drawn = deque(with_sources(*pair) for pair in state.get("drawn", ()))
+        self._drawn = deque(with_sources(*pair) for pair in state["drawn"])
 
     def stop(self) -> None:
         self._pending.clear()
@@ -276,7 +275,7 @@ class UpdateReplayPriorities:
     ):
         self.buffer = _one_of(local_buffer, actors, "UpdateReplayPriorities")
 
-    def __call__(self, item: Trained) -> Trained:
+    def __call__(self, item: TrainedItem) -> TrainedItem:
         batch, info = check_trained(item, "UpdateReplayPriorities")
         for policy_id, policy_info in info.items():
             rows = policy_info.get("rows", {})
@@ -311,7 +310,7 @@ class SimpleReplayBuffer:
     """
 
     state_fields: ClassVar[Fields] = {
-        "batches": list[SampleBatch | MultiAgentBatch],
+        "batches": list[list[Any]],  # with their sources
         "rng": dict[str, Any],
     }
 
@@ -357,11 +356,13 @@ class SimpleReplayBuffer:
         return len(self._batches)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"batches": list(self._batches), "rng": stream_state(self.rng)}
+        batches = [[batch, sources_to_list(batch.sources)] for batch in self._batches]
+        return {"batches": batches, "rng": stream_state(self.rng)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         check_own_state(self, state)
-        self._batches = deque(state["batches"], maxlen=self.num_slots)
+        batches = [with_sources(*entry) for entry in state["batches"]]
+        self._batches = deque(batches, maxlen=self.num_slots)
         restore_stream(self.rng, state["rng"])
 
     def __repr__(self) -> str:
@@ -381,7 +382,7 @@ class MixInReplay:
         ValueError: replay_proportion is negative, or is above 0 while num_slots is below 1.
     """
 
-    state_fields: ClassVar[Fields] = {"buffer": dict[str, Any], "owed": float}
+    state_fields: ClassVar[Fields] = {"buffer": dict[str, Any], "batches_due": float}
 
     chained_with: ClassVar[str] = "combine"
 
@@ -406,13 +407,13 @@ class MixInReplay:
         return batches
 
     def state_dict(self) -> dict[str, Any]:
-        return {"buffer": self.buffer.state_dict(), "owed": self._batches_due}
+        return {"buffer": self.buffer.state_dict(), "batches_due": self._batches_due}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if not 0 <= state["owed"] <= self.replay_proportion + 1:
-            raise StateError(f"MixInReplay/owed: got {state['owed']!r}")
+        if not 0 <= state["batches_due"] <= self.replay_proportion + 1:
+            raise StateError(f"MixInReplay/batches_due: got {state['batches_due']!r}")
         self.buffer.load_state_dict(state["buffer"])
-        self._batches_due = state["owed"]
+        self._batches_due = state["batches_due"]
 
     def __repr__(self) -> str:
         return f"MixInReplay({self.buffer.num_slots}, {self.replay_proportion})"

@@ -9,17 +9,16 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from flowrl.data import BatchRef, MultiAgentBatch, SampleBatch
+from flowrl.data import Batch, BatchRef, MultiAgentBatch, SampleBatch
 from flowrl.iter import LocalIterator, Source, _get_shared_metrics
 from flowrl.iter.metrics import count_bytes_between_nodes
+from flowrl.iter.stage import sources_to_list, with_sources
 from flowrl.ops.aggregation import leave_in_store
 from flowrl.ops.offline import WriteParquet
 from flowrl.ops.plan_metrics import PlanMetrics, WorkerHealth
 from flowrl.ops.staleness import StalenessLimit
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.state_schema import Fields, Natural
-
-Batch = SampleBatch | MultiAgentBatch
 
 
 class ParallelRollouts(LocalIterator[Any]):
@@ -211,7 +210,7 @@ class DropStale:
         is_fresh = max(lags) <= self.max_policy_lag
         if not is_fresh:
             _get_shared_metrics().counters["num_env_steps_dropped"] += batch.env_steps()
-            self.workers.update_also(source.worker for source in batch.sources)
+            self.workers.weight_sync.update_also(source.worker for source in batch.sources)
         return is_fresh
 
     def __repr__(self) -> str:
@@ -228,7 +227,7 @@ class ConcatBatches:
     """
 
     state_fields: ClassVar[Fields] = {
-        "pending": list[SampleBatch | MultiAgentBatch | BatchRef],
+        "pending": list[list[Any]],  # batches with their sources
         "steps": Natural,
     }
 
@@ -265,10 +264,12 @@ class ConcatBatches:
         return [result]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"pending": list(self._pending), "steps": self._steps}
+        pending = [[batch, sources_to_list(batch.sources)] for batch in self._pending]
+        return {"pending": pending, "steps": self._steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._pending, self._steps = list(state["pending"]), state["steps"]
+        self._pending = [with_sources(*entry) for entry in state["pending"]]
+        self._steps = state["steps"]
 
 
 @dataclass

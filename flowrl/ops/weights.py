@@ -44,7 +44,7 @@ class BroadcastUpdateLearnerWeights:
         self._contributed |= set(contributors(batch))
         self._since += 1
         if self._since >= self.broadcast_interval:
-            self.workers.update_only(self._contributed)
+            self.workers.weight_sync.update_only(self._contributed)
             _get_shared_metrics().counters["num_weight_broadcasts"] += 1
             self._since, self._contributed = 0, set()
         return batch
@@ -89,13 +89,15 @@ class UpdateWorkerWeights:
     def __call__(self, batch: Any) -> Any:
         due = []
         for source in batch.sources:
+            if source.origin == REPLAYED:
+                continue
             index = source.worker
             steps = self._steps.get(index, 0) + source.tags.get("env_steps", 0)
             if steps >= self.max_weight_sync_delay:
                 due.append(index)
                 steps = 0
             self._steps[index] = steps
-        self.workers.update_only(due)
+        self.workers.weight_sync.update_only(due)
         _get_shared_metrics().counters["num_weight_syncs"] += len(due)
         return batch
 

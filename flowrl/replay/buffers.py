@@ -289,8 +289,8 @@ class ReplayBuffer:
         """Restore the result of `state_dict` of a buffer with the same settings.
 
         Raises:
-            ValueError: The state is of another kind of buffer, or of one with other settings;
-                nothing is changed.
+            ValueError: The state is of another kind of buffer, or of one with other settings; do
+                not use the buffer afterwards.
         """
         check_own_state(self, state)
         settings: dict[str, Any] = {"kind": type(self).__name__, "storage_unit": self.storage_unit}

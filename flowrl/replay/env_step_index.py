@@ -33,6 +33,7 @@ class EnvStepIndex:
         self.num_added = 0
         self._complete = np.zeros(capacity, bool)  # whether the step in a slot has all its rows
         self._complete_slots = np.zeros(0, np.int64)
+        self._rows_per_step = 0.0
         self._policies: dict[str, _PolicyRows] = {}
 
     def __len__(self) -> int:
@@ -86,7 +87,13 @@ class EnvStepIndex:
         for policy_id, row in oldest.items():
             rows = self._policies[policy_id]
             self._complete &= (rows.counts == 0) | (rows.lowest >= row)
+        self._update_complete()
+
+    def _update_complete(self) -> None:
+        """Update what is derived from the complete steps."""
         self._complete_slots = self._complete.nonzero()[0]
+        rows = sum(int(r.counts[self._complete_slots].sum()) for r in self._policies.values())
+        self._rows_per_step = rows / max(len(self), 1)
 
     def draw(self, count: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
         """Draw `count` env steps uniformly; return policy id -> ids of its rows, step by step."""
@@ -96,8 +103,7 @@ class EnvStepIndex:
 
     def rows_per_step(self) -> float:
         """Return the mean number of rows of all policies per env step."""
-        total = sum(int(r.counts[self._complete_slots].sum()) for r in self._policies.values())
-        return total / max(len(self), 1)
+        return self._rows_per_step
 
     def state_dict(self) -> dict[str, Any]:
         """Return all steps."""
@@ -115,11 +121,11 @@ class EnvStepIndex:
         check_own_state(self, state)
         self.num_added = int(state["num_added"])
         self._complete = np.array(state["complete"], bool)
-        self._complete_slots = self._complete.nonzero()[0]
         self._policies = {}
         for policy_id, rows in state["policies"].items():
             self._policies[policy_id] = _PolicyRows(self.capacity)
             self._policies[policy_id].load_state_dict(rows)
+        self._update_complete()
 
 
 class _PolicyRows:

@@ -7,14 +7,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from flowrl.data.sample_batch import MultiAgentBatch, SampleBatch
+from flowrl.data.sample_batch import Batch, MultiAgentBatch, SampleBatch
 from flowrl.replay.buffers import ReplayBuffer
 from flowrl.replay.env_step_index import EnvStepIndex
 from flowrl.replay.replay_ratio import ReplayRatio
 from flowrl.replay.trajectories import sort_rows
 from flowrl.state_schema import Fields, check_own_state
-
-Batch = SampleBatch | MultiAgentBatch
 
 NOTHING_TO_DRAW = "the replay buffer has nothing to draw: store more rows"
 
@@ -236,7 +234,7 @@ class MultiAgentReplayBuffer:
 
         Raises:
             ValueError: A buffer does not fit, or the state has other policies or the other mode;
-                nothing is changed.
+                do not use the buffer afterwards.
         """
         check_own_state(self, state)
         unknown = sorted(set(state["buffers"]) - set(self.policies or state["buffers"]))

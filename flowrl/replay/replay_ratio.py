@@ -95,12 +95,11 @@ class ReplayRatio:
                 f"{self.learning_starts - self.stored} more rows"
             )
         if self.training_intensity is None:
-            return "one batch is drawn per stored batch, and all are drawn: store another batch"
+            return "one batch is drawn per stored batch: store another batch before drawing again"
         needed = math.ceil((self.drawn + rows) / self.training_intensity) + self.learning_starts
         return (
-            f"training_intensity={self.training_intensity:g} allows to draw "
-            f"{int(self._rows_allowed)} rows and {self.drawn} are drawn: store "
-            f"{needed - self.stored} more rows"
+            f"training_intensity={self.training_intensity:g} allows {int(self._rows_allowed)} "
+            f"drawn rows, and {self.drawn} have been drawn: store {needed - self.stored} more rows"
         )
 
     def missing_draws(self, rows: float) -> str:
@@ -109,8 +108,8 @@ class ReplayRatio:
             batches = self._batches_due
             return f"one batch is drawn per stored batch: draw {batches} before storing another one"
         return (
-            f"training_intensity={self.training_intensity:g} asks to draw "
-            f"{int(self._rows_allowed)} rows and {self.drawn} are drawn: draw "
+            f"training_intensity={self.training_intensity:g} requires {int(self._rows_allowed)} "
+            f"drawn rows, and {self.drawn} have been drawn: draw "
             f"{int((self._rows_allowed - self.drawn) / rows)} batches before storing another one"
         )
 

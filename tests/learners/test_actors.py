@@ -169,7 +169,7 @@ def test_learners_receive_weights_set_without_a_new_version():
             version = policy.version
             policy.set_weights(other)
             policy.version = version  # as after a restore
-            algorithm.workers.invalidate_weights()
+            algorithm.workers.weight_sync.invalidate()
             stream.take(1)
         for name, weight in policy.get_weights().items():
             np.testing.assert_allclose(weight, other[name], atol=0.1)

@@ -81,12 +81,14 @@ def test_learner_thread_equals_train_one_step(passes):
 
 def test_minibatch_buffer_cycles_and_restores():
     buffer = MinibatchBuffer(size=2, num_passes=2)
-    assert not buffer.is_full()
     buffer.put("a")
     buffer.put("b")
-    assert buffer.is_full()
     assert [buffer.get() for _ in range(3)] == [("a", False), ("b", False), ("a", True)]
     buffer.put("c")
+    for _ in range(3):  # undone passes change nothing
+        before = buffer.state_dict()
+        buffer.put_back(*buffer.get())
+        assert buffer.state_dict() == before
     state = buffer.state_dict()
     other = MinibatchBuffer(size=2, num_passes=2)
     other.load_state_dict(state)

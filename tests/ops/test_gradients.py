@@ -163,7 +163,7 @@ def test_worker_of_dropped_gradients_gets_new_weights(ray_session):
     with make(2) as workers:
         for index in range(2):
             assert workers.weights_for(index) is not None
-        workers.update_only([])
+        workers.weight_sync.update_only([])
         policy = workers.local_worker().policy
         policy.set_weights(policy.get_weights())  # a new version
         stale = Gradients({}, {}, {}, 8)

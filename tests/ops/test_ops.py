@@ -1,6 +1,7 @@
 """Unit tests of rollout, training and reporting operators."""
 
 import copy
+import pickle
 import time
 
 import numpy as np
@@ -8,10 +9,11 @@ import pytest
 
 from flowrl.algorithms.a2c import A2CTorchPolicy
 from flowrl.data import MultiAgentBatch, SampleBatch
-from flowrl.iter import LocalIterator, ParallelIterator, metrics_scope
+from flowrl.iter import LocalIterator, ParallelIterator, Source, metrics_scope
 from flowrl.iter.metrics import MetricsContext
 from flowrl.ops import (
     ConcatBatches,
+    MixInReplay,
     ParallelRollouts,
     SelectExperiences,
     StandardizeFields,
@@ -145,6 +147,24 @@ def test_concat_batches_collects_the_minimum_size():
         ConcatBatches(4, count_steps_by="steps")
     with pytest.raises(ValueError, match="min_batch_size"):
         ConcatBatches(0)
+
+
+def test_saved_batches_keep_their_sources():
+    batch = rows(2)
+    batch.sources = (Source(3, tags={"weights_versions": {"default_policy": 7}}),)
+    concat, restored = ConcatBatches(4), ConcatBatches(4)
+    concat(batch)
+    mix, restored_mix = MixInReplay(2, 1.0), MixInReplay(2, 1.0)
+    mix(batch)
+    state, mixed = pickle.loads(pickle.dumps([concat.state_dict(), mix.state_dict()]))
+    for saved in (*state["pending"], *mixed["buffer"]["batches"]):
+        saved[0].sources = ()  # checkpoints do not save them with the batch
+    restored.load_state_dict(state)
+    restored_mix.load_state_dict(mixed)
+    (joined,) = restored(rows(2))
+    for replayed in (joined, restored_mix(rows(2))[1]):
+        (source,) = replayed.sources
+        assert (source.worker, source.tags) == (3, {"weights_versions": {"default_policy": 7}})
 
 
 def test_train_batch_waits_for_a_second_round_after_lost_steps():

@@ -65,7 +65,7 @@ def test_draws_stop_at_the_ratio_after_the_stored_stream_ends():
     store = source(3).for_each(StoreToReplayBuffer(local_buffer=buffer))
     plan = Concurrently([store, Replay(local_buffer=buffer)], output_indexes=[1])
     assert len(plan.take(3)) == 3
-    with pytest.raises(RuntimeError, match=r"Replay.*all are drawn: store another batch"):
+    with pytest.raises(RuntimeError, match=r"Replay.*store another batch before drawing again"):
         next(plan)
 
 
@@ -100,11 +100,11 @@ def test_operators_pulled_by_hand_keep_a_training_intensity():
     store = source().for_each(StoreToReplayBuffer(local_buffer=buffer))
     draw = Replay(local_buffer=buffer)
     store.take(3)
-    missing = "training_intensity=0.5 allows to draw 2 rows and 0 are drawn: store 3 more rows"
+    missing = "training_intensity=0.5 allows 2 drawn rows, and 0 have been drawn: store 3 more rows"
     with pytest.raises(RuntimeError, match=missing):
         next(draw)
     next(store)
-    due = r"StoreToReplayBuffer.*asks to draw 5 rows and 0 are drawn: draw 1 batches before storing"
+    due = r"StoreToReplayBuffer.*requires 5 drawn rows, and 0 have been drawn: draw 1 batches"
     with pytest.raises(RuntimeError, match=due):
         next(store)
     assert next(draw).count == 4

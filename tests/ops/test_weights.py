@@ -74,7 +74,7 @@ def test_all_contributors_receive_new_weights(workers, metrics):
 def test_weights_are_broadcast_once_per_interval(workers, metrics):
     operator = BroadcastUpdateLearnerWeights(workers, broadcast_interval=3)
     learn(workers)
-    workers.update_only([])  # selects workers, as in a running plan
+    workers.weight_sync.update_only([])  # selects workers, as in a running plan
     for index in (0, 1):
         operator(Batch(index))
         assert receivers(workers) == []
@@ -87,7 +87,7 @@ def test_weights_are_broadcast_once_per_interval(workers, metrics):
 
 
 def test_replayed_rows_have_no_workers(workers):
-    workers.update_only([])
+    workers.weight_sync.update_only([])
     learn(workers)
     BroadcastUpdateLearnerWeights(workers)(Batch(0, origin=ORIGIN))
     assert receivers(workers) == []
