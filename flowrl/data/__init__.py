@@ -1,7 +1,7 @@
 """Batches of experience and their storage; needs numpy only."""
 
 from flowrl.data.batch_ref import BatchRef
-from flowrl.data.sample_batch import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
+from flowrl.data.sample_batch import DEFAULT_POLICY_ID, Batch, MultiAgentBatch, SampleBatch
 from flowrl.data.sequences import (
     add_time_dimension,
     chop_into_sequences,
@@ -14,6 +14,7 @@ concat_samples = SampleBatch.concat_samples
 __all__ = [
     "DEFAULT_POLICY_ID",
     "AgentID",
+    "Batch",
     "BatchRef",
     "EpisodeID",
     "MultiAgentBatch",

@@ -6,10 +6,8 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from flowrl.data.sample_batch import MultiAgentBatch, SampleBatch
+from flowrl.data.sample_batch import Batch, MultiAgentBatch, SampleBatch
 from flowrl.iter import ray_health
-
-Batch = SampleBatch | MultiAgentBatch
 
 log = logging.getLogger("flowrl")
 

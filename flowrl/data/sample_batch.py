@@ -438,3 +438,6 @@ class MultiAgentBatch:
 
     def __repr__(self) -> str:
         return f"MultiAgentBatch({self.policy_batches}, env_steps={self._env_steps})"
+
+
+Batch = SampleBatch | MultiAgentBatch

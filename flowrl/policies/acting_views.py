@@ -18,7 +18,7 @@ from flowrl.data.spaces import zeros_of
 from flowrl.policies.views import ViewRequirement
 from flowrl.settings import ConfigError
 
-_DTYPES = {"rewards": np.float32, "terminateds": bool, "truncateds": bool, "dones": bool}
+DTYPES = {"rewards": np.float32, "terminateds": bool, "truncateds": bool, "dones": bool}
 
 
 class ViewingPolicy(Protocol):
@@ -219,8 +219,8 @@ class ActingViews:
             return map_leaves(lambda array: np.zeros(array.shape[2:], array.dtype), column)
         if view.space is not None:
             return zeros_of(view.space)
-        if source in _DTYPES:
-            return np.zeros((), _DTYPES[source])
+        if source in DTYPES:
+            return np.zeros((), DTYPES[source])
         if source == "actions":
             return zeros_of(self.policy.action_space)
         if source == "obs":

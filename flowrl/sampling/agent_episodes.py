@@ -15,11 +15,11 @@ from flowrl.envs.validation import ObservationCheck, check_reward
 from flowrl.sampling.agent_batches import AgentBatches
 from flowrl.sampling.agent_checks import AgentChecks
 from flowrl.sampling.agent_records import AgentRecords
-from flowrl.sampling.callback_worker import CallbackWorker
 from flowrl.sampling.episode import MultiAgentEpisode
 from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.policy_lanes import PolicyLanes
 from flowrl.sampling.running_episodes import RunningEpisode, Segment, Trajectory
+from flowrl.sampling.sampler_worker import SamplerWorker
 from flowrl.sampling.segments import Event
 from flowrl.sampling.worker_config import WorkerConfig
 
@@ -50,7 +50,7 @@ class AgentEpisodes:
     def __init__(
         self,
         slots: MultiAgentVectorEnv,
-        worker: CallbackWorker,
+        worker: SamplerWorker,
         settings: WorkerConfig,
         policies: Mapping[PolicyID, PolicyLanes],
         checks: AgentChecks,

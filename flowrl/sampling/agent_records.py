@@ -10,13 +10,11 @@ import numpy as np
 from flowrl.data.fragment_columns import FragmentColumns, map_leaves, value_at
 from flowrl.data.types import PolicyID
 from flowrl.policies.policy import Policy
-from flowrl.sampling.callback_worker import CallbackWorker
-from flowrl.sampling.callbacks import EPISODE_EVENTS, call, overrides
+from flowrl.sampling.callbacks import EPISODE_EVENTS, STEP_EVENTS, call, overrides
 from flowrl.sampling.episode import AgentRecord, MultiAgentEpisode
 from flowrl.sampling.policy_lanes import PolicyLanes
 from flowrl.sampling.running_episodes import RunningEpisode, Trajectory
-
-_EVENTS = ("on_episode_start", "on_episode_step", "on_episode_end")
+from flowrl.sampling.sampler_worker import SamplerWorker
 
 
 class AgentRecords:
@@ -34,7 +32,7 @@ class AgentRecords:
 
     def __init__(
         self,
-        worker: CallbackWorker,
+        worker: SamplerWorker,
         base_env: Any,
         policies: Mapping[PolicyID, PolicyLanes],
         is_used: bool,
@@ -42,7 +40,7 @@ class AgentRecords:
         self._worker, self._base_env, self._policies = worker, base_env, policies
         callbacks = worker.callbacks
         self._is_used = is_used or overrides(callbacks, *EPISODE_EVENTS)
-        self._calls = {name for name in _EVENTS if overrides(callbacks, name)}
+        self._calls = {name for name in STEP_EVENTS if overrides(callbacks, name)}
         self.needs_steps = "on_episode_step" in self._calls
 
     def updated(self, episode: RunningEpisode) -> MultiAgentEpisode | None:

@@ -9,10 +9,10 @@ import numpy as np
 
 from flowrl.data.spaces import zeros_of
 from flowrl.data.types import AgentID, PolicyID
-from flowrl.policies.acting_views import View
+from flowrl.policies.acting_views import DTYPES, View
 from flowrl.policies.policy import Policy
+from flowrl.sampling.callback_worker import CallbackWorker
 from flowrl.sampling.running_episodes import RunningEpisode, Segment, Trajectory
-from flowrl.sampling.sampling_worker import SamplingWorker
 from flowrl.settings import ConfigError
 
 
@@ -33,13 +33,17 @@ class AgentViews:
         policies: the rows of each policy, in a dict that is filled later.
     """
 
-    def __init__(self, worker: SamplingWorker, policies: Mapping[PolicyID, Any]):
+    def __init__(self, worker: CallbackWorker, policies: Mapping[PolicyID, Any]):
         self._worker, self._policies = worker, policies
 
     def inputs(self, views: Mapping[str, View], waiting: list[Trajectory]) -> dict[str, np.ndarray]:
         """Return views and masks at the current rows of trajectories, [m, agents, …] each."""
-        at = [(t, t.episode, np.array([self._policies[t.policy_id].rows[t.lane]])) for t in waiting]
-        return self._columns(views, [(*one, self._times(one[0], one[2])) for one in at])
+        requests = []
+        for trajectory in waiting:
+            row = self._policies[trajectory.policy_id].rows[trajectory.lane]
+            times = self._times(trajectory, np.array([row]))
+            requests.append((trajectory, trajectory.episode, times))
+        return self._columns(views, requests)
 
     def inputs_after(
         self, views: Mapping[str, View], segments: list[Segment]
@@ -47,20 +51,19 @@ class AgentViews:
         """Return views and masks at the observation after each segment, [segments, agents, …]."""
         requests = []
         for segment in segments:
-            trajectory, row = segment.trajectory, np.array([segment.end])
-            times = self._times(trajectory, row)
+            trajectory = segment.trajectory
+            times = self._times(trajectory, np.array([segment.end]))
             if segment.final is not None:
                 times = np.array([trajectory.end_time])
-            requests.append((trajectory, segment.episode, row, times))
+            requests.append((trajectory, segment.episode, times))
         return self._columns(views, requests)
 
     def rows(self, views: Mapping[str, View], segments: list[Segment]) -> dict[str, np.ndarray]:
         """Return views and masks of the rows of segments, [rows, agents, …] each."""
         requests = []
         for segment in segments:
-            rows = np.arange(segment.begin, segment.end)
-            times = self._times(segment.trajectory, rows)
-            requests.append((segment.trajectory, segment.episode, rows, times))
+            times = self._times(segment.trajectory, np.arange(segment.begin, segment.end))
+            requests.append((segment.trajectory, segment.episode, times))
         return self._columns(views, requests)
 
     def _times(self, trajectory: Trajectory, rows: np.ndarray) -> np.ndarray:
@@ -83,13 +86,12 @@ class AgentViews:
         view: View,
         trajectory: Trajectory,
         episode: RunningEpisode,
-        rows: np.ndarray,
         times: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return a view and its mask at rows of a trajectory, [rows, agents, …] each."""
+        """Return a view and its mask at env steps of a trajectory, [times, agents, …] each."""
         agents = view.agents
         if agents == "others":
-            agents = [a for a in self._possible_agents() if a != trajectory.agent_id]
+            agents = [a for a in possible_agents(self._worker) if a != trajectory.agent_id]
         values, masks = [], []
         for agent in agents or ():
             of_shifts = [
@@ -110,7 +112,7 @@ class AgentViews:
         self, view: View, episode: RunningEpisode, agent: AgentID, times: np.ndarray, shift: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return an agent's values `shift` env steps from times, and which of them exist."""
-        values = np.repeat(self._zero(view, agent)[None], len(times), 0)
+        values = np.repeat(fill_value(view, agent, self._worker)[None], len(times), 0)
         mask = np.zeros(len(times), bool)
         is_obs = view.source == "obs"
         for other in episode.history.get(agent, ()):
@@ -142,26 +144,31 @@ class AgentViews:
             values[found], mask[found] = found_values, True
         return values, mask
 
-    def _possible_agents(self) -> list[AgentID]:
-        agents = self._worker.possible_agents
-        if not agents:
-            raise ConfigError(
-                'a view with agents="others" needs an environment with possible_agents'
-            )
-        return agents
 
-    def _zero(self, view: View, agent: AgentID) -> np.ndarray:
-        """Return the fill value of a view of an agent without rows."""
-        if view.space is not None:
-            return np.asarray(zeros_of(view.space))
-        if view.source in ("obs", "actions"):
-            return np.asarray(zeros_of(self._worker.space_of(agent, view.source)))
-        dtypes: dict[str, Any] = {
-            "rewards": np.float32, "terminateds": bool, "truncateds": bool, "dones": bool
-        }  # fmt: skip
-        if view.source in dtypes:
-            return np.zeros((), dtypes[view.source])
-        raise ConfigError(f"view of {view.source!r}: needs a space, which defines the fill value")
+def possible_agents(worker: CallbackWorker | None) -> list[AgentID]:
+    """Return the agents that a view with agents="others" shows.
+
+    Raises:
+        ConfigError: the environment does not name them.
+    """
+    if worker is None or not worker.possible_agents:
+        raise ConfigError('a view with agents="others" needs an environment with possible_agents')
+    return worker.possible_agents
+
+
+def fill_value(view: View, agent: AgentID, worker: CallbackWorker) -> np.ndarray:
+    """Return the value that a view shows where an agent has no row.
+
+    Raises:
+        ConfigError: the view needs a space.
+    """
+    if view.space is not None:
+        return np.asarray(zeros_of(view.space))
+    if view.source in ("obs", "actions"):
+        return np.asarray(zeros_of(worker.space_of(agent, view.source)))
+    if view.source in DTYPES:
+        return np.zeros((), DTYPES[view.source])
+    raise ConfigError(f"view of {view.source!r}: needs a space, which defines the fill value")
 
 
 def _shape_error(view: View, shapes: Any) -> ConfigError:

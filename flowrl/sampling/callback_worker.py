@@ -1,4 +1,4 @@
-"""SamplingWorker: the interface of a RolloutWorker for callbacks, episodes and collectors."""
+"""CallbackWorker: the interface of a RolloutWorker for callbacks, episodes and collectors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flowrl.policies.policy import Policy
 from flowrl.sampling.ids import IdCounter
 
 
-class SamplingWorker(Protocol):
+class CallbackWorker(Protocol):
     """The part of a RolloutWorker that callbacks, episodes and sample collectors may use."""
 
     config: Any

@@ -10,17 +10,14 @@ from typing import Any, TypeVar
 
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.policies.policy import Policy
+from flowrl.sampling.callback_worker import CallbackWorker
 from flowrl.sampling.episode import MultiAgentEpisode
-from flowrl.sampling.sampling_worker import SamplingWorker
 from flowrl.setting_values import nearest
 from flowrl.settings import ConfigError
 
-EPISODE_EVENTS = (
-    "on_episode_start",
-    "on_episode_step",
-    "on_episode_end",
-    "on_postprocess_trajectory",
-)
+STEP_EVENTS = ("on_episode_start", "on_episode_step", "on_episode_end")
+
+EPISODE_EVENTS = (*STEP_EVENTS, "on_postprocess_trajectory")
 
 SAMPLING_EVENTS = (*EPISODE_EVENTS, "on_sample_end")  # called while a worker samples
 
@@ -55,14 +52,14 @@ class DefaultCallbacks:
     """
 
     def on_sub_environment_created(
-        self, *, worker: SamplingWorker, sub_environment: Any, env_context: Any, **kwargs: Any
+        self, *, worker: CallbackWorker, sub_environment: Any, env_context: Any, **kwargs: Any
     ) -> None:
         """Called after an environment was created, also if it replaces a failed one."""
 
     def on_episode_start(
         self,
         *,
-        worker: SamplingWorker,
+        worker: CallbackWorker,
         base_env: Any,
         policies: dict[str, Policy],
         episode: MultiAgentEpisode,
@@ -74,7 +71,7 @@ class DefaultCallbacks:
     def on_episode_step(
         self,
         *,
-        worker: SamplingWorker,
+        worker: CallbackWorker,
         base_env: Any,
         policies: dict[str, Policy],
         episode: MultiAgentEpisode,
@@ -86,7 +83,7 @@ class DefaultCallbacks:
     def on_episode_end(
         self,
         *,
-        worker: SamplingWorker,
+        worker: CallbackWorker,
         base_env: Any,
         policies: dict[str, Policy],
         episode: MultiAgentEpisode,
@@ -101,7 +98,7 @@ class DefaultCallbacks:
     def on_postprocess_trajectory(
         self,
         *,
-        worker: SamplingWorker,
+        worker: CallbackWorker,
         episode: MultiAgentEpisode | None,
         agent_id: Any,
         policy_id: str,
@@ -117,7 +114,7 @@ class DefaultCallbacks:
         """
 
     def on_sample_end(
-        self, *, worker: SamplingWorker, samples: SampleBatch | MultiAgentBatch, **kwargs: Any
+        self, *, worker: CallbackWorker, samples: SampleBatch | MultiAgentBatch, **kwargs: Any
     ) -> None:
         """Called before `worker.sample()` returns `samples`."""
 

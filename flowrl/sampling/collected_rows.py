@@ -12,12 +12,18 @@ import optree
 from flowrl.data.serialization import can_be_saved
 from flowrl.data.spaces import stack_values, zeros_of
 from flowrl.data.types import AgentID, EpisodeID, PolicyID
-from flowrl.policies.acting_views import View, is_state, nontrivial_views, signature_of, state_index
+from flowrl.policies.acting_views import (
+    DTYPES,
+    View,
+    is_state,
+    nontrivial_views,
+    signature_of,
+    state_index,
+)
 from flowrl.policies.policy import Policy
+from flowrl.sampling.agent_views import fill_value, possible_agents
 from flowrl.sampling.views import check_repeats, max_seq_len
 from flowrl.settings import ConfigError
-
-DTYPES = {"rewards": np.float32, "terminateds": bool, "truncateds": bool, "dones": bool}
 
 
 class CollectedRows:
@@ -169,7 +175,7 @@ class CollectedViews:
         """
         agents = view.agents
         if agents == "others":
-            agents = [a for a in self._possible_agents() if a != trajectory.agent_id]
+            agents = [a for a in possible_agents(self._worker) if a != trajectory.agent_id]
         time = trajectory.times[row - trajectory.dropped]
         values, mask = [], []
         for agent in agents or ():
@@ -187,25 +193,16 @@ class CollectedViews:
         column = column_of(view.source, values)
         return column.reshape(*shape, *column.shape[1:]), np.array(mask).reshape(shape)
 
-    def _possible_agents(self) -> list[AgentID]:
-        agents = getattr(self._worker, "possible_agents", None)
-        if not agents:
-            raise ConfigError(
-                'a view with agents="others" needs an environment with possible_agents'
-            )
-        return agents
-
     def _zero(self, view: View, agent: AgentID) -> Any:
         """Return the fill value of a view of an agent's rows."""
-        source = view.source
+        source, policy = view.source, self.policy
+        if view.agents is not None and self._worker is not None:
+            return fill_value(view, agent, self._worker)
         if view.space is not None:
             return zeros_of(view.space)
         if source in DTYPES:
             return np.zeros((), DTYPES[source])
         if source in ("obs", "actions"):
-            if view.agents is not None and self._worker is not None:
-                return zeros_of(self._worker.space_of(agent, source))
-            policy = self.policy
             space = policy.action_space if source == "actions" else policy.observation_space
             return zeros_of(space)
         raise ConfigError(f"view of {source!r}: needs a space, which defines the fill value")

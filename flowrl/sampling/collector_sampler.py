@@ -20,12 +20,12 @@ from flowrl.policies.policy import Policy
 from flowrl.sampling.agent_batches import AgentBatches
 from flowrl.sampling.agent_checks import AgentChecks
 from flowrl.sampling.agent_records import AgentRecords
-from flowrl.sampling.callback_worker import CallbackWorker
 from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.multi_agent_sampler import MultiAgentSampler
 from flowrl.sampling.policy_lanes import PolicyLanes
 from flowrl.sampling.running_episodes import RunningEpisode, Trajectory
 from flowrl.sampling.sample_collector import SampleCollector
+from flowrl.sampling.sampler_worker import SamplerWorker
 from flowrl.sampling.segment_postprocessing import SegmentPostprocessing
 from flowrl.sampling.views import Views
 from flowrl.sampling.worker_config import WorkerConfig
@@ -50,7 +50,7 @@ class Collectors:
     def __init__(
         self,
         collector_class: type[SampleCollector],
-        worker: CallbackWorker,
+        worker: SamplerWorker,
         settings: WorkerConfig,
     ):
         self._class, self._worker, self._settings = collector_class, worker, settings

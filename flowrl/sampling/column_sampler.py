@@ -22,7 +22,6 @@ from flowrl.data.spaces import stack_values, zeros_of
 from flowrl.envs.validation import ObservationCheck
 from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv, VectorStep
 from flowrl.policies.acting_views import InitialStates, signature_of
-from flowrl.sampling.callback_worker import CallbackWorker
 from flowrl.sampling.callbacks import EPISODE_EVENTS, overrides
 from flowrl.sampling.episode import EpisodeMetrics, MultiAgentEpisode
 from flowrl.sampling.episode_callbacks import EpisodeCallbacks
@@ -31,7 +30,8 @@ from flowrl.sampling.fragment_builder import FragmentBuilder
 from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.lost_lives import LostLives
 from flowrl.sampling.policy_outputs import PolicyOutputs, rows_of
-from flowrl.sampling.sampler import TIMINGS
+from flowrl.sampling.sampler import MAX_STEPS_WITHOUT_DATA, TIMINGS
+from flowrl.sampling.sampler_worker import SamplerWorker
 from flowrl.sampling.segment_postprocessing import (
     parts_of,
     postprocessed,
@@ -45,13 +45,11 @@ from flowrl.state_schema import Fields, Natural, check_state
 
 log = logging.getLogger("flowrl")
 
-MAX_STEPS_WITHOUT_DATA = 10_000  # env steps without a finished episode, before a warning
 INPUTS = ("raw_obs", "obs", "rewards", "terminateds", "truncateds")
 
 
 _STATE: Fields = {
     "tracker": dict[str, Any],
-    "next_unroll": Natural,
     "env_steps": Natural,
     "faulty_episodes": Natural,
 }
@@ -79,7 +77,8 @@ class ColumnSampler:
         worker: its policy acts and its callbacks are called.
         settings: the sampling settings.
         base_env: the environments, passed to callbacks.
-        first_id: the first episode and unroll id.
+        unroll_ids: the counter of the column `unroll_id`.
+        first_id: the first episode id.
         counts_lives: mark rows in which a life was lost, according to the infos, as terminated;
             the episode continues.
     """
@@ -87,9 +86,10 @@ class ColumnSampler:
     def __init__(
         self,
         stepper: VectorEnv,
-        worker: CallbackWorker,
+        worker: SamplerWorker,
         settings: WorkerConfig,
         base_env: Any,
+        unroll_ids: IdCounter,
         first_id: int = 0,
         counts_lives: bool = False,
     ):
@@ -101,9 +101,8 @@ class ColumnSampler:
         self._whole = settings.batch_mode == "complete_episodes"
         self._check = ObservationCheck(stepper.observation_space)
         self._checks = StepChecks(self._check, settings.on_invalid_step, policy.worker_index)
-        self._unroll_ids = IdCounter(first_id)
         self._separately = postprocesses_segments(policy)
-        self._builder = FragmentBuilder(policy, settings, self._unroll_ids, self._separately)
+        self._builder = FragmentBuilder(policy, settings, unroll_ids, self._separately)
         self._lost_lives = LostLives(stepper.num_envs) if counts_lives else None
         horizon = settings.horizon if settings.soft_horizon else None
         self._tracker = SegmentTracker(stepper.num_envs, first_id, horizon, self._whole)
@@ -359,7 +358,6 @@ class ColumnSampler:
         """Return the state of environments, episodes and counters, without the policy."""
         state: dict[str, Any] = {
             "tracker": self._tracker.state_dict(),
-            "next_unroll": self._unroll_ids.next_id,
             "env_steps": self.env_steps,
             "faulty_episodes": self.faulty_episodes,
         }
@@ -388,7 +386,6 @@ class ColumnSampler:
         if "open" in state:
             check_state(state["open"], _OPEN_STATE, "sampler/open")
         self._tracker.load_state_dict(state["tracker"])
-        self._unroll_ids.next_id = state["next_unroll"]
         self.env_steps, self.faulty_episodes = state["env_steps"], state["faulty_episodes"]
         running, columns = state.get("open"), self._columns
         self._open = False

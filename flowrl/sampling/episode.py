@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from flowrl.data.serialization import can_be_saved
 from flowrl.data.types import AgentID, EpisodeID, PolicyID
-from flowrl.sampling.sampling_worker import SamplingWorker
+from flowrl.sampling.callback_worker import CallbackWorker
 from flowrl.settings import ConfigError
 
 
@@ -83,7 +83,7 @@ class MultiAgentEpisode:
         self,
         episode_id: EpisodeID,
         env_id: int,
-        worker: SamplingWorker,
+        worker: CallbackWorker,
         policy_for: Callable[[AgentID, MultiAgentEpisode], PolicyID],
     ):
         self.episode_id = episode_id

@@ -12,9 +12,9 @@ from flowrl.envs.single_agent_adapter import SINGLE_AGENT
 from flowrl.envs.validation import ObservationCheck
 from flowrl.envs.vector_env import VectorStep
 from flowrl.sampling.agent_records import add_rows, note_observation
-from flowrl.sampling.callback_worker import CallbackWorker
-from flowrl.sampling.callbacks import call, overrides
+from flowrl.sampling.callbacks import STEP_EVENTS, call, overrides
 from flowrl.sampling.episode import MultiAgentEpisode
+from flowrl.sampling.sampler_worker import SamplerWorker
 
 
 class EpisodeCallbacks:
@@ -32,7 +32,7 @@ class EpisodeCallbacks:
 
     def __init__(
         self,
-        worker: CallbackWorker,
+        worker: SamplerWorker,
         base_env: Any,
         columns: FragmentColumns,
         check: ObservationCheck,
@@ -46,8 +46,7 @@ class EpisodeCallbacks:
         self._row: int | None = None  # the row of the step whose callbacks are called
         self._finished: dict[int, MultiAgentEpisode] = {}
         self._by_id: dict[int, MultiAgentEpisode] = {}
-        names = "on_episode_start", "on_episode_step", "on_episode_end"
-        self._calls = {name for name in names if overrides(worker.callbacks, name)}
+        self._calls = {name for name in STEP_EVENTS if overrides(worker.callbacks, name)}
 
     def start_all(self) -> None:
         """Start an episode in every environment, with the observations of row 0."""

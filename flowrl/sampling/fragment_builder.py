@@ -96,7 +96,7 @@ class FragmentBuilder:
             )
         grid["rewards"] = clipped_rewards(grid["rewards"], self._clip_rewards)
         last = _last_observations(columns, segments, finals)
-        added = self._postprocessed(columns, views, used, segments, obs, grid, last, more_inputs)
+        added = self._postprocessed(columns, views, segments, obs, grid, last, more_inputs)
         rows: dict[str, Any] = {}
         if not views.replace_observations:
             rows = _observations(obs, order, last, np.cumsum(lengths) - 1)
@@ -170,14 +170,13 @@ class FragmentBuilder:
         self,
         columns: FragmentColumns,
         views: Views,
-        used: int,
         segments: Segments,
         obs: Any,
         grid: dict[str, Any],
         last: Any,
         more_inputs: Callable[[np.ndarray], dict[str, Any]] | None,
     ) -> dict[str, Any]:
-        """Return the columns that the policy adds, [used, N, …]."""
+        """Return the columns that the policy adds, [rows, N, …]."""
         policy = self.policy
         fragment = {"obs": obs, **grid}
         if "vf_preds" in grid:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
 from flowrl.envs.env_state import check_vector_env_state
 from flowrl.sampling.agent_views import has_agent_views
-from flowrl.sampling.callback_worker import CallbackWorker
 from flowrl.sampling.callbacks import overrides
 from flowrl.sampling.collector_sampler import CollectorSampler
 from flowrl.sampling.column_sampler import ColumnSampler
@@ -18,6 +16,7 @@ from flowrl.sampling.episode import EpisodeMetrics, MultiAgentEpisode
 from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.multi_agent_sampler import MultiAgentSampler
 from flowrl.sampling.sampler import AsyncSampler, SampleResult, SamplerInput, SyncSampler
+from flowrl.sampling.sampler_worker import SamplerWorker
 from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.settings import ConfigError
 from flowrl.state_schema import Fields, Natural, check_state
@@ -46,7 +45,7 @@ class FragmentSampler:
 
     def __init__(
         self,
-        worker: CallbackWorker,
+        worker: SamplerWorker,
         envs: WorkerEnvironments,
         settings: WorkerConfig,
         first_id: int,
@@ -108,7 +107,8 @@ class FragmentSampler:
 
     def _make_source(self) -> ColumnSampler | MultiAgentSampler:
         envs, kind = self._envs, self._kind()
-        worker, settings, first_id = self._worker, self._settings, self._first_id
+        worker, settings = self._worker, self._settings
+        ids = self.unroll_ids, self._first_id
         counts_lives = bool(
             envs.is_atari and settings.atari and settings.atari.terminal_on_life_loss
         )
@@ -119,11 +119,11 @@ class FragmentSampler:
             )
         if kind == "rows":
             collector: Any = settings.sample_collector
-            return CollectorSampler(collector, envs.slots, worker, settings, first_id)
+            return CollectorSampler(collector, envs.slots, worker, settings, *ids)
         if kind == "agents":
-            return MultiAgentSampler(envs.slots, worker, settings, first_id)
+            return MultiAgentSampler(envs.slots, worker, settings, *ids)
         assert envs.stepper is not None
-        return ColumnSampler(envs.stepper, worker, settings, envs.slots, first_id, counts_lives)
+        return ColumnSampler(envs.stepper, worker, settings, envs.slots, *ids, counts_lives)
 
     def _kind(self) -> str:
         """Return how rows are sampled: "rows" one by one, in columns of "agents", or "columns" of
@@ -215,7 +215,31 @@ class FragmentSampler:
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise KeyError or ValueError if `load_state_dict` could not load a state."""
-        _check_state(state, self._envs.slots.num_envs, self._kind(), self._settings.batch_mode)
+        num_envs, kind = self._envs.slots.num_envs, self._kind()
+        batch_mode = self._settings.batch_mode
+        check_state(state, _STATE, "sampling")
+        if not len(state["returned_steps"]) == len(state["reported_steps"]) == 2:
+            raise ValueError("sampling: returned and reported steps must be two numbers each")
+        if state["num_envs"] != num_envs:
+            raise ValueError(
+                f"the state has {state['num_envs']} environments, this worker {num_envs} "
+                "(num_envs_per_worker)"
+            )
+        if state["source"] is None:
+            return
+        if state["batch_mode"] != batch_mode:
+            raise ValueError(
+                f"the state was sampled with batch_mode={state['batch_mode']!r}, this worker has "
+                f"{batch_mode!r}"
+            )
+        if state["kind"] != kind:
+            raise ValueError(
+                f"the state was sampled in {state['kind']!r}, this worker samples in {kind!r}: "
+                "sample_collector, callbacks_class or the policies differ"
+            )
+        running = state["source"].get("open")
+        if running is not None:
+            check_vector_env_state(running["envs"])
 
     def load_state_dict(self, state: dict[str, Any]) -> int:
         """Load the result of `state_dict`; the worker's lock must be held.
@@ -260,29 +284,3 @@ class FragmentSampler:
         """Stop sampling for good."""
         if self._sampler is not None:
             self._sampler.stop()
-
-
-def _check_state(state: Mapping[str, Any], num_envs: int, kind: str, batch_mode: str) -> None:
-    check_state(state, _STATE, "sampling")
-    if not len(state["returned_steps"]) == len(state["reported_steps"]) == 2:
-        raise ValueError("sampling: there must be two numbers of returned and of reported steps")
-    if state["num_envs"] != num_envs:
-        raise ValueError(
-            f"the state has {state['num_envs']} environments, this worker {num_envs} "
-            "(num_envs_per_worker)"
-        )
-    if state["source"] is None:
-        return
-    if state["batch_mode"] != batch_mode:
-        raise ValueError(
-            f"the state was sampled with batch_mode={state['batch_mode']!r}, this worker has "
-            f"{batch_mode!r}"
-        )
-    if state["kind"] != kind:
-        raise ValueError(
-            f"the state was sampled in {state['kind']!r}, this worker samples in {kind!r}: "
-            "sample_collector, callbacks_class or the policies differ"
-        )
-    running = state["source"].get("open")
-    if running is not None:
-        check_vector_env_state(running["envs"])

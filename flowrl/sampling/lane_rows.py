@@ -226,7 +226,7 @@ class LaneRows:
             rows = slice(trajectory.begin, int(self.rows[lane]) + 1)
             self.columns["unseen"][self.columns.lookback :][rows, lane] = False
         trajectory.end = trajectory.begin
-        self.steps_of_room()
+        self.ensure_room()
         self.rows[lane] += 1  # a segment before a soft horizon may end with the current row
         self._release(trajectory)
 
@@ -279,8 +279,8 @@ class LaneRows:
                 columns[name][at] = False
 
     def stacked(self, observations: list[Any]) -> Any:
-        """Return observations as arrays [k, …]; None if each must be checked: one has not the
-        shape, dtype and structure of the policy's space, or invalid ones are replaced."""
+        """Return observations as arrays [k, …]; None if they must be checked one by one: the shape,
+        dtype or structure of one differs from the policy's space, or invalid ones are replaced."""
         check, count = self._check, len(observations)
         if self._replaces:
             return None
@@ -300,8 +300,8 @@ class LaneRows:
 
     # -- a fragment --------------------------------------------------------------------------------
 
-    def steps_of_room(self) -> int:
-        """Return the number of steps for which there is room, at least 1; make room if needed."""
+    def ensure_room(self) -> int:
+        """Make room for at least one step; return the number of steps that fit."""
         last = int(self.rows.max(initial=0))
         if last == self.columns.length:
             self.columns.resize(2 * last)

@@ -23,19 +23,17 @@ from flowrl.sampling.agent_episodes import AgentEpisodes
 from flowrl.sampling.agent_records import AgentRecords
 from flowrl.sampling.agent_state import episodes_state_dict, load_episodes
 from flowrl.sampling.agent_views import AgentViews, has_agent_views
-from flowrl.sampling.callback_worker import CallbackWorker
 from flowrl.sampling.episode import EpisodeMetrics, MultiAgentEpisode
 from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.policy_lanes import PolicyLanes
 from flowrl.sampling.running_episodes import RunningEpisode, Trajectory
-from flowrl.sampling.sampler import TIMINGS
+from flowrl.sampling.sampler import MAX_STEPS_WITHOUT_DATA, TIMINGS
+from flowrl.sampling.sampler_worker import SamplerWorker
 from flowrl.sampling.segment_postprocessing import SegmentPostprocessing
 from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.state_schema import Fields, Natural, check_state
 
 log = logging.getLogger("flowrl")
-
-MAX_STEPS_WITHOUT_DATA = 10_000  # env steps without a row or an episode, before a warning
 
 
 class _Results:
@@ -55,7 +53,6 @@ class _Results:
 
 _STATE: Fields = {
     "next_id": Natural,
-    "next_unroll": Natural,
     "time": Natural,
     "env_steps": Natural,
     "faulty_episodes": Natural,
@@ -74,14 +71,16 @@ class MultiAgentSampler:
         slots: the environments.
         worker: its policies act and its callbacks are called.
         settings: the sampling settings.
-        first_id: the first episode and unroll id.
+        unroll_ids: the counter of the column `unroll_id`.
+        first_id: the first episode id.
     """
 
     def __init__(
         self,
         slots: MultiAgentVectorEnv,
-        worker: CallbackWorker,
+        worker: SamplerWorker,
         settings: WorkerConfig,
+        unroll_ids: IdCounter,
         first_id: int = 0,
     ):
         self.slots, self.worker, self.settings = slots, worker, settings
@@ -90,7 +89,7 @@ class MultiAgentSampler:
         self.timings = dict.fromkeys(TIMINGS, 0.0)
         self._whole = settings.batch_mode == "complete_episodes"
         self._by_agent = settings.count_steps_by == "agent_steps"
-        self._unroll_ids = IdCounter(first_id)
+        self._unroll_ids = unroll_ids
         checks = AgentChecks(slots, settings.on_invalid_step, worker.worker_index)
         self._policies, records, self._batches = self._make_storage(checks)
         self._episodes = AgentEpisodes(
@@ -178,7 +177,7 @@ class MultiAgentSampler:
             if found >= min_rows:
                 break
             if not room:
-                room = min(lanes.steps_of_room() for lanes in self._policies.values())
+                room = min(lanes.ensure_room() for lanes in self._policies.values())
             act_start = clock()
             actions = self._act()
             step_start = clock()
@@ -393,7 +392,6 @@ class MultiAgentSampler:
         """Return the state of environments, episodes and counters, without the policies."""
         state: dict[str, Any] = {
             "next_id": self._episodes.ids.next_id,
-            "next_unroll": self._unroll_ids.next_id,
             "time": self._time,
             "env_steps": self.env_steps,
             "faulty_episodes": self.faulty_episodes,
@@ -421,7 +419,7 @@ class MultiAgentSampler:
             check_state(state["open"], {"envs": Any, "batches": dict[str, Any]}, "sampler/open")
         episodes = self._episodes
         episodes.ids.next_id = state["next_id"]
-        self._unroll_ids.next_id, self._time = state["next_unroll"], state["time"]
+        self._time = state["time"]
         self.env_steps, episodes.num_faulty = state["env_steps"], state["faulty_episodes"]
         running, self._open = state.get("open"), False
         if running is None:

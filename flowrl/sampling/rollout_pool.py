@@ -78,7 +78,7 @@ class RolloutPool(ActorPool):
         """Follow a change of the number of workers."""
         self._count = num_workers
         self._incarnations = list(self._workers_of.restart_counts)
-        self.changes += 1
+        self.num_membership_changes += 1
 
     def mark_failed(self, index: int) -> None:
         self._workers_of.failed.add(index)

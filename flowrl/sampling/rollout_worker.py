@@ -69,7 +69,7 @@ class RolloutWorker:
             the default one.
         possible_agents: ids of the agents that may appear.
         no_done_at_end: the setting.
-        clip_rewards: the setting; True or False if it is None.
+        clip_rewards: the setting; None is resolved to True or False.
         lock: held while a fragment is sampled, and while policies learn or change, because a
             sampler and a learner may run in threads.
     """

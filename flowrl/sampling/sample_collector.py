@@ -9,9 +9,9 @@ from typing import Any
 from flowrl.data import MultiAgentBatch
 from flowrl.data.types import AgentID, EpisodeID, PolicyID
 from flowrl.policies.policy import Policy
+from flowrl.sampling.callback_worker import CallbackWorker
 from flowrl.sampling.callbacks import DefaultCallbacks
 from flowrl.sampling.episode import MultiAgentEpisode
-from flowrl.sampling.sampling_worker import SamplingWorker
 from flowrl.settings import ConfigError
 
 
@@ -34,7 +34,7 @@ class SampleCollector(ABC):
         self,
         policy_map: Mapping[PolicyID, Policy],
         callbacks: DefaultCallbacks | None = None,
-        worker: SamplingWorker | None = None,
+        worker: CallbackWorker | None = None,
         multiple_episodes_in_batch: bool = True,
         rollout_fragment_length: int = 200,
         count_steps_by: str = "env_steps",

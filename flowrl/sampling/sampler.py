@@ -9,10 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.data import Batch, SampleBatch
 from flowrl.sampling.episode import EpisodeMetrics
 
-Batch = SampleBatch | MultiAgentBatch
+MAX_STEPS_WITHOUT_DATA = 10_000  # env steps without a row or an episode, before a warning
+
 # seconds in environments, action computation, storing of rows, postprocessing, and in total
 TIMINGS = ("env_step_s", "inference_s", "collection_s", "postprocess_s", "sample_s")
 

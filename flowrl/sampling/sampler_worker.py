@@ -1,4 +1,4 @@
-"""CallbackWorker: the interface of a RolloutWorker for samplers."""
+"""SamplerWorker: the interface of a RolloutWorker for samplers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.data.types import AgentID, PolicyID
+from flowrl.sampling.callback_worker import CallbackWorker
 from flowrl.sampling.callbacks import DefaultCallbacks
 from flowrl.sampling.episode import MultiAgentEpisode
-from flowrl.sampling.sampling_worker import SamplingWorker
 
 
-class CallbackWorker(SamplingWorker, Protocol):
+class SamplerWorker(CallbackWorker, Protocol):
     """What sampling uses of a RolloutWorker."""
 
     callbacks: DefaultCallbacks

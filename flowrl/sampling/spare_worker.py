@@ -20,12 +20,16 @@ class SpareWorker(RolloutWorker):
         self._arguments = arguments
         self._error: Exception | None = None
 
-    def become(self, worker_index: int, restart_count: int) -> None:
+    def become(self, worker_index: int, restart_count: int, num_workers: int) -> None:
         """Create the environments and policies of a worker; later calls raise the error of this
         one, if it failed."""
+        numbers = {
+            "worker_index": worker_index,
+            "restart_count": restart_count,
+            "num_workers": num_workers,
+        }
         try:
-            index = {"worker_index": worker_index, "restart_count": restart_count}
-            super().__init__(**{**self._arguments, **index})
+            super().__init__(**{**self._arguments, **numbers})
         except Exception as error:
             self._error = error
             raise
@@ -52,12 +56,12 @@ class SpareWorkers:
         while len(self._actors) < self._count:
             self._actors.append(actor_class(SpareWorker).remote(arguments))
 
-    def take(self, worker_index: int, restart_count: int) -> Any | None:
+    def take(self, worker_index: int, restart_count: int, num_workers: int) -> Any | None:
         """Return the actor of a new worker; None if there is no spare process."""
         if not self._actors:
             return None
         actor = self._actors.pop(0)
-        actor.become.remote(worker_index, restart_count)
+        actor.become.remote(worker_index, restart_count, num_workers)
         return actor
 
     def stop(self) -> None:

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from flowrl.envs.registry import EnvCreator, env_creator_for
@@ -178,7 +178,7 @@ class WorkerSet:
     def _create_actor(self, index: int) -> Any:
         """Return a new actor for a remote worker; its first request carries weights."""
         self.weight_sync.forget(index)
-        spare = self._spares.take(index + 1, self.restart_counts[index])
+        spare = self._spares.take(index + 1, self.restart_counts[index], self.num_workers)
         self._spares.start(self._worker_arguments(0))
         if spare is not None:
             return spare
@@ -302,18 +302,6 @@ class WorkerSet:
         """
         return self.weight_sync.payload_for(index, self.node, self.nodes.get(index, self.node))
 
-    def update_only(self, indices: Iterable[int]) -> None:
-        """Send new weights only to these remote workers, once; calls accumulate."""
-        self.weight_sync.update_only(indices)
-
-    def update_also(self, indices: Iterable[int]) -> None:
-        """Add remote workers to the selection of `update_only`, if there is one."""
-        self.weight_sync.update_also(indices)
-
-    def invalidate_weights(self) -> None:
-        """Send weights to every worker again: they changed without a new version."""
-        self.weight_sync.invalidate()
-
     # -- state ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -431,7 +419,9 @@ class WorkerSet:
                 self._pool = RolloutPool(self, self.config.recreate_failed_workers)
             else:
                 self._pool = LocalRolloutPool(self.local_worker, self.weight_sync)
-        shards = [Shard(self._pool, index, followed=True) for index in range(len(self._pool))]
+        shards = [
+            Shard(self._pool, index, adds_joined_workers=True) for index in range(len(self._pool))
+        ]
         name = f"rollouts[workers={self.num_workers}]"
         return ParallelIterator(shards, name, self.config.recovery)
 
