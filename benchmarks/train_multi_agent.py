@@ -1,11 +1,11 @@
 """PPO with one policy for three agents: flowrl and RLlib 2.60 on simple_spread of PettingZoo's MPE.
 
-Three agents have to cover three landmarks without colliding; an episode has 25 steps. Both train one
+Three agents have to cover three landmarks without colliding; an episode has 25 steps. Both train a
 2x64 tanh actor and critic for all agents, with 32 environments x 100 steps per train batch, 10
 epochs, minibatches of 2,400 rows, lr 7e-4 and entropy coefficient 0.01, in one process with one
 thread. RLlib has no tuned settings for this environment. The entries run alternately, each with
-every seed; prints the median of the mean returns (the sum of all agents' rewards) of the last 100
-training episodes, and of env steps per second, with start.
+every seed. Prints medians over the seeds: the mean return of the last 100 training episodes (the
+sum of the rewards of all agents), and env steps per second, with the start.
 
     python benchmarks/train_multi_agent.py [--steps 300000] [--seeds 3]
 """
@@ -79,9 +79,7 @@ def rllib_run(seed: int, steps: int) -> dict[str, float]:
     algorithm = (
         PPOConfig()
         .environment("simple_spread")
-        .env_runners(
-            num_env_runners=0, num_envs_per_env_runner=ENVS, rollout_fragment_length=ROWS
-        )
+        .env_runners(num_env_runners=0, num_envs_per_env_runner=ENVS, rollout_fragment_length=ROWS)
         .learners(num_learners=0)
         .multi_agent(policies={"shared"}, policy_mapping_fn=lambda *args, **kwargs: "shared")
         .rl_module(model_config=model)

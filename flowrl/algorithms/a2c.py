@@ -10,7 +10,7 @@ from flowrl.algorithms.on_policy import OnPolicyConfig, OnPolicyPolicy
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import Count
 from flowrl.trainer.algorithm import Algorithm
-from flowrl.trainer.config import Plan, PlanSetting
+from flowrl.trainer.config import PlanSetting, PlanSource
 
 
 class A2CConfig(OnPolicyConfig):
@@ -22,7 +22,7 @@ class A2CConfig(OnPolicyConfig):
     train_batch_size: Count = 500
     standardize_advantages: bool = False
 
-    def build(self, plan: Plan | None = None) -> A2C:
+    def build(self, plan: PlanSource | None = None) -> A2C:
         return self._build(plan)
 
 

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from flowrl.algorithms.a2c import A2C, A2CConfig, A2CTorchPolicy
 from flowrl.settings import Count, NotNegativeInt
-from flowrl.trainer.config import Plan, PlanSetting
+from flowrl.trainer.config import PlanSetting, PlanSource
 
 
 class A3CConfig(A2CConfig):
@@ -57,7 +57,7 @@ class A3CConfig(A2CConfig):
             )
         return self
 
-    def build(self, plan: Plan | None = None) -> A3C:
+    def build(self, plan: PlanSource | None = None) -> A3C:
         return self._build(plan)
 
 

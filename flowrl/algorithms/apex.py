@@ -8,7 +8,7 @@ from flowrl.algorithms.async_learner import AsyncLearnerConfig
 from flowrl.algorithms.dqn import DQN, DQNConfig, DQNTorchPolicy
 from flowrl.policies.config import ExplorationConfig
 from flowrl.settings import Count, NotNegativeInt
-from flowrl.trainer.config import Plan, PlanSetting
+from flowrl.trainer.config import PlanSetting, PlanSource
 
 
 class APEXConfig(DQNConfig, AsyncLearnerConfig):
@@ -37,7 +37,7 @@ class APEXConfig(DQNConfig, AsyncLearnerConfig):
         workers = max(self.num_workers, 1)
         return list(range(workers - max(workers // 3, 1), workers))
 
-    def build(self, plan: Plan | None = None) -> APEX:
+    def build(self, plan: PlanSource | None = None) -> APEX:
         return self._build(plan)
 
 

@@ -17,7 +17,7 @@ from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import Fraction, NotNegativeInt, Positive
 from flowrl.state_schema import check_state
 from flowrl.trainer.algorithm import Algorithm
-from flowrl.trainer.config import Plan, PlanSetting
+from flowrl.trainer.config import PlanSetting, PlanSource
 
 
 class APPOConfig(VTraceConfig):
@@ -44,7 +44,7 @@ class APPOConfig(VTraceConfig):
     """Polyak coefficient of target updates, target = tau * online + (1 - tau) * target; 1
     copies the online weights."""
 
-    def build(self, plan: Plan | None = None) -> APPO:
+    def build(self, plan: PlanSource | None = None) -> APPO:
         return self._build(plan)
 
 

@@ -20,7 +20,7 @@ from flowrl.policies.torch_policy import TensorBatch
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import Count, NotNegative, NotNegativeInt, Positive
 from flowrl.trainer.algorithm import Algorithm
-from flowrl.trainer.config import Plan, PlanSetting
+from flowrl.trainer.config import PlanSetting, PlanSource
 
 COLUMNS = ("obs", "new_obs", "actions", "rewards", "terminateds")
 
@@ -57,7 +57,7 @@ class CQLConfig(SACSettings, OfflineConfig):
         """
         return self.recorded(workers, COLUMNS, _select_columns)
 
-    def build(self, plan: Plan | None = None) -> CQL:
+    def build(self, plan: PlanSource | None = None) -> CQL:
         return self._build(plan)
 
 

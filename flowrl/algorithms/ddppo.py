@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from flowrl.algorithms.ppo import PPO, PPOConfig, PPOTorchPolicy
 from flowrl.settings import Count
-from flowrl.trainer.config import Plan, PlanSetting
+from flowrl.trainer.config import PlanSetting, PlanSource
 
 
 class DDPPOConfig(PPOConfig):
@@ -22,7 +22,7 @@ class DDPPOConfig(PPOConfig):
     """Env steps of each environment per round; "auto" makes one round of all workers a train
     batch."""
 
-    def build(self, plan: Plan | None = None) -> DDPPO:
+    def build(self, plan: PlanSource | None = None) -> DDPPO:
         return self._build(plan)
 
 

@@ -33,7 +33,7 @@ from flowrl.policies.torch_policy import TensorBatch
 from flowrl.policies.views import find_input_problem
 from flowrl.settings import ConfigError, Count, Fraction, NotNegativeInt, Positive
 from flowrl.trainer.algorithm import Algorithm
-from flowrl.trainer.config import Plan, PlanSetting
+from flowrl.trainer.config import PlanSetting, PlanSource
 
 
 class DQNConfig(OffPolicyConfig):
@@ -87,7 +87,7 @@ class DQNConfig(OffPolicyConfig):
             )
         return self
 
-    def build(self, plan: Plan | None = None) -> DQN:
+    def build(self, plan: PlanSource | None = None) -> DQN:
         return self._build(plan)
 
 

@@ -9,7 +9,7 @@ import torch
 from flowrl.algorithms.vtrace import VTraceConfig, VTracePolicy
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.trainer.algorithm import Algorithm
-from flowrl.trainer.config import Plan, PlanSetting
+from flowrl.trainer.config import PlanSetting, PlanSource
 
 
 class IMPALAConfig(VTraceConfig):
@@ -19,7 +19,7 @@ class IMPALAConfig(VTraceConfig):
 
     plan: PlanSetting = "impala"
 
-    def build(self, plan: Plan | None = None) -> IMPALA:
+    def build(self, plan: PlanSource | None = None) -> IMPALA:
         return self._build(plan)
 
 

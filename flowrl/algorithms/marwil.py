@@ -17,7 +17,7 @@ from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import ConfigError, Count, NotNegative, NotNegativeInt, Positive
 from flowrl.trainer.algorithm import Algorithm
-from flowrl.trainer.config import Plan, PlanSetting
+from flowrl.trainer.config import PlanSetting, PlanSource
 
 MAX_EXPONENT = 5.0  # of the weights, so that no row dominates a batch
 
@@ -59,7 +59,7 @@ class MARWILConfig(OfflineConfig):
             columns["value_targets"] = returns_of(rows, self.gamma)
         return SampleBatch(columns)
 
-    def build(self, plan: Plan | None = None) -> MARWIL:
+    def build(self, plan: PlanSource | None = None) -> MARWIL:
         return self._build(plan)
 
 
@@ -78,7 +78,7 @@ class BCConfig(MARWILConfig):
             raise ValueError(f"beta={self.beta}: BC does not weight rows, use MARWIL")
         return self
 
-    def build(self, plan: Plan | None = None) -> BC:
+    def build(self, plan: PlanSource | None = None) -> BC:
         return self._build(plan)
 
 

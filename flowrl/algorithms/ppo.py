@@ -14,7 +14,7 @@ from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import Count, NotNegative, NotNegativeInt, Positive
 from flowrl.state_schema import Amount, Fields, check_state
 from flowrl.trainer.algorithm import Algorithm
-from flowrl.trainer.config import Plan, PlanSetting
+from flowrl.trainer.config import PlanSetting, PlanSource
 
 MAX_KL_COEFF = 1e6
 KLCoeff = Annotated[NotNegative, Field(le=MAX_KL_COEFF)]
@@ -43,7 +43,7 @@ class PPOConfig(OnPolicyConfig):
     """Stop training on a batch after a pass whose mean KL divergence in nats exceeds this; None
     never stops early."""
 
-    def build(self, plan: Plan | None = None) -> PPO:
+    def build(self, plan: PlanSource | None = None) -> PPO:
         return self._build(plan)
 
 

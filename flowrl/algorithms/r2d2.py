@@ -14,7 +14,7 @@ from flowrl.data import SampleBatch
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import ConfigError, Count, Positive
-from flowrl.trainer.config import Plan, PlanSetting
+from flowrl.trainer.config import PlanSetting, PlanSource
 
 PREVIOUS = {"prev_actions": "actions", "prev_rewards": "rewards"}  # view -> column
 
@@ -64,7 +64,7 @@ class R2D2Config(DQNConfig):
             "burn_in": self.model.burn_in,
         }
 
-    def build(self, plan: Plan | None = None) -> R2D2:
+    def build(self, plan: PlanSource | None = None) -> R2D2:
         return self._build(plan)
 
 

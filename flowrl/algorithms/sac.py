@@ -22,7 +22,7 @@ from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import ConfigError, Positive
 from flowrl.trainer.algorithm import Algorithm
-from flowrl.trainer.config import AlgorithmConfig, Plan, PlanSetting
+from flowrl.trainer.config import AlgorithmConfig, PlanSetting, PlanSource
 
 
 class SACSettings(ActorCriticSettings):
@@ -46,7 +46,7 @@ class SACConfig(ActorCriticConfig, SACSettings):
     plan: PlanSetting = "sac"
     exploration_config: ExplorationConfig = ExplorationConfig(random_timesteps=1000)
 
-    def build(self, plan: Plan | None = None) -> SAC:
+    def build(self, plan: PlanSource | None = None) -> SAC:
         return self._build(plan)
 
 

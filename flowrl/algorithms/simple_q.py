@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from flowrl.algorithms.dqn import DQN, DQNConfig
-from flowrl.trainer.config import Plan
+from flowrl.trainer.config import PlanSource
 
 
 class SimpleQConfig(DQNConfig):
@@ -18,7 +18,7 @@ class SimpleQConfig(DQNConfig):
     dueling: bool = False
     prioritized_replay: bool = False
 
-    def build(self, plan: Plan | None = None) -> SimpleQ:
+    def build(self, plan: PlanSource | None = None) -> SimpleQ:
         return self._build(plan)
 
 

@@ -18,7 +18,7 @@ from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import Count, NotNegative
 from flowrl.trainer.algorithm import Algorithm
-from flowrl.trainer.config import Plan, PlanSetting
+from flowrl.trainer.config import PlanSetting, PlanSource
 
 
 class TD3Config(ActorCriticConfig):
@@ -39,7 +39,7 @@ class TD3Config(ActorCriticConfig):
         type="GaussianNoise", scale=0.1, random_timesteps=1000
     )
 
-    def build(self, plan: Plan | None = None) -> TD3:
+    def build(self, plan: PlanSource | None = None) -> TD3:
         return self._build(plan)
 
 
@@ -55,7 +55,7 @@ class DDPGConfig(TD3Config):
         type="OrnsteinUhlenbeckNoise", scale=0.1, random_timesteps=1000
     )
 
-    def build(self, plan: Plan | None = None) -> DDPG:
+    def build(self, plan: PlanSource | None = None) -> DDPG:
         return self._build(plan)
 
 

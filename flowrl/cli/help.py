@@ -7,7 +7,7 @@ import json
 from typing import Any, NamedTuple
 
 from flowrl.settings import SettingInfo, Settings
-from flowrl.trainer.runs.run_directory import env_name
+from flowrl.trainer.runs.run_directory import name_of_env_setting
 
 # settings in the short help, besides those that the algorithm itself declares
 COMMON = (
@@ -55,7 +55,7 @@ def _whose_defaults(config: Any) -> str | None:
     """Return a sentence that names the environment to which the defaults belong."""
     if not config.samples or config.env is None:
         return None
-    name = env_name(config.env)
+    name = name_of_env_setting(config.env)
     return f"The defaults are for {name}; with --env, the help shows those for another environment."
 
 

@@ -10,7 +10,7 @@ from flowrl.iter.metrics import count_bytes_between_nodes
 from flowrl.iter.ray_runtime import node_id
 
 if TYPE_CHECKING:
-    from flowrl.data.batch_ref import Batch
+    from flowrl.data import Batch
 
 MAX_RETRIES = 2  # of a task whose process dies
 
@@ -92,6 +92,3 @@ class _Counted:
         if joined.lost_steps:
             _get_shared_metrics().counters["num_env_steps_dropped"] += joined.lost_steps
         return [joined.batch] if joined.batch.count else []
-
-    def __repr__(self) -> str:
-        return "count what was lost"

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from flowrl.data import Batch
 from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
 from flowrl.iter.errors import note_origin, operator_error
 from flowrl.iter.journal import Journal
@@ -14,7 +15,6 @@ from flowrl.iter.metrics import current_journal
 from flowrl.iter.stage import walk
 from flowrl.iter.stages.branches import Union
 from flowrl.iter.waiting import Signal, queue_signal
-from flowrl.learners.learner import Batch
 from flowrl.learners.thread import LearnedBatch, LearnerThread, LearnFailure
 from flowrl.ops.plan_metrics import Info, record_updates
 from flowrl.ops.replay import alternate_stores_and_draws

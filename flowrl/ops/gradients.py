@@ -7,9 +7,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from flowrl.data import Batch
 from flowrl.iter import LocalIterator, Source, _get_shared_metrics
 from flowrl.learners.gradients import Gradients
-from flowrl.learners.learner import Batch, LocalLearner, check_policy_ids, compute_gradients
+from flowrl.learners.learner import LocalLearner, check_policy_ids, compute_gradients
 from flowrl.ops.plan_metrics import Info, record_updates
 from flowrl.ops.rollout import CountRollouts, DropStale, check_lag
 from flowrl.ops.staleness import StalenessLimit
@@ -227,7 +228,7 @@ class ApplyGradients:
         timer.push(time.perf_counter() - started)
         timer.push_units_processed(item.num_env_steps)
         if not self.update_all:
-            self.learner.workers.update_only(sampled_by)
+            self.learner.workers.weight_sync.update_only(sampled_by)
         return item, record_updates(
             metrics, self, updates, item.num_env_steps, item.num_env_steps, None
         )

@@ -15,10 +15,10 @@ from flowrl.iter import Source
 from flowrl.iter.stage import describe
 from flowrl.sampling.worker_set import WorkerSet
 
-What = Collection[str] | Callable[[Any], Any]
+ColumnsOrFunction = Collection[str] | Callable[[Any], Any]
 
 before_breakpoint: list[Callable[[], None]] = []
-"""Functions that Breakpoint calls first, such as that of a display which uses the terminal."""
+"""Functions that Breakpoint calls before it stops, for example to release the terminal."""
 MAX_LISTED = 8  # workers in a summary
 
 
@@ -48,7 +48,7 @@ class Print:
     def __init__(
         self,
         every: int = 1,
-        what: What | None = None,
+        what: ColumnsOrFunction | None = None,
         name: str = "Print",
         workers: WorkerSet | None = None,
     ):

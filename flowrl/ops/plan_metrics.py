@@ -104,7 +104,7 @@ def record_updates(
 ) -> Info:
     """Count the updates of a training operator and return its `info`.
 
-    The timer `update` of the weights that are sent to workers is reported as 0 without workers.
+    Also creates the timer `update`, so that it is reported as 0 when no weights are sent.
 
     Args:
         context: the plan's metrics.
@@ -114,7 +114,7 @@ def record_updates(
         learn_s: duration of the update [s]; None if unknown, then `rows` is not used.
     """
     counters = context.counters
-    _ = context.timers["update"]  # WeightSync records the times
+    _ = context.timers["update"]  # WeightSync adds the durations
     trainer = PlanMetrics.of(context).trainer(operator)
     counters["num_env_steps_trained"] += env_steps
     trainer.num_env_steps_trained += env_steps

@@ -300,7 +300,7 @@ class CollectMetrics:
         by_policy: dict[str, list[float]] = {}
         custom: dict[str, list[float]] = {}
         histograms: dict[str, list[float]] = {}
-        for _, _, _, agent_returns, metrics, hist_data in map(_padded, self._window):
+        for _, _, _, agent_returns, metrics, hist_data in self._window:
             for agent_id, policy_id, value in agent_returns or ():
                 by_agent.setdefault(agent_id, []).append(value)
                 by_policy.setdefault(policy_id, []).append(value)
@@ -402,11 +402,6 @@ def _lag_metrics(lags: Collection[int]) -> dict[str, float]:
 
 def _without_rows(entry: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in entry.items() if name != "rows"}
-
-
-def _padded(episode: Sequence[Any]) -> Sequence[Any]:
-    """Return all 6 fields of an EpisodeMetrics; workers omit empty trailing fields."""
-    return [*episode, None, None, None][:6]
 
 
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:

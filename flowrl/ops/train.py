@@ -7,14 +7,15 @@ from collections.abc import Collection
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
+from flowrl.data import Batch
 from flowrl.iter import _get_shared_metrics
 from flowrl.learners.actors import make_learner
-from flowrl.learners.learner import Batch, Learner, LocalLearner, check_policy_ids
+from flowrl.learners.learner import Learner, LocalLearner, check_policy_ids
 from flowrl.ops.plan_metrics import Info, record_updates
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.state_schema import Fields, Natural
 
-Trained = tuple[Batch, Info]
+TrainedItem = tuple[Batch, Info]
 """The item of a training operator."""
 
 
@@ -60,7 +61,7 @@ class TrainOneStep:
         self.learner = learner
         self.policies = learner.policies
 
-    def __call__(self, batch: Batch) -> Trained:
+    def __call__(self, batch: Batch) -> TrainedItem:
         metrics = _get_shared_metrics()
         started = time.perf_counter()
         updates = self.learner.update(batch)
@@ -169,7 +170,7 @@ class UpdateTargetNetwork:
         self._rows_trained: dict[str, int] = {}
         self._last_update: dict[str, int] = {}  # steps at the last update
 
-    def __call__(self, item: Trained) -> Trained:
+    def __call__(self, item: TrainedItem) -> TrainedItem:
         _, info = check_trained(item, "UpdateTargetNetwork")
         due = [
             policy_id
@@ -221,7 +222,7 @@ class UpdateTargetNetwork:
         return f"UpdateTargetNetwork({self.target_update_freq}{unit}{only})"
 
 
-def check_trained(item: Any, operator: str) -> Trained:
+def check_trained(item: Any, operator: str) -> TrainedItem:
     """Return the item of a training operator; raise TypeError for another item."""
     if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[1], dict):
         raise TypeError(

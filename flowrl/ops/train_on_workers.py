@@ -57,6 +57,8 @@ class TrainOnWorkers(LocalIterator[Any]):
         timeout_s: float = TIMEOUT_S,
     ):
         LocalLearner(workers, policies, num_sgd_iter, sgd_minibatch_size)  # checks the arguments
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s must be above 0, got {timeout_s!r}")
         if workers.config.output is not None:
             raise ValueError("output: fragments stay on their workers, so nothing can be written")
         global_vars = None if workers.num_workers else workers.global_vars

@@ -33,6 +33,7 @@ from flowrl.trainer.checkpoint_saving import (
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.evaluator import Evaluator
 from flowrl.trainer.loggers import ResultLoggers
+from flowrl.trainer.operator_times import OperatorTimes
 from flowrl.trainer.other_libraries import with_hints
 from flowrl.trainer.plan_building import Plan, PlanBuilder
 
@@ -71,6 +72,8 @@ class Checkpointing:
     _loggers: ResultLoggers
     _time_total_s: float
     _save_s: float
+    last_result: dict[str, Any] | None
+    _operator_times: OperatorTimes
     _warned_about_left_out: bool
 
     @property
@@ -121,7 +124,7 @@ class Checkpointing:
         policies = self.workers.local_worker().policy_map
         manifest = manifest_of(type(self), self.config, policies)
         # a plan file that loading executes again brings its own code
-        of_plan = [n for n in manifest["left_out"] if self._plan_builder.has_setting(n)]
+        of_plan = [n for n in manifest["left_out"] if self._plan_builder.is_set_by_plan_file(n)]
         lost = [n for n in manifest["left_out"] if n not in of_plan]
         if lost and not self._warned_about_left_out:
             log.warning(
@@ -217,9 +220,11 @@ class Checkpointing:
         except BaseException:
             plan.stop()
             for learner in learners:
-                learner.start()
+                assert self._plan is not None
+                learner.start(self._plan.metrics.journal)
             raise
         old_plan, self._plan = self._plan, plan
+        self.last_result, self._operator_times = None, OperatorTimes()
         self._evaluator.discard()
         if self._monitor is not None:  # measures the old plan
             self._monitor.stop()
@@ -263,4 +268,4 @@ class Checkpointing:
         worker = self.workers.local_worker()
         with loading_errors(path, manifest, worker.policy_map):
             worker.load_state_dict(state["worker"])
-        self.workers.invalidate_weights()
+        self.workers.weight_sync.invalidate()

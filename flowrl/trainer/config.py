@@ -39,7 +39,7 @@ from flowrl.trainer.registry import algorithms_with
 from flowrl.trainer.video import check_video
 
 Env = str | type | Callable[..., Any]
-Plan = str | ModuleType | Callable[..., Any]
+PlanSource = str | ModuleType | Callable[..., Any]
 
 
 def _plan(value: Any) -> Any:
@@ -328,7 +328,7 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
         return self.updated(**changes) if changes else self
 
     @with_hints
-    def build(self, plan: Plan | None = None) -> Any:
+    def build(self, plan: PlanSource | None = None) -> Any:
         """Return the algorithm, ready to train.
 
         Args:
@@ -339,7 +339,7 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
         """
         return self._build(plan)
 
-    def _build(self, plan: Plan | None) -> Any:
+    def _build(self, plan: PlanSource | None) -> Any:
         """Implement `build`, which subclasses override only to narrow its return type."""
         config = self.updated() if plan is None else self.updated(plan=plan)
         return config.build_as(None)

@@ -70,10 +70,11 @@ class Evaluator:
         count = _count("timesteps" if timesteps is not None else "episodes", count)
         num_envs = _count("num_envs", num_envs)
         worker = self._workers.local_worker()
-        video = recorder_for(config, iteration)
-        if video_dir is not None:
-            name, episodes = f"evaluation-{iteration:06d}", config.evaluation_video_episodes
-            video = VideoRecorder(video_dir, name, episodes, "video_dir (--video)")
+        if video_dir is None:
+            video = recorder_for(config, iteration)
+        else:
+            name, count_videos = f"evaluation-{iteration:06d}", config.evaluation_video_episodes
+            video = VideoRecorder(video_dir, name, count_videos, "video_dir (--video)")
         explore = self._explores() if explore is None else explore
         with worker.lock:  # a learner thread uses the same networks
             played = evaluate_policies(

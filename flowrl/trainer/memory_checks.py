@@ -62,8 +62,10 @@ def check_rows(config: Any, worker: RolloutWorker | None = None) -> None:
 
 
 def _observation_bytes(space: spaces.Space) -> int:
-    """Return the bytes of an observation that a row needs at least: of an image, which may be a
-    stack of frames that other rows share, those of one frame."""
+    """Return the minimum bytes per row of an observation.
+
+    An image counts as one frame, because rows share the frames of a stack.
+    """
     total = 0
     for leaf in leaf_spaces(space):
         num = 1

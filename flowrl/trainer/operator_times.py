@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from flowrl.monitoring.activity import operator_name
@@ -19,10 +20,11 @@ class OperatorTimes:
         Operators of the same name get a number: `TrainOneStep`, `TrainOneStep_2`.
         """
         busy: dict[str, float] = {}
+        counts: Counter[str] = Counter()
         for row in stats:
             name = operator_name(row["stage"])
-            number = 1 + sum(other.rpartition("_")[0] == name or other == name for other in busy)
-            busy[name if number == 1 else f"{name}_{number}"] = row.get("busy_s", 0.0)
+            counts[name] += 1
+            busy[name if counts[name] == 1 else f"{name}_{counts[name]}"] = row.get("busy_s", 0.0)
         since = {name: seconds - self._before.get(name, 0.0) for name, seconds in busy.items()}
         self._before = busy
         return since

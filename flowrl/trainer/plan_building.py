@@ -108,7 +108,7 @@ class PlanBuilder:
             )
         return plan
 
-    def has_setting(self, name: str) -> bool:
+    def is_set_by_plan_file(self, name: str) -> bool:
         """Return whether a setting has the value of the plan file's own `config`.
 
         The config may come from an earlier execution of the file.

@@ -99,9 +99,11 @@ def load_plan(plan: str, text: bytes | None = None) -> ModuleType:
             compile(text, str(path), "exec", dont_inherit=True), vars(module)
         )  # the text that was checked
     except ConfigError as error:
+        sys.modules.pop(spec.name, None)
         own = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
         raise ConfigError(f"plan: {path}, line {own[-1].lineno}: {error}") from error
     except (Exception, SystemExit) as error:
+        sys.modules.pop(spec.name, None)
         frame = traceback.extract_tb(error.__traceback__)[-1]
         line = getattr(error, "lineno", None) or frame.lineno  # lineno: of a SyntaxError
         raise ConfigError(f"plan: {path}, line {line}: {type(error).__name__}: {error}") from error

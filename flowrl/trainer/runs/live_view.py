@@ -30,7 +30,7 @@ MAX_RETURNS = 200  # kept for the sparkline; then every second one is removed
 BAR_WIDTH = 20  # characters of the bar of an operator
 SPARKLINE = "▁▂▃▄▅▆▇█"
 QUEUES = ("queue_size", "queued", "rows", "inqueue_size")  # values of a stage that are shown
-LEARNER_STATS = ("total_loss", "policy_loss", "vf_loss", "entropy", "kl", "mean_q", "cur_lr")
+VIEW_STATS = ("total_loss", "policy_loss", "vf_loss", "entropy", "kl", "mean_q", "cur_lr")
 
 
 class LiveView:
@@ -141,7 +141,7 @@ class LiveView:
             text.append(f" {low} to {high}, length {length}", style="dim")
             grid.add_row("return", text)
         for policy_id, stats in result["learners"].items():
-            shown = [f"{n} {format_number(stats[n])}" for n in LEARNER_STATS if n in stats]
+            shown = [f"{n} {format_number(stats[n])}" for n in VIEW_STATS if n in stats]
             name = "learner" if len(result["learners"]) == 1 else policy_id
             grid.add_row(name, Text("  ".join(shown), overflow="ellipsis", no_wrap=True))
         return grid

@@ -18,7 +18,7 @@ ROW_INTERVAL_S = 5.0  # approximate seconds between two rows
 MAX_INTERVAL_S = 10.0  # without a new row or live line, print the env steps so far
 LIVE_INTERVAL_S = 0.25  # between two updates of the live line on a terminal
 ROWS_PER_HEADER = 20
-LEARNER_STATS = ("policy_loss", "vf_loss", "entropy", "mean_q", "mean_logp")
+TABLE_STATS = ("policy_loss", "vf_loss", "entropy", "mean_q", "mean_logp")
 _SEPARATOR = "  "
 
 
@@ -166,7 +166,7 @@ class ProgressTable:
         if "evaluation" in result:
             cells["evaluation"] = format_number(result["evaluation"]["episode_reward_mean"])
         for stats in result["learners"].values():
-            for name in LEARNER_STATS:
+            for name in TABLE_STATS:
                 if name in stats and name not in cells:
                     cells[name] = format_number(stats[name])
         left = None if ended else self._rate.seconds_left(result)

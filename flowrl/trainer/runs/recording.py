@@ -81,6 +81,6 @@ def end_recording_at(run_dir: Path, iteration: int) -> None:
         return
     try:
         truncate_journal(path, iteration, "the run was resumed here")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         log.warning("%s cannot be shortened and is removed: %s", path, error)
         path.unlink(missing_ok=True)

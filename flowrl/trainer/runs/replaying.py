@@ -81,7 +81,7 @@ class Replay:
         self._expected = {r.get("training_iteration"): r for r in read_results(run_dir)}
         self.end = ""
         algorithm.workers.replay_in_process()
-        # a resumed run may have got a larger number
+        # a resumed run may have a larger total_timesteps than the recording
         algorithm.workers.set_total_timesteps(self._journal.about.get("total_timesteps"))
         algorithm.plan.metrics.journal = self._journal
         self._until_stage: Stage | None = None

@@ -1,10 +1,13 @@
 """The run directory: everything that a training run writes.
 
-config.json, stop.json, command.txt, plan.txt (the plan as a tree), plan.py (its source),
-versions.json, progress.csv and result.json (one line per iteration), TensorBoard events,
-journal.msgpack (the order of an asynchronous run, for `flowrl replay`), and checkpoints/NUMBER,
-where NUMBER is the iteration. progress.csv is written again if a result has new
-columns.
+- config.json, stop.json, command.txt, versions.json, plan.txt (the plan as a tree), plan.py (its
+  source)
+- result.json and progress.csv: one line per result; progress.csv is rewritten when a result has new
+  columns. TensorBoard events have the same values.
+- events.jsonl: start, resumption and end of the run; activity.jsonl: measurements of the plan
+- journal.msgpack: the order of an asynchronous run, for `flowrl replay`; trace.json: with `trace_s`
+- checkpoints/NUMBER, where NUMBER is the iteration; replaced-N: checkpoints and results that a
+  resumed run has replaced
 """
 
 from __future__ import annotations
@@ -259,8 +262,8 @@ class RunDirectory:
         os.close(self._lock)
 
 
-def env_name(env: Any) -> str:
-    """Return the name of an environment: its id, or that of its class or function."""
+def name_of_env_setting(env: Any) -> str:
+    """Return the name of a value of the setting `env`: its id, or that of its class or function."""
     if isinstance(env, str):
         return env
     while isinstance(env, functools.partial):
@@ -271,7 +274,7 @@ def env_name(env: Any) -> str:
 
 def default_run_dir(plan: str, env: Any) -> Path:
     """Return a path runs/<plan>-<env>-<time> that does not exist."""
-    name = re.sub(r"[^\w.-]+", "-", env_name(env)).strip("-")
+    name = re.sub(r"[^\w.-]+", "-", name_of_env_setting(env)).strip("-")
     stem = f"{Path(plan).stem}-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     path, number = Path("runs") / stem, 1
     while path.exists():

@@ -26,7 +26,7 @@ from flowrl.trainer.runs.formatting import format_count, format_path
 from flowrl.trainer.runs.live_view import LiveView
 from flowrl.trainer.runs.progress import ProgressTable
 from flowrl.trainer.runs.recording import Recording, end_recording_at
-from flowrl.trainer.runs.run_directory import RunDirectory, default_run_dir, env_name
+from flowrl.trainer.runs.run_directory import RunDirectory, default_run_dir, name_of_env_setting
 from flowrl.trainer.runs.saved_run import read_config, read_stop_rules, result_at
 from flowrl.trainer.runs.signal_handler import (
     SignalHandler,
@@ -195,7 +195,7 @@ def _describe_start(algorithm: Any, stop: StopRules, run: RunDirectory | None) -
     config = algorithm.config
     env = ""
     if config.env is not None:
-        env = f" {'on' if config.samples else 'for'} {env_name(config.env)}"
+        env = f" {'on' if config.samples else 'for'} {name_of_env_setting(config.env)}"
     source = "" if config.samples else " from recorded data"
     workers = f" with {format_count(config.num_workers, 'worker')}" if config.num_workers else ""
     step = f" from env step {steps:,}" if (steps := algorithm.env_steps) else ""
