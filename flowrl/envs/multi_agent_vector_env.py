@@ -16,6 +16,7 @@ from flowrl.envs.validation import (
     LARGEST_REWARD,
     InvalidStepError,
     ObservationCheck,
+    check_flags,
     invalid_step_error,
 )
 from flowrl.settings import ConfigError
@@ -25,6 +26,7 @@ ResetResult = tuple[dict[Any, Any], dict[Any, dict[str, Any]]]  # observations a
 MAX_CACHED_AGENTS = 10_000  # agents whose spaces are cached
 
 _NOT_DONE = {"__all__": False}
+_FLAG_TYPES = {bool, np.bool_}
 _STEP_RESULTS = ("observations", "rewards", "terminateds", "truncateds", "infos")
 
 
@@ -138,7 +140,7 @@ class DirectMultiAgentVectorEnv:
         self._checks: dict[Any, ObservationCheck] = {}
         self._latest_check: ObservationCheck | None = None
         self.num_envs = len(envs.envs)
-        self.possible_agents = list(getattr(first, "possible_agents", []))
+        self.possible_agents = list(getattr(first, "possible_agents", None) or [])
         self._lengths = [0] * self.num_envs  # env steps of the current episodes
 
     @property
@@ -214,6 +216,9 @@ class DirectMultiAgentVectorEnv:
                 _check_dict("step", name, value)
         if "__all__" not in step.terminateds or "__all__" not in step.truncateds:
             raise _missing_flag_error(step)
+        for flags in (step.terminateds, step.truncateds):
+            if not _FLAG_TYPES.issuperset(map(type, flags.values())):
+                check_flags(flags.values(), f"those of sub-environment {index}")
         if self._drop_invalid:
             try:
                 self._check_values(index, step.obs, step.rewards)
@@ -226,11 +231,13 @@ class DirectMultiAgentVectorEnv:
             done = True
         if done:
             self._envs.mark_healthy((index,))
-            # the reset may overwrite the arrays of the last step
+            # the reset may overwrite the arrays and dicts of the last step
             step.obs = {
                 agent: copy_value(self.observation_space(agent), obs)
                 for agent, obs in step.obs.items()
             }
+            step.rewards, step.infos = dict(step.rewards), dict(step.infos)
+            step.terminateds, step.truncateds = dict(step.terminateds), dict(step.truncateds)
             step.start, step.start_infos = self._reset(index)
         return step
 

@@ -24,22 +24,6 @@ OUTSIDE_WARNING = (
 )
 
 # columns that the sampler adds to every batch; a policy must not return them
-SAMPLER_COLUMNS = {
-    "obs",
-    "new_obs",
-    "actions",
-    "rewards",
-    "terminateds",
-    "truncateds",
-    "dones",
-    "infos",
-    "t",
-    "eps_id",
-    "unroll_id",
-    "agent_index",
-    "env_id",
-    "seq_lens",
-}
 
 
 class InvalidStepError(ValueError):
@@ -354,6 +338,22 @@ def _repair(array: np.ndarray, space: spaces.Space) -> np.ndarray:
     return np.clip(finite, low, high).astype(array.dtype)
 
 
+def check_flags(flags: Iterable[Any], names: str) -> None:
+    """Check that flags of the end of an episode are bools, or the numbers 0 and 1.
+
+    Args:
+        flags: the flags.
+        names: names them in the error message.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    for flag in flags:
+        is_number = isinstance(flag, (int, np.integer)) and flag in (0, 1)
+        if not isinstance(flag, (bool, np.bool_)) and not is_number:
+            raise ConfigError(f"env: step() returned the flag {flag!r}: {names} are bools")
+
+
 def check_reward(reward: Any) -> None:
     """Check that a reward is a single number.
 
@@ -362,65 +362,3 @@ def check_reward(reward: Any) -> None:
     """
     if reward is None or isinstance(reward, (str, bytes)) or np.ndim(reward) != 0:
         raise ConfigError(f"env: step() returned the reward {reward!r}: a reward is one number")
-
-
-def check_extra_columns(policy: str, columns: dict[str, Any], count: int) -> None:
-    """Check the extra columns that a policy returns with its actions.
-
-    Args:
-        policy: names the policy in error messages.
-        columns: name -> array, or nest of arrays, [count, ...].
-        count: number of observations that the policy acted on.
-
-    Raises:
-        ValueError: the name belongs to the sampler, or the number of rows differs from `count`.
-    """
-    for name, column in columns.items():
-        if name in SAMPLER_COLUMNS:
-            raise ValueError(
-                f"{policy} returned a column {name!r}, which is reserved for the sampler: rename it"
-            )
-        leaves: list[Any] = optree.tree_leaves(column)
-        for leaf in leaves:
-            if len(leaf) != count:
-                raise ValueError(
-                    f"{policy} returned the column {name!r} with {len(leaf)} rows for "
-                    f"{count} observations"
-                )
-
-
-def first_invalid_action(space: spaces.Space, actions: Any) -> int | None:
-    """Find the first action that no environment can execute.
-
-    Args:
-        space: the action space.
-        actions: policy output [B, ...]. Discrete and MultiDiscrete actions count from 0; Box
-            actions may be out of bounds but must be finite.
-
-    Returns:
-        row of the first invalid action; None if all are valid.
-    """
-    if isinstance(space, spaces.Dict):
-        rows = (first_invalid_action(space[key], actions[key]) for key in space)
-    elif isinstance(space, spaces.Tuple):
-        pairs = zip(space, actions, strict=True)
-        rows = (first_invalid_action(part, values) for part, values in pairs)
-    else:
-        return _first_invalid_row(space, np.asarray(actions))
-    return next((row for row in rows if row is not None), None)
-
-
-def _first_invalid_row(space: spaces.Space, actions: np.ndarray) -> int | None:
-    if isinstance(space, spaces.Discrete):
-        if actions.ndim != 1 or actions.dtype.kind not in "iu":
-            return 0
-        invalid = (actions < 0) | (actions >= space.n)
-    elif isinstance(space, spaces.MultiDiscrete):
-        invalid = (actions < 0) | (actions >= space.nvec)
-    elif isinstance(space, spaces.MultiBinary):
-        invalid = (actions < 0) | (actions > 1)
-    elif actions.dtype.kind == "f":
-        invalid = ~np.isfinite(actions)
-    else:
-        return None
-    return int(np.argwhere(invalid)[0][0]) if invalid.any() else None

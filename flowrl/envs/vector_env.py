@@ -19,7 +19,13 @@ from gymnasium import spaces
 
 from flowrl.data.spaces import values_equal
 from flowrl.envs.restarting_envs import STEP_RESULTS, RestartingEnvs, check_result
-from flowrl.envs.validation import InvalidStepError, ObservationCheck, check_reward, space_of
+from flowrl.envs.validation import (
+    InvalidStepError,
+    ObservationCheck,
+    check_flags,
+    check_reward,
+    space_of,
+)
 from flowrl.settings import ConfigError
 
 
@@ -208,7 +214,7 @@ class DirectVectorEnv:
                     check_result("step", returned, STEP_RESULTS)
                 observation, reward, terminated, truncated, info = returned
                 if unchecked[i]:
-                    self._check_first_step(observation, reward, terminated, truncated)
+                    self._check_first_step(observation, reward, info, terminated, truncated)
                     unchecked[i] = False
                 elif shape is None:
                     is_fine = isinstance(observation, scalar_types) or (
@@ -233,6 +239,7 @@ class DirectVectorEnv:
                 continue
             infos.append(info.copy() if info else info)  # an environment may reuse its dict
             if terminated or truncated:
+                check_flags((terminated, truncated), "terminated and truncated")
                 terminateds[i] = terminated
                 truncateds[i] = truncated
                 ended.append(i)
@@ -243,16 +250,13 @@ class DirectVectorEnv:
         result.ended, result.final, result.infos = ended, final, infos
         return result
 
-    def _check_first_step(self, observation: Any, reward: Any, *flags: Any) -> None:
+    def _check_first_step(self, observation: Any, reward: Any, info: Any, *flags: Any) -> None:
         """Check what an environment returns; numpy would broadcast and cast wrong types."""
         self._check.check_structure(observation)
-        for flag in flags:
-            is_number = isinstance(flag, (int, np.integer)) and flag in (0, 1)
-            if not isinstance(flag, (bool, np.bool_)) and not is_number:
-                raise ConfigError(
-                    f"env: step() returned the flag {flag!r}: terminated and truncated are bools"
-                )
+        check_flags(flags, "terminated and truncated")
         check_reward(reward)
+        if not isinstance(info, dict):
+            raise ConfigError(f"env: step() returned the info {info!r}: it is a dict")
 
     def mark_healthy(self, indices: Iterable[int]) -> None:
         self._envs.mark_healthy(indices)

@@ -70,6 +70,7 @@ class Policy(ActsOnObservations):
             "obs": ViewRequirement(space=observation_space)
         }
         self.version = 0
+        self.filter_version = 0
         self.row_stats: dict[str, np.ndarray] = {}
         self.timestep = 0
         self.total_timesteps: int | None = self.config.total_timesteps
@@ -333,7 +334,7 @@ class Policy(ActsOnObservations):
         for name, one in self._filters().items():
             one.merge_stats(updates[name])
         if updates:
-            self.version += 1
+            self.filter_version += 1
 
     def get_state(self) -> dict[str, Any]:
         """Return the complete state: weights, filters, counters and random streams."""

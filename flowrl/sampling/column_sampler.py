@@ -227,19 +227,18 @@ class ColumnSampler:
             act_start = clock()
             try:
                 if shows_columns:
-                    row = obs[at] if nested is None else columns.row("obs", t)
-                    actions, states, extra = act(row)
+                    outputs = act(obs[at] if nested is None else columns.row("obs", t))
                 else:
-                    inputs = views.inputs(columns, t, t - tracker.resets)
-                    actions, states, extra = act_on_views(inputs)
+                    outputs = act_on_views(views.inputs(columns, t, t - tracker.resets))
             except Exception:
                 self._checks.check_observations(columns.row("raw_obs", t), t - first)
                 raise
             act_end = clock()
             if t == first:
-                self._outputs.allocate(envs, actions, states, extra)
+                self._outputs.allocate(envs, outputs)
                 if shows_dones:
                     columns.allocate("dones", (), np.dtype(bool))
+            actions, states, extra = outputs
             to_env = self._outputs.store(at, actions, states, extra)
             step_start = clock()
             acting += act_end - act_start

@@ -13,8 +13,8 @@ from flowrl.data import SampleBatch
 from flowrl.data.indexed_columns import IndexedColumn
 from flowrl.data.lazy_columns import LazyColumn
 from flowrl.data.types import PolicyID
-from flowrl.envs.validation import SAMPLER_COLUMNS
 from flowrl.policies.policy import Policy
+from flowrl.sampling.output_checks import SAMPLER_COLUMNS
 
 _ALWAYS_SHIPPED = SAMPLER_COLUMNS - {"infos"}
 

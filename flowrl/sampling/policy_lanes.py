@@ -94,7 +94,7 @@ class PolicyLanes(LaneRows):
         """Store actions, states and extra outputs; return the actions for the environments."""
         lanes = self._lanes
         if self._is_first:
-            self._outputs.allocate(len(lanes), *outputs)
+            self._outputs.allocate(len(lanes), outputs)
             self._is_first = False
         at = self.columns.lookback + self.rows[lanes], lanes
         to_env = self._outputs.store(at, *outputs)

@@ -9,12 +9,14 @@ import numpy as np
 import optree
 
 from flowrl.data.fragment_columns import FragmentColumns, map_leaves, write
-from flowrl.envs.validation import (
-    ObservationCheck,
+from flowrl.envs.validation import ObservationCheck
+from flowrl.policies.policy import Policy
+from flowrl.sampling.output_checks import (
+    check_actions,
     check_extra_columns,
+    check_outputs,
     first_invalid_action,
 )
-from flowrl.policies.policy import Policy
 
 
 class PolicyOutputs:
@@ -43,46 +45,59 @@ class PolicyOutputs:
         self._check_actions = check_actions
         self._name, self._actor = name, actor
         self._is_first = True  # step of a fragment
+        self._extra: Any = {}.keys()  # names of the extra outputs in this fragment
 
-    def allocate(self, expected: int, actions: Any, states: Any, extra: dict[str, Any]) -> None:
-        """Allocate columns for the outputs of a step, the first one of a fragment.
+    def allocate(self, expected: int, outputs: Any) -> None:
+        """Check what the policy returned for a step, the first one of a fragment, and allocate its
+        columns.
 
         Args:
             expected: number of observations.
-            actions, states, extra: what the policy returned.
+            outputs: (actions, states, extra), as `Policy.compute_actions` returns them.
 
         Raises:
-            ValueError: an output has another number of rows.
+            TypeError, ValueError: an output has another type, shape, dtype or number of rows.
         """
-        columns = self._columns
+        check_outputs(self._name, outputs)
+        actions, states, extra = outputs
         check_extra_columns(self._name, extra, expected)
-        count = len(optree.tree_leaves(actions)[0])
-        if count != expected:
-            raise ValueError(f"{self._name} returned {count} actions for {expected} observations")
-        outputs = {f"state_out_{i}": np.asarray(state) for i, state in enumerate(states)}
-        for name, value in {"actions": actions, **extra, **outputs}.items():
-            columns.allocate_like(name, value)
+        check_actions(self._name, self._policy.action_space, actions, expected)
+        named = {f"state_out_{i}": np.asarray(state) for i, state in enumerate(states)}
+        for name, value in {"actions": actions, **extra, **named}.items():
+            self._columns.allocate_like(name, value)
+        self._extra = dict.fromkeys(extra).keys()
         self._is_first = True
 
     def store(self, at: Any, actions: Any, states: Any, extra: dict[str, Any]) -> Any:
         """Store the outputs at an index of the columns; return the actions in the environments'
         form."""
         arrays = self._columns.arrays
+        if extra.keys() != self._extra:
+            raise ValueError(
+                f"{self._name} returned the extra columns {list(extra)}, but {list(self._extra)} "
+                "in the first step of the fragment: return the same columns in every step"
+            )
         if self._check_actions or self._is_first:
             actions, self._is_first = self._valid(actions, at), False
-        if type(actions) is np.ndarray:
-            arrays["actions"][at] = actions
-        else:
-            write(arrays["actions"], at, actions)
+        self._write("actions", at, actions)
         for name, value in extra.items():
-            if type(value) is np.ndarray:
-                arrays[name][at] = value
-            else:
-                write(arrays[name], at, value)
+            self._write(name, at, value)
         for i, state in enumerate(states):
             arrays[f"state_out_{i}"][at] = state
         to_env = self._policy.actions_for_env(actions)
         return to_env if isinstance(to_env, np.ndarray) else rows_of(to_env)
+
+    def _write(self, name: str, at: Any, value: Any) -> None:
+        column = self._columns.arrays[name]
+        if type(value) is not np.ndarray:
+            write(column, at, value)
+            return
+        if value.dtype != column.dtype and not np.can_cast(value.dtype, column.dtype, "same_kind"):
+            raise ValueError(
+                f"{self._name} returned {name} of dtype {value.dtype}, but of {column.dtype} in "
+                "the first step of the fragment: return the same dtype in every step"
+            )
+        column[at] = value
 
     def _valid(self, actions: Any, at: Any) -> Any:
         """Return the actions, with zeros for observations that no policy can act on.

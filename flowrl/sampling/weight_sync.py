@@ -13,10 +13,17 @@ from flowrl.sampling.rollout_worker import RolloutWorker
 INLINE_BYTES = 100_000  # larger weights go through the object store, one object per version
 
 
+class _Versions(NamedTuple):
+    """The versions of weights and filters, by policy id; the lag of a batch counts weights only."""
+
+    weights: dict[str, int]
+    filters: dict[str, int]
+
+
 class _Snapshot(NamedTuple):
     """Copies of the policies' weights and filters, by policy id."""
 
-    versions: dict[str, int]
+    versions: _Versions
     weights: dict[str, Any]
     filters: dict[str, Any]
     learner_step: int = 0  # of the learner thread that published them
@@ -35,7 +42,7 @@ class _Payload:
         )
         self.nodes: set[str | None] | None = None
         self.content: Any = (
-            snapshot.weights, snapshot.versions, snapshot.filters, dict(global_vars),
+            snapshot.weights, snapshot.versions.weights, snapshot.filters, dict(global_vars),
         )  # fmt: skip
         if self.num_bytes > INLINE_BYTES and node is not None:  # the workers are in processes
             import ray
@@ -79,7 +86,7 @@ class WeightSync:
     def __init__(self, local_worker: Callable[[], RolloutWorker], global_vars: dict[str, Any]):
         self._local_worker = local_worker
         self._global_vars = global_vars
-        self._sent: dict[int, dict[str, int]] = {}  # by worker, the versions that it has
+        self._sent: dict[int, _Versions] = {}  # by worker, the versions that it has
         self._selected: set[int] | None = None  # workers that may get new weights; None: all
         self._published: _Snapshot | None = None
         self._payload: _Payload | None = None
@@ -87,13 +94,19 @@ class WeightSync:
         self.learner: ObservedLearner | None = None
 
     def versions(self) -> dict[str, int]:
-        """Return the published versions by policy id, or else those of the local policies."""
-        return self._versions_of(self._observed())
+        """Return the published versions of the weights by policy id, or else those of the local
+        policies."""
+        return self._versions_of(self._observed()).weights
 
-    def _versions_of(self, published: _Snapshot | None) -> dict[str, int]:
-        if published is not None:
-            return published.versions
-        return {pid: policy.version for pid, policy in self._local_worker().policy_map.items()}
+    def _versions_of(self, published: _Snapshot | None) -> _Versions:
+        return self._local_versions() if published is None else published.versions
+
+    def _local_versions(self) -> _Versions:
+        policies = self._local_worker().policy_map
+        return _Versions(
+            {pid: policy.version for pid, policy in policies.items()},
+            {pid: policy.filter_version for pid, policy in policies.items()},
+        )
 
     def _observed(self) -> _Snapshot | None:
         """Return the published copy; None if there is none."""
@@ -132,7 +145,7 @@ class WeightSync:
     def _snapshot(self) -> _Snapshot:
         policies = self._local_worker().policy_map
         return _Snapshot(
-            {pid: policy.version for pid, policy in policies.items()},
+            self._local_versions(),
             {pid: policy.get_weights() for pid, policy in policies.items()},
             {pid: policy.filter_state_dict() for pid, policy in policies.items()},
         )
@@ -185,7 +198,7 @@ class WeightSync:
     def mark_synced(self, indices: Iterable[int]) -> None:
         """Mark these workers, which learn themselves, as having the current weights."""
         for index in indices:
-            self._sent[index] = self.versions()
+            self._sent[index] = self._versions_of(self._observed())
 
     def forget(self, index: int) -> None:
         """Send the weights to a worker again: it was replaced, or its weights are outdated."""

@@ -133,6 +133,16 @@ def test_policy_lag_is_bounded_and_zero_in_bulk_sync(ray_session):
         )
 
 
+@pytest.mark.parametrize("normalize", ["normalize_observations", "normalize_rewards"])
+def test_statistics_of_filters_are_no_updates(normalize):
+    with PPO(small(**{normalize: True})) as algorithm:
+        for _ in range(3):
+            result = algorithm.train()
+            assert (
+                result["info"]["learner"]["default_policy"]["learner_stats"]["policy_lag_max"] == 0
+            )
+
+
 def test_bulk_sync_rejects_a_lag_limit():
     with pytest.raises(ValueError, match="max_policy_lag"), small().build() as algorithm:
         ParallelRollouts(algorithm.workers, mode="bulk_sync", max_policy_lag=1)
@@ -172,7 +182,9 @@ def test_checkpoint_contains_pending_batches_of_operators(tmp_path):
         saved = original.plan.state_dict()["stages"][concat]["operator"]
         loaded = restored.plan.state_dict()["stages"][concat]["operator"]
         assert saved["steps"] == loaded["steps"] > 0
-        for saved_batch, loaded_batch in zip(saved["pending"], loaded["pending"], strict=True):
+        pairs = zip(saved["pending"], loaded["pending"], strict=True)
+        for (saved_batch, saved_sources), (loaded_batch, loaded_sources) in pairs:
+            assert saved_sources == loaded_sources
             for name, column in saved_batch.without_lazy_columns().items():
                 np.testing.assert_array_equal(column, loaded_batch[name])
 

@@ -63,6 +63,64 @@ def test_environment_may_reuse_its_dicts():
     assert (rows["actions"] == 3).all()
 
 
+class ClearsDictsInReset(ReusesDicts):
+    """Also returns the same dict of flags, and clears all dicts in reset()."""
+
+    def __init__(self):
+        super().__init__()
+        self.flags = {"__all__": False}
+
+    def reset(self, *, seed=None, options=None):
+        self.flags["__all__"], self.rewards["a"], self.infos["a"] = False, 0.0, {}
+        return super().reset()
+
+    def step(self, action_dict):
+        obs, rewards, _, truncateds, infos = super().step(action_dict)
+        self.flags["__all__"] = self.n == 3
+        return obs, rewards, self.flags, truncateds, infos
+
+
+def test_environment_may_clear_its_dicts_in_reset():
+    rows = worker(ClearsDictsInReset, {"p": ActsThree}).sample()["p"]
+    assert rows["obs"][:, 0].tolist() == [0, 1, 2, 0, 1, 2]
+    assert rows["rewards"].tolist() == [1, 2, 3, 1, 2, 3]
+    assert rows["terminateds"].tolist() == [False, False, True] * 2
+    assert [info["n"] for info in rows["infos"]] == [1, 2, 3, 1, 2, 3]
+
+
+@pytest.mark.parametrize("flag", [None, "no", 2])
+def test_flags_of_agents_must_be_bools(flag):
+    class WrongFlag(ReusesDicts):
+        def step(self, action_dict):
+            obs, rewards, _, truncateds, infos = super().step(action_dict)
+            return obs, rewards, {"__all__": flag if self.n == 2 else False}, truncateds, infos
+
+    with pytest.raises(ConfigError, match=f"the flag {flag!r}: those of sub-environment 0 are"):
+        worker(WrongFlag, {"p": ActsThree}).sample()
+
+
+def test_flag_at_the_end_of_an_episode_must_be_a_bool():
+    class WrongFlag(CountEnv):
+        num_steps = 0
+
+        def step(self, action):
+            self.num_steps += 1
+            obs, reward, _, _, info = super().step(action)
+            return obs, reward, "no" if self.num_steps == 3 else False, False, info
+
+    with pytest.raises(ConfigError, match="the flag 'no': terminated and truncated are bools"):
+        worker(WrongFlag).sample()
+
+
+def test_info_must_be_a_dict():
+    class TextInfo(CountEnv):
+        def step(self, action):
+            return (*super().step(action)[:4], "text")
+
+    with pytest.raises(ConfigError, match=r"step\(\) returned the info 'text': it is a dict"):
+        worker(TextInfo).sample()
+
+
 def test_callbacks_get_read_only_arrays():
     class WritesIntoObservation(DefaultCallbacks):
         def on_episode_step(self, *, episode, **kwargs):

@@ -1,0 +1,127 @@
+"""What a policy returns is checked before it reaches an environment or a batch."""
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from flowrl.policies import Policy
+from flowrl.sampling import RolloutWorker
+
+from .fakes import CountEnv
+
+
+def sample(policy, action_space=None, num_fragments=1, **config):
+    class Env(CountEnv):
+        pass
+
+    if action_space is not None:
+        Env.action_space = action_space
+    settings = {"rollout_fragment_length": 6, **config}
+    worker = RolloutWorker(lambda context: Env(), policy, settings)
+    return [worker.sample() for _ in range(num_fragments)]
+
+
+def policy_returning(result):
+    """A policy whose n-th call returns result(observations, n), from 0."""
+
+    class Returns(Policy):
+        num_calls = -1
+
+        def compute_actions(self, obs_batch, explore=True):
+            self.num_calls += 1
+            return result(obs_batch, self.num_calls)
+
+    return Returns
+
+
+@pytest.mark.parametrize(
+    ("outputs", "found"),
+    [
+        (None, "NoneType"),
+        (np.zeros(1, int), "ndarray"),
+        ((np.zeros(1, int), []), r"\(ndarray, list\)"),
+        ((np.zeros(1, int), [], []), r"\(ndarray, list, list\)"),
+        ((np.zeros(1, int), None, {}), r"\(ndarray, NoneType, dict\)"),
+    ],
+)
+def test_policy_must_return_actions_states_and_extra_columns(outputs, found):
+    with pytest.raises(TypeError, match=f"must return .actions, states, extra.*returned {found}"):
+        sample(policy_returning(lambda obs, n: outputs))
+
+
+@pytest.mark.parametrize("actions", [[0], torch.zeros(1, dtype=torch.int64), 0])
+def test_actions_must_be_arrays(actions):
+    with pytest.raises(TypeError, match="actions as numpy arrays, it returned a"):
+        sample(policy_returning(lambda obs, n: (actions, [], {})))
+
+
+@pytest.mark.parametrize(
+    ("space", "actions", "message"),
+    [
+        (spaces.Box(-1, 1, (3,)), np.zeros((1, 1), np.float32), r"shape \(1, 1\).*needs \(1, 3\)"),
+        (spaces.Box(-1, 1, (3,)), np.zeros(1, np.float32), r"shape \(1,\).*needs \(1, 3\)"),
+        (spaces.MultiDiscrete([3, 4]), np.full((1, 2), 1.7), "float64.*needs integers"),
+        (spaces.MultiDiscrete([3, 4]), np.zeros((1, 1), int), r"needs \(1, 2\)"),
+        (spaces.MultiBinary(3), np.full((1, 3), 0.5), "float64.*needs integers"),
+        (spaces.Discrete(2), np.zeros((1, 1), int), r"needs \(1,\)"),
+        (spaces.Box(-1, 1, (1,)), np.array([["a"]]), "needs numbers"),
+    ],
+)
+def test_actions_must_fit_the_space(space, actions, message):
+    with pytest.raises(ValueError, match=message):
+        sample(policy_returning(lambda obs, n: (actions, [], {})), space)
+
+
+@pytest.mark.parametrize(
+    ("space", "actions"),
+    [
+        (spaces.Dict(a=spaces.Discrete(2)), {"b": np.zeros(1, int)}),
+        (spaces.Tuple([spaces.Discrete(2)]), [np.zeros(1, int)] * 2),
+    ],
+)
+def test_actions_must_have_the_structure_of_the_space(space, actions):
+    with pytest.raises(TypeError, match=r"must return actions as a (dict|tuple)"):
+        sample(policy_returning(lambda obs, n: (actions, [], {})), space)
+
+
+@pytest.mark.parametrize("has_column", [lambda n: n != 2, lambda n: n == 2])
+def test_extra_columns_must_be_the_same_in_every_step(has_column):
+    def result(obs, n):
+        extra = {"q": np.full(len(obs), n)} if has_column(n) else {}
+        return np.zeros(len(obs), int), [], extra
+
+    with pytest.raises(ValueError, match="return the same columns in every step"):
+        sample(policy_returning(result))
+
+
+def test_extra_columns_may_change_between_fragments():
+    def result(obs, n):
+        extra = {"q": np.full(len(obs), n)} if n >= 6 else {}
+        return np.zeros(len(obs), int), [], extra
+
+    first, second = sample(policy_returning(result), num_fragments=2)
+    assert "q" not in first
+    assert second["q"].tolist() == [6, 7, 8, 9, 10, 11]
+
+
+def test_dtypes_must_be_the_same_in_every_step():
+    def later_halves(obs, n):
+        return np.zeros(len(obs), int), [], {"q": np.full(len(obs), 0.5 if n else 0)}
+
+    with pytest.raises(ValueError, match="q of dtype float64, but of int64 in the first step"):
+        sample(policy_returning(later_halves))
+
+    def later_floats(obs, n):
+        return np.full((len(obs), 1), 0.5 if n else 0), [], {}
+
+    with pytest.raises(ValueError, match="actions of dtype float64, but of int64 in the first"):
+        sample(policy_returning(later_floats), spaces.Box(-1, 1, (1,)))
+
+
+def test_float32_columns_accept_float64():
+    def result(obs, n):
+        return np.zeros(len(obs), int), [], {"q": np.full(len(obs), n, f"f{4 if not n else 8}")}
+
+    (rows,) = sample(policy_returning(result))
+    assert rows["q"].tolist() == [0, 1, 2, 3, 4, 5]
