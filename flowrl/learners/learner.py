@@ -293,9 +293,16 @@ def policy_lags(policy_id: str, version: int, sources: Iterable[Source]) -> list
 
 
 def check_policy_ids(policies: Any) -> None:
-    """Raise TypeError for a single policy id where a collection of ids is expected."""
+    """Check the argument `policies` of an operator that trains.
+
+    Raises:
+        TypeError: it is a single id instead of a collection.
+        ValueError: it is empty.
+    """
     if isinstance(policies, str):
         raise TypeError(f"policies is a collection of ids: [{policies!r}]")
+    if policies is not None and not len(policies):
+        raise ValueError("policies is empty, so nothing would be trained: None trains all policies")
 
 
 def check_policies_exist(worker: RolloutWorker, policy_ids: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""Find operators of the user whose source code returns nothing, or changes its input in place."""
+"""Read the source code of operators of the user: what they return, change and mention."""
 
 from __future__ import annotations
 
@@ -18,6 +18,18 @@ def is_own(operator: Any) -> bool:
     """Return whether an operator is the user's, not one of flowrl's."""
     module = getattr(operator, "__module__", None) or type(operator).__module__
     return not module.startswith("flowrl.")
+
+
+def mentions(operator: Any, text: str) -> bool:
+    """Return whether the source of an operator of the user contains a text; False if the source is
+    unknown."""
+    function = operator if inspect.isroutine(operator) else type(operator)
+    if not is_own(function):
+        return False
+    try:
+        return text in inspect.getsource(function)
+    except (OSError, TypeError):
+        return False
 
 
 def returns_nothing(operator: Any) -> bool:

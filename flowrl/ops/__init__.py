@@ -11,7 +11,8 @@ The docstring of an operator that is chained starts with the method and the item
 
 By kind:
 
-- rollouts: ParallelRollouts, ConcatBatches, SelectExperiences, StandardizeFields, AggregateBatches;
+- rollouts: ParallelRollouts, CountRollouts, ConcatBatches, SelectExperiences, StandardizeFields,
+  AggregateBatches;
 - recorded experience: ReadParquet, ReadMinari, WriteParquet;
 - learning: TrainOneStep, MultiGPUTrainOneStep, TrainOnWorkers, LearnerThread, UpdateTargetNetwork;
 - gradients: ComputeGradients, AsyncGradients, AverageGradients, ApplyGradients;
@@ -50,6 +51,7 @@ from flowrl.ops.replay_actors import ReplayActors
 from flowrl.ops.report import CollectMetrics, StandardMetricsReporting
 from flowrl.ops.rollout import (
     ConcatBatches,
+    CountRollouts,
     ParallelRollouts,
     SelectExperiences,
     StandardizeFields,
@@ -88,6 +90,7 @@ __all__ = [
     "ComputeGradients",
     "ConcatBatches",
     "Concurrently",
+    "CountRollouts",
     "Dequeue",
     "Enqueue",
     "Gradients",

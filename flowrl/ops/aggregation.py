@@ -40,6 +40,7 @@ class AggregateBatches(LocalIterator[Any]):
         num_tasks: maximum number of tasks in flight; 0 concatenates in this process.
 
     Raises:
+        TypeError: `batches` is not a LocalIterator.
         ValueError: num_tasks is negative.
     """
 
@@ -48,6 +49,8 @@ class AggregateBatches(LocalIterator[Any]):
             raise ValueError(
                 f"AggregateBatches: num_tasks must be an int of at least 0, got {num_tasks!r}"
             )
+        if not isinstance(batches, LocalIterator):
+            raise TypeError(f"AggregateBatches takes a LocalIterator, got {batches!r}")
         joined: Any
         if num_tasks:
             options = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}

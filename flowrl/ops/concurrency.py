@@ -32,14 +32,15 @@ class Concurrently(LocalIterator[Any]):
         output_indexes: indexes (from 0) of the branches whose items are returned; items of the
             others are dropped. None returns the items of all branches.
         round_robin_weights: items per turn of each branch; fractions accumulate; "*" takes all
-            items that are ready. Only for "round_robin".
+            items that are ready. Only for "round_robin"; without effect on branches that share a
+            replay buffer.
 
     Branches that store to a replay buffer and draw from it keep the buffer's ratio: its
     `training_intensity`, or else one drawn batch per stored batch.
 
     Raises:
         TypeError: an element of `ops` is not a LocalIterator.
-        ValueError: fewer than two branches, an index out of range, invalid weights, or a
+        ValueError: fewer than two branches, no index or one out of range, invalid weights, or a
             `transform` in an "async" branch.
     """
 
@@ -60,6 +61,8 @@ class Concurrently(LocalIterator[Any]):
             raise ValueError(f'Concurrently: mode is "round_robin" or "async", got {mode!r}')
         if mode == "async" and round_robin_weights is not None:
             raise ValueError('Concurrently: round_robin_weights need mode="round_robin"')
+        if output_indexes is not None and not len(output_indexes):
+            raise ValueError("Concurrently: output_indexes is empty, so no item would be returned")
         for index in output_indexes or ():
             if not isinstance(index, int):
                 raise TypeError(f"Concurrently: output_indexes are ints, got {index!r}")

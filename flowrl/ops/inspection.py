@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -170,7 +170,7 @@ def _batch_summary(
     workers: WorkerSet | None,
 ) -> str:
     steps = f"{batch.env_steps()} env steps, {batch.agent_steps()} agent steps"
-    lines = [f"{steps}{_origin(batch.sources, workers)}"]
+    lines = [f"{steps}{_origin(batch.sources, batch.policy_batches, workers)}"]
     several = len(batch.policy_batches) > 1
     for policy_id, rows in batch.policy_batches.items():
         if several:
@@ -182,29 +182,43 @@ def _batch_summary(
     return "\n".join(lines)
 
 
-def _origin(sources: Iterable[Source], workers: WorkerSet | None) -> str:
-    """Return the workers, the versions of their weights, the age and the ended episodes."""
+def _origin(
+    sources: Iterable[Source], policy_ids: Collection[str], workers: WorkerSet | None
+) -> str:
+    """Return the workers, the versions and ages of their weights, and the ended episodes; weights
+    and returns are those of the policies."""
     sources = tuple(sources)
     if not sources:
         return ""
     indices = sorted({source.worker for source in sources})
     named = ", ".join(map(str, indices[:MAX_LISTED])) + (", …" if len(indices) > MAX_LISTED else "")
     text = f", from shard{'s' * (len(indices) > 1)} {named}"
-    versions: list[tuple[str, int]] = []
+    versions: dict[str, list[int]] = {}
     for source in sources:
-        versions += source.tags.get("weights_versions", {}).items()
-    if versions:
-        low, high = min(v for _, v in versions), max(v for _, v in versions)
-        text += f", weights {low}" if low == high else f", weights {low} to {high}"
+        for policy_id, version in source.tags.get("weights_versions", {}).items():
+            if policy_id in policy_ids:
+                versions.setdefault(policy_id, []).append(version)
+    for policy_id, of_policy in versions.items():
+        low, high = min(of_policy), max(of_policy)
+        name = f"{policy_id} " if len(versions) > 1 else ""
+        text += f", weights {name}{low}" if low == high else f", weights {name}{low} to {high}"
         if workers is not None:
-            newest = workers.weight_sync.versions()
-            lag = max(newest[policy_id] - version for policy_id, version in versions)
+            lag = workers.weight_sync.versions()[policy_id] - low
             text += f" ({lag} update{'s' * (lag != 1)} old)"
     episodes = list(itertools.chain(*(source.tags.get("episodes", ()) for source in sources)))
     if episodes:
-        returns = [episode[0] for episode in episodes]
-        text += f", {len(episodes)} episodes ended with return {np.mean(returns):.4g}"
+        mean = np.mean([_return_of(episode, policy_ids) for episode in episodes])
+        text += f", {len(episodes)} episodes ended with return {mean:.4g}"
     return text
+
+
+def _return_of(episode: Sequence[Any], policy_ids: Collection[str]) -> float:
+    """Return the return of an episode, an EpisodeMetrics as a sequence: of all agents, or, with
+    several agents, of those of the policies."""
+    total, _, _, by_agent = episode[:4]
+    if by_agent is None:
+        return float(total)
+    return float(sum(value for _, policy_id, value in by_agent if policy_id in policy_ids))
 
 
 def _column_summary(column: Any) -> str:

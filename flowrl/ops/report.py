@@ -61,7 +61,7 @@ class StandardMetricsReporting(LocalIterator[Result]):
             whose workers explore differently; None for all.
 
     Raises:
-        TypeError: `train_op` is not a LocalIterator.
+        TypeError: `train_op` is not a LocalIterator, or `workers` not a WorkerSet.
         ValueError: an operator names a policy that does not exist; `policies_to_train` names a
             policy that no operator trains, although every training operator names its policies.
     """
@@ -78,6 +78,11 @@ class StandardMetricsReporting(LocalIterator[Result]):
                 "StandardMetricsReporting takes a LocalIterator, got a "
                 f"{type(train_op).__name__}: chain gather_sync() or gather_async() after "
                 'ParallelRollouts(workers, mode="raw")'
+            )
+        if not isinstance(workers, WorkerSet):
+            raise TypeError(
+                "StandardMetricsReporting takes (stream, workers, config): workers is a WorkerSet, "
+                f"got a {type(workers).__name__}"
             )
         config = ReportingConfig.of(config)
         due = ReportDue(config.min_sample_timesteps_per_iteration, config.min_time_s_per_iteration)

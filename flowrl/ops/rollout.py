@@ -32,7 +32,8 @@ class ParallelRollouts(LocalIterator[Any]):
         workers: the WorkerSet; without remote workers the local worker samples.
         mode: "bulk_sync" concatenates one fragment per worker into a batch, all sampled with the
             newest weights; "async" returns fragments as they arrive; "raw" returns the
-            ParallelIterator, to chain operators that run on the workers; it counts nothing.
+            ParallelIterator, to chain operators that run on the workers; it counts nothing, see
+            CountRollouts.
         num_async: requests in flight per worker in "async" mode.
         by_reference: remote workers leave their fragments in Ray's object store, and the stream
             contains BatchRefs, so fragments do not pass through the driver. Only for "async".
@@ -124,11 +125,18 @@ class CountRollouts:
     """for_each, (sources, fragment or list of fragments) -> batch: concatenate and count the
     fragments, and set the `sources` of the batch.
 
-    Other results of workers are accepted if they have `env_steps()` and `steps_by_policy()` like a
-    batch.
+    ParallelRollouts contains it, but for `mode="raw"`: there, chain it to the gathered fragments.
+    Counts `num_env_steps_sampled`, `num_agent_steps_sampled` and ended episodes; times `sample`,
+    from the request for a batch until it has arrived. Other results of workers are accepted if they
+    have `env_steps()` and `steps_by_policy()` like a batch.
 
-    As an operator of `for_each`, it times `timer_name` from the pull of a batch until it has
-    arrived; its units are env steps.
+    Example:
+        >>> raw = ParallelRollouts(workers, mode="raw").for_each(scale)  # doctest: +SKIP
+        >>> counted = raw.gather_sync().zip_with_source().for_each(CountRollouts(workers))
+        ... # doctest: +SKIP
+
+    Args:
+        workers: the WorkerSet that has sampled the fragments.
     """
 
     timer_name = "sample"

@@ -8,11 +8,13 @@ from flowrl import A2C, DQN, PPO
 from flowrl.algorithms.a2c import A2CConfig
 from flowrl.algorithms.dqn import DQNConfig
 from flowrl.algorithms.ppo import PPOConfig
+from flowrl.iter import _get_shared_metrics
 from flowrl.learners.thread import LearnerThread
 from flowrl.monitoring.plan_check import check_plan
 from flowrl.ops import (
     ConcatBatches,
     Concurrently,
+    CountRollouts,
     Dequeue,
     Enqueue,
     ParallelRollouts,
@@ -63,6 +65,49 @@ def test_plan_without_a_report():
         return plan(workers, config).for_each(lambda item: {"timesteps_total": 1})
 
     assert "no_report" not in problems_of(with_own_report)
+
+
+def test_raw_rollouts_that_nothing_counts():
+    def plan(workers, config):
+        raw = ParallelRollouts(workers, mode="raw").for_each(lambda batch: batch)
+        return report(raw.gather_sync().for_each(TrainOneStep(workers)), workers, config)
+
+    text = problems_of(plan)["uncounted_rollouts"]
+    assert "zip_with_source().for_each(CountRollouts(workers))" in text
+
+    def counted(workers, config):
+        raw = ParallelRollouts(workers, mode="raw").for_each(lambda batch: batch)
+        rollouts = raw.gather_sync().zip_with_source().for_each(CountRollouts(workers))
+        return report(rollouts.for_each(TrainOneStep(workers)), workers, config)
+
+    def count(batch):
+        _get_shared_metrics().counters["num_env_steps_sampled"] += batch.count
+        return batch
+
+    def counted_by_the_user(workers, config):
+        raw = ParallelRollouts(workers, mode="raw").gather_async()
+        return report(raw.for_each(count).for_each(TrainOneStep(workers)), workers, config)
+
+    for other in (counted, counted_by_the_user):
+        assert "uncounted_rollouts" not in problems_of(other)
+    with A2CConfig(**SMALL).build(plan=counted) as algorithm:
+        assert algorithm.train()["timesteps_total"] == 32
+
+
+def test_weights_of_branches_that_share_a_buffer():
+    def plan(workers, config, weights=(1, 2)):
+        buffer = MultiAgentReplayBuffer(lambda policy_id: ReplayBuffer(100), replay_batch_size=8)
+        store = ParallelRollouts(workers).for_each(StoreToReplayBuffer(local_buffer=buffer))
+        train = Replay(local_buffer=buffer).for_each(TrainOneStep(workers))
+        both = Concurrently([store, train], round_robin_weights=weights, output_indexes=[1])
+        return report(both, workers, config)
+
+    assert "training_intensity" in problems_of(plan)["weights_of_one_buffer"]
+
+    def without_weights(workers, config):
+        return plan(workers, config, None)
+
+    assert "weights_of_one_buffer" not in problems_of(without_weights)
 
 
 def test_plan_that_never_trains():

@@ -12,6 +12,7 @@ from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import LocalIterator, ParallelIterator, Source, metrics_scope
 from flowrl.iter.metrics import MetricsContext
 from flowrl.ops import (
+    AggregateBatches,
     ConcatBatches,
     MixInReplay,
     ParallelRollouts,
@@ -115,6 +116,14 @@ def test_state_of_reports_is_a_copy():
     assert collect.state_dict()["window"] == saved["window"]
 
 
+def test_wrong_arguments_name_the_operator(workers):
+    rollouts = ParallelRollouts(workers)
+    with pytest.raises(TypeError, match=r"takes \(stream, workers, config\).*got a dict"):
+        StandardMetricsReporting(rollouts, {}, workers)
+    with pytest.raises(TypeError, match="AggregateBatches takes a LocalIterator, got 3"):
+        AggregateBatches(3)
+
+
 def test_unknown_mode_is_rejected(workers):
     with pytest.raises(ValueError, match="bulk_sync"):
         ParallelRollouts(workers, mode="sync")
@@ -211,7 +220,8 @@ def test_only_the_given_policies_learn():
     workers = WorkerSet(lambda c: CountEnv(), ObservedValue)
     train = TrainOneStep(workers)
     with metrics_scope(MetricsContext()) as metrics:
-        assert TrainOneStep(workers, policies=[])(rows(4))[1] == {}
+        with pytest.raises(ValueError, match="policies is empty, so nothing would be trained"):
+            TrainOneStep(workers, policies=[])
         with pytest.raises(KeyError, match=r"unknown policies \['other'\]"):
             TrainOneStep(workers, policies=["other"])(rows(4))
         assert metrics.counters["num_agent_steps_trained"] == 0

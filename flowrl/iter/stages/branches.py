@@ -70,7 +70,8 @@ class Union(Stage):
         if weights is not None:
             _check_weights(weights, len(branches))
         super().__init__(*branches)
-        self._ordered = ordered or weights is not None
+        self.has_own_weights = weights is not None
+        self._ordered = ordered or self.has_own_weights
         all_weights = list(weights) if weights is not None else [1.0] * len(branches)
         if self._ordered:
             self.title = f"{self.name}(round_robin_weights={all_weights})"

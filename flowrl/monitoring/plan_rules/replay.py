@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from flowrl.iter.stage import walk
+from flowrl.iter.stages.branches import Union
 from flowrl.monitoring.plan_rules.plan import CheckedPlan, PlanProblem
 from flowrl.ops.replay import ReplayStage, StoreToReplayBuffer, UpdateReplayPriorities
 from flowrl.ops.replay_actors import ReplayActors
@@ -41,6 +43,26 @@ def half_a_buffer(plan: CheckedPlan) -> Iterator[PlanProblem]:
                 "StoreToReplayBuffer fills a buffer that nothing draws from: add a branch with "
                 "Replay on the same buffer, or remove the operator",
             )
+
+
+def weights_of_one_buffer(plan: CheckedPlan) -> Iterator[PlanProblem]:
+    """Weights for branches that share a buffer, which keeps the ratio between them."""
+    for union in plan.stages:
+        if not isinstance(union, Union) or not union.has_own_weights:
+            continue
+        branches = [set(walk(branch)) for branch in union.parents]
+        for stage, store in plan.stages_with(StoreToReplayBuffer):
+            for _, draw in plan.stages_with(ReplayStage):
+                is_divided = any((stage in b) != (draw in b) for b in branches)
+                if draw.buffer is store.buffer and is_divided:
+                    yield PlanProblem(
+                        "weights_of_one_buffer",
+                        union.line,
+                        "round_robin_weights has no effect on branches that store to a replay "
+                        "buffer and draw from it, because the buffer keeps their ratio: remove the "
+                        "weights, and set training_intensity to the drawn rows per stored row",
+                    )
+                    return
 
 
 def _capacity_of(buffer: Any, plan: CheckedPlan) -> int | None:

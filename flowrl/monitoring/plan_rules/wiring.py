@@ -9,7 +9,7 @@ from flowrl.iter.gather import Gather
 from flowrl.iter.stage import walk
 from flowrl.iter.stages.branches import Duplicate, Union
 from flowrl.iter.stages.unary import ZipWithSource
-from flowrl.monitoring.operator_source import is_own
+from flowrl.monitoring.operator_source import is_own, mentions
 from flowrl.monitoring.plan_rules.plan import CheckedPlan, PlanProblem
 from flowrl.ops.concurrency import DequeueStage, Enqueue
 from flowrl.ops.replay import ReplayStage
@@ -21,6 +21,9 @@ from flowrl.ops.rollout import (
     SelectExperiences,
     StandardizeFields,
 )
+from flowrl.ops.train_on_workers import TrainOnWorkersStage
+from flowrl.sampling.replayed_pool import ReplayedPool
+from flowrl.sampling.rollout_pool import LocalRolloutPool, RolloutPool
 
 
 def no_report(plan: CheckedPlan) -> Iterator[PlanProblem]:
@@ -33,6 +36,28 @@ def no_report(plan: CheckedPlan) -> Iterator[PlanProblem]:
             f"the plan ends in {plan.end} and yields no results: end it with "
             "`return StandardMetricsReporting(…, workers, config)`",
         )
+
+
+def uncounted_rollouts(plan: CheckedPlan) -> Iterator[PlanProblem]:
+    """Fragments that are gathered from the workers without CountRollouts; an operator of the user
+    may count."""
+    counting = [stage for stage, _ in plan.stages_with(CountRollouts)]
+    counting += [stage for stage in plan.stages if isinstance(stage, TrainOnWorkersStage)]
+    counted = {stage for one in counting for stage in walk(one)}
+    if any(mentions(operator, "num_env_steps_sampled") for _, operator in plan.operators):
+        return
+    for stage in plan.stages:
+        if not isinstance(stage, Gather) or stage in counted:
+            continue
+        pools = stage.shards.pools()
+        if any(isinstance(pool, (LocalRolloutPool, RolloutPool, ReplayedPool)) for pool in pools):
+            yield PlanProblem(
+                "uncounted_rollouts",
+                stage.line,
+                "the env steps and returns of these rollouts are not counted, so a limit on env "
+                "steps is never reached: chain .zip_with_source().for_each(CountRollouts(workers)) "
+                "after gathering the fragments",
+            )
 
 
 def unused_branch(plan: CheckedPlan) -> Iterator[PlanProblem]:
