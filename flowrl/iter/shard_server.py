@@ -69,7 +69,45 @@ def _with_traceback(function: Callable[..., Reply], *args: Any) -> Reply:
         # the first note, so that those that say where it happened follow the exception
         notes = [f"Traceback in the worker:\n{text}{exception}", *getattr(error, "__notes__", [])]
         error.__notes__ = notes
+        _make_portable(error)
         raise
+
+
+def _make_portable(error: Exception) -> None:
+    """Let Ray send an exception that cannot be pickled, such as one whose constructor takes other
+    arguments than `args`, or that has an attribute that cannot be pickled."""
+    import ray.util
+
+    try:
+        ray.cloudpickle.loads(ray.cloudpickle.dumps(error))
+    except Exception:
+        ray.util.register_serializer(type(error), serializer=_parts_of, deserializer=_rebuilt)
+
+
+def _parts_of(error: Exception) -> tuple[type[Exception], list[Any], dict[str, Any]]:
+    """Return class, arguments and attributes of an exception, without those that cannot be pickled:
+    arguments become texts."""
+    args = [arg if _can_be_pickled(arg) else repr(arg) for arg in error.args]
+    state = {name: value for name, value in vars(error).items() if _can_be_pickled(value)}
+    return type(error), args, state
+
+
+def _rebuilt(parts: tuple[type[Exception], list[Any], dict[str, Any]]) -> Exception:
+    error_class, args, state = parts
+    error = error_class.__new__(error_class)
+    error.args = tuple(args)
+    error.__dict__.update(state)
+    return error
+
+
+def _can_be_pickled(value: Any) -> bool:
+    import ray
+
+    try:
+        ray.cloudpickle.loads(ray.cloudpickle.dumps(value))
+    except Exception:
+        return False
+    return True
 
 
 def drop_stream(worker: Any, stream_id: str) -> None:

@@ -390,3 +390,29 @@ def test_error_on_a_shard_leaves_its_item_there(ray_session, in_process):
     with stream, pytest.raises(ValueError, match="bad 1") as raised:
         next(stream)
     assert not hasattr(raised.value, "item")
+
+
+class OwnConstructorError(Exception):
+    def __init__(self, code, text):
+        super().__init__(f"{code}: {text}")
+        self.code = code
+
+
+class LockError(ValueError):
+    def __init__(self):
+        super().__init__("locked", threading.Lock())
+        self.lock, self.number = threading.Lock(), 3
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_exceptions_that_cannot_be_pickled_keep_their_class(ray_session, in_process):
+    def fail(x):
+        raise OwnConstructorError(7, "diverged") if x else LockError()
+
+    with pytest.raises(OwnConstructorError, match="7: diverged") as caught:
+        from_items([1], num_shards=1, in_process=in_process).for_each(fail).gather_sync().take(1)
+    assert caught.value.code == 7
+    assert "fail" in "".join(caught.value.__notes__)
+    with pytest.raises(LockError, match="locked") as locked:
+        from_items([0], num_shards=1, in_process=in_process).for_each(fail).gather_sync().take(1)
+    assert locked.value.number == 3
