@@ -11,6 +11,7 @@ from pydantic import model_validator
 
 from flowrl.algorithms.offline_config import OfflineConfig
 from flowrl.data import SampleBatch
+from flowrl.offline.parquet import OfflineDataError
 from flowrl.ops import ReadMinari, ReadParquet
 from flowrl.policies.returns import discounted_returns
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
@@ -87,10 +88,23 @@ def returns_of(rows: SampleBatch, gamma: float) -> np.ndarray:
 
     Consecutive rows of one `unroll_id` are consecutive steps. A trajectory that was not recorded up
     to its end has no rewards after its last row.
+
+    Raises:
+        OfflineDataError: the rows of a trajectory are not consecutive.
     """
     unrolls = np.asarray(rows["unroll_id"])
-    ends = np.asarray(rows["terminateds"]) | np.asarray(rows["truncateds"])
-    ends = ends | np.append(unrolls[1:] != unrolls[:-1], True)
+    ends = np.asarray(rows["terminateds"], bool) | np.asarray(rows["truncateds"], bool)
+    lasts = np.append(unrolls[1:] != unrolls[:-1], True)
+    firsts = np.append(True, lasts[:-1])
+    open_ids = unrolls[lasts & ~ends]  # of trajectories that were cut
+    ids, counts = np.unique(unrolls[firsts], return_counts=True)
+    divided = np.intersect1d(ids[counts > 1], open_ids)
+    if len(divided):
+        raise OfflineDataError(
+            f"the rows with unroll_id {divided[0]} are not consecutive, so their returns are "
+            "unknown: sort the rows by unroll_id and t before they are written"
+        )
+    ends = ends | lasts
     rewards = np.asarray(rows["rewards"], np.float32)[:, None]
     returns = discounted_returns(rewards, ends[:, None], np.zeros(1, np.float32), gamma)
     return returns[:, 0]

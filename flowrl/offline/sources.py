@@ -73,6 +73,8 @@ class ParquetSource:
 
     def describe_other_policies(self) -> str:
         policy_ids = sorted({read_policy_id(path) for path in self.parts()})
+        if self.policy_id in policy_ids:
+            return ": the files contain no rows"
         found = ", ".join(map(repr, policy_ids))
         return f", only of {found}: set policy_id, or the setting input_policy_id"
 

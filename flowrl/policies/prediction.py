@@ -97,6 +97,10 @@ def _predict(
         rows = optree.tree_map(lambda leaf: np.asarray(leaf)[None], rows)
     num_rows = len(optree.tree_leaves(rows)[0])
     inputs = {"obs": rows}
+    if state is not None and not isinstance(state, (list, tuple)):
+        raise ConfigError(
+            f"predict: state must be the list that the last call returned, got {state!r}"
+        )
     if state is None:
         state = [np.repeat(part[None], num_rows, axis=0) for part in initial_state]
     elif is_single:

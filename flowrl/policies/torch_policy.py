@@ -385,7 +385,8 @@ class TorchPolicy(Policy):
         """Set the weights.
 
         Raises:
-            ValueError: names or shapes do not fit this network; nothing changes.
+            ValueError: names or shapes do not fit this network, or a weight is not finite; nothing
+                changes.
         """
         if not isinstance(weights, dict):
             raise ValueError(f"weights must be a dict, as of get_weights(), got {type(weights)}")
@@ -400,9 +401,15 @@ class TorchPolicy(Policy):
                 "these weights do not fit this network: "
                 + "; ".join(lines + [f"{name}: unknown" for name in extra])
             )
+        arrays = {name: np.asarray(weights[name]) for name in own}
+        infinite = [
+            n for n, a in arrays.items() if a.dtype.kind == "f" and not np.isfinite(a).all()
+        ]
+        if infinite:
+            raise ValueError(f"these weights have values that are not finite: {infinite}")
         with torch.no_grad():
             for name, tensor in own.items():
-                tensor.copy_(torch.from_numpy(np.array(weights[name])))
+                tensor.copy_(torch.from_numpy(np.array(arrays[name])))
         self.version += 1
 
     def get_state(self) -> dict[str, Any]:

@@ -75,7 +75,13 @@ def check_first_batch(batch: SampleBatch, in_files: bool) -> None:
 
 
 def _fits(leaf: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
-    return leaf.shape[1:] == shape and np.can_cast(leaf.dtype, dtype, "same_kind")
+    return leaf.shape[1:] == shape and _can_be_stored(leaf.dtype, dtype)
+
+
+def _can_be_stored(new: np.dtype[Any], stored: np.dtype[Any]) -> bool:
+    """Return whether values of a dtype can be stored as another one: integers only without loss."""
+    are_integers = new.kind in "iu" and stored.kind in "iu"
+    return np.can_cast(new, stored, "safe" if are_integers else "same_kind")
 
 
 class ColumnSchema:
@@ -118,7 +124,7 @@ class ColumnSchema:
                 continue  # shares its base with obs
             same_shape = column.shape[1:] == shape if shape else column.ndim == 1
             new = column.dtype
-            if not same_shape or (new is not dtype and not np.can_cast(new, dtype, "same_kind")):
+            if not same_shape or (new is not dtype and not _can_be_stored(new, dtype)):
                 raise ValueError(
                     f"column {name!r} has rows of {new} {list(column.shape[1:])}, earlier batches "
                     f"had {dtype} {list(shape)}"

@@ -170,7 +170,13 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
             if isinstance(plan, ModuleType):
                 plan = plan_of_module(plan)
             if not isinstance(plan, str):
-                raise ConfigError(f"from_plan: pass a config with the function {plan.__qualname__}")
+                if not callable(plan):
+                    raise ConfigError(
+                        "from_plan: the plan is a name, a path, a module or a function, got "
+                        f"{plan!r}"
+                    )
+                name = getattr(plan, "__qualname__", repr(plan))
+                raise ConfigError(f"from_plan: pass a config with the function {name}")
             base = plan_config(plan, settings.get("env"))
         else:
             base = config

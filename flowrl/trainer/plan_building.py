@@ -94,7 +94,7 @@ class PlanBuilder:
             plan = function(workers, config)
         except AttributeError as error:
             if error.obj is not config:
-                raise
+                raise ConfigError(f"plan: {_line_of(error)}: AttributeError: {error}") from error
             raise ConfigError(
                 f"plan: {config.plan!r} uses the setting {error.name!r}, which "
                 f"{type(config).__name__} does not have: the plan is for another algorithm"

@@ -84,6 +84,22 @@ def test_returns_stop_at_the_end_of_a_trajectory():
         }
     )
     np.testing.assert_allclose(returns_of(rows, 0.5), [2, 2, 5, 4, 8, 6])
+    numbers = SampleBatch({**dict(rows.items()), "terminateds": rows["terminateds"].astype("f4")})
+    np.testing.assert_allclose(returns_of(numbers, 0.5), [2, 2, 5, 4, 8, 6])
+
+
+def test_rows_of_a_trajectory_must_be_consecutive():
+    rows = SampleBatch(
+        obs=np.zeros((4, 1), np.float32),
+        rewards=np.ones(4, np.float32),
+        terminateds=np.array([False, False, True, True]),
+        truncateds=np.zeros(4, bool),
+        unroll_id=np.array([0, 1, 0, 1]),
+    )
+    with pytest.raises(OfflineDataError, match="the rows with unroll_id 0 are not consecutive"):
+        returns_of(rows, 0.5)
+    rows["terminateds"] = np.ones(4, bool)  # ids of complete episodes may be used again
+    np.testing.assert_allclose(returns_of(rows, 0.5), np.ones(4))
 
 
 def random_batch(count=16):
@@ -214,6 +230,9 @@ def test_missing_or_incompatible_data_is_rejected(recorded, tmp_path):
             algorithm.train()
         with pytest.raises(OfflineDataError, match="there are no rows of policy 'other'"):
             ReadParquet(algorithm.workers, tmp_path, 5, policy_id="other").take(1)
+        write_parquet(tmp_path / "empty" / "a.parquet", rows[:0])
+        with pytest.raises(OfflineDataError, match="'default_policy': the files contain no rows"):
+            ReadParquet(algorithm.workers, tmp_path / "empty", 5).take(1)
         with pytest.raises(ValueError, match="batch_size must be a positive integer"):
             ReadParquet(algorithm.workers, tmp_path, 0)
     content = (tmp_path / "a.parquet").read_bytes()

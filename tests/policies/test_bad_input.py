@@ -2,10 +2,17 @@
 
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
 
 from flowrl.algorithms.ppo import PPOConfig, PPOTorchPolicy
-from flowrl.policies import ConfigError, ExplorationConfig, ModelConfig, build_torch_policy
+from flowrl.policies import (
+    ConfigError,
+    ExplorationConfig,
+    ModelConfig,
+    Policy,
+    build_torch_policy,
+)
 
 from .fakes import BOX, TWO, rows
 
@@ -197,6 +204,33 @@ def test_statistics_hooks_must_return_numbers(hook, result):
     policy = build_torch_policy("Bad", loss, **{hook: lambda *args: result})(BOX, TWO, {})
     with pytest.raises(ConfigError, match=f"{hook} must return a dict of numbers"):
         policy.learn_on_batch(rows())
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (1.0, "must return a dict of statistics, got a float"),
+        ({"loss": "small"}, "the statistic 'loss' of type str: statistics are numbers"),
+        ({"loss": np.ones(3)}, "the statistic 'loss' of type ndarray"),
+    ],
+)
+def test_statistics_of_an_update_must_be_numbers(result, message):
+    class Learns(Policy):
+        def learn_on_batch(self, batch):
+            return result
+
+    with pytest.raises(TypeError, match=rf"Learns.learn_on_batch\(\).*{message}"):
+        Learns(BOX, TWO, {}).learn_on_minibatches(rows())
+
+
+def test_statistics_of_an_update_become_floats():
+    class Learns(Policy):
+        def learn_on_batch(self, batch):
+            return {"loss": torch.tensor(2.0), "steps": np.int64(3)}
+
+    stats = Learns(BOX, TWO, {}).learn_on_minibatches(rows())
+    assert stats == {"loss": 2.0, "steps": 3.0}
+    assert set(map(type, stats.values())) == {float}
 
 
 def test_extra_action_out_fn_must_return_a_dict():

@@ -87,6 +87,10 @@ class StatelessModel(ModelV2):
         (module_returning(lambda self, obs: self.out(obs).long()), "a tensor of floats"),
         (module_returning(lambda self, obs: self.out(obs)[:, :1]), r"outputs of shape \[12, 1\]"),
         (module_returning(lambda self, obs: (self.out(obs), obs)), r"\[rows\], got \[12, 3\]"),
+        (
+            module_returning(lambda self, obs: (self.out(obs), obs.mean().reshape(1, 1))),
+            r"values \[rows\], got \[1, 1\] for 12 rows",
+        ),
         (model_with_values(lambda n: torch.zeros(n, 1)), r"values \[rows\], got \[12, 1\]"),
         (model_with_values(lambda n: None), "got None"),
         (StatelessModel, "forward must return"),

@@ -58,6 +58,8 @@ def test_recurrent_state_is_carried():
         np.testing.assert_allclose(part, batch_part[0], rtol=1e-5)
     with pytest.raises(ConfigError, match="state must have 4 parts, got 1"):
         policy.predict(sequence[0], state[:1])
+    with pytest.raises(ConfigError, match="the list that the last call returned, got 5"):
+        policy.predict(sequence[0], 5)
     with pytest.raises(ConfigError, match=r"state_in_0 has shape \(2, 4\)"):
         policy.predict(np.zeros((3, 3), np.float32), batch_state)
 

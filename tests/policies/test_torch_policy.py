@@ -217,6 +217,18 @@ def test_weights_of_another_network_are_rejected():
         policy.set_weights([np.zeros(1)])
 
 
+def test_weights_that_are_not_finite_are_rejected():
+    policy = make_policy()
+    before, version = policy.get_weights(), policy.version
+    broken = {name: weight.copy() for name, weight in before.items()}
+    broken["hidden.0.weight"][0, 0] = np.nan
+    with pytest.raises(ValueError, match=r"not finite: \['hidden.0.weight'\]"):
+        policy.set_weights(broken)
+    for name, weight in policy.get_weights().items():
+        np.testing.assert_array_equal(weight, before[name])
+    assert policy.version == version
+
+
 def test_learning_accepts_read_only_batches():
     batch = rows()
     for column in batch.values():

@@ -383,3 +383,21 @@ def test_invalid_first_batch_leaves_the_buffer_unchanged(make, columns, match):
         ReplayBuffer(9, n_step=2).load_state_dict(PrioritizedReplayBuffer(9).state_dict())
     with pytest.raises(ValueError, match="without rewards"):
         ReplayBuffer(9, n_step=2).add(batch.without_columns("rewards"))
+
+
+def test_integers_are_stored_without_loss_only():
+    def batch(dtype, value):
+        return SampleBatch(
+            obs=np.zeros((2, 1), np.float32),
+            new_obs=np.zeros((2, 1), np.float32),
+            actions=np.full(2, value, dtype),
+        )
+
+    buffer = ReplayBuffer(10)
+    buffer.add(batch(np.int16, 3))
+    buffer.add(batch(np.int8, 4))
+    with pytest.raises(
+        ValueError, match=r"'actions' has rows of int64 \[\], earlier batches had int16"
+    ):
+        buffer.add(batch(np.int64, 70_000))
+    assert set(buffer.sample(50)["actions"].tolist()) == {3, 4}

@@ -52,14 +52,34 @@ def run_epochs(
     means: Stats = {}
     for _ in range(num_sgd_iter):
         updates = [policy.learn_on_batch(rows) for rows in minibatches(batch, size)]
-        stats = [update for update in updates if update]  # skipped updates report nothing
-        names = stats[0] if len(stats) > 1 else {}
+        stats = [_numbers(policy, update) for update in updates if update is not None]
+        stats = [one for one in stats if one]  # skipped updates report nothing
+        names = stats[0] if stats else {}
         means = {name: float(np.mean([one[name] for one in stats])) for name in names}
-        if len(stats) == 1:
-            means = dict(stats[0])
         if policy.end_epoch(batch, means):
             break
     return {**means, **policy.end_learning(batch, means)}
+
+
+def _numbers(policy: LearningPolicy, stats: Any) -> Stats:
+    """Return the statistics of an update as floats.
+
+    Raises:
+        TypeError: they are not a dict of numbers.
+    """
+    where = f"{type(policy).__name__}.learn_on_batch()"
+    if not isinstance(stats, dict):
+        raise TypeError(f"{where} must return a dict of statistics, got a {type(stats).__name__}")
+    numbers = {}
+    for name, value in stats.items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"{where} returned the statistic {name!r} of type {type(value).__name__}: "
+                "statistics are numbers"
+            ) from None
+    return numbers
 
 
 def shuffled_minibatches(

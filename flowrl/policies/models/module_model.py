@@ -42,6 +42,11 @@ class ModuleModel(ModelV2):
             outputs, self._values = result
             if self._values.dim() == 2:
                 self._values = self._values.squeeze(-1)
+            if isinstance(outputs, torch.Tensor) and self._values.shape != outputs.shape[:1]:
+                raise ConfigError(
+                    f"{type(self.module).__name__}: forward must return (outputs, values) with "
+                    f"values [rows], got {list(result[1].shape)} for {len(outputs)} rows"
+                )
         else:
             outputs, self._values = result, None
         self._returns_values = self._values is not None

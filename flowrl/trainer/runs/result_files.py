@@ -173,12 +173,21 @@ def _warn(message: str) -> None:
     print(f"flowrl: {message}", file=sys.stderr, flush=True)
 
 
-def result_to_json(value: Any) -> Any:
-    """Return a result as JSON values, with null for NaN and infinity."""
+def result_to_json(value: Any, path: str = "") -> Any:
+    """Return a result as JSON values, with null for NaN and infinity.
+
+    Raises:
+        TypeError: a value is not a number, text, list or dict.
+    """
     if isinstance(value, dict):
-        return {key: result_to_json(inner) for key, inner in value.items()}
+        return {key: result_to_json(inner, f"{path}/{key}") for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [result_to_json(inner) for inner in value]
+        return [result_to_json(inner, f"{path}/{i}") for i, inner in enumerate(value)]
     if isinstance(value, (np.generic, np.ndarray)):
-        return result_to_json(value.tolist())
+        return result_to_json(value.tolist(), path)
+    if value is not None and not isinstance(value, (bool, int, float, str)):
+        raise TypeError(
+            f"the result has {path.lstrip('/')!r} of type {type(value).__name__}: results are "
+            "numbers, texts, lists and dicts (float(value) converts a tensor with one number)"
+        )
     return None if isinstance(value, float) and not math.isfinite(value) else value

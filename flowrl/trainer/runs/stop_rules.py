@@ -223,7 +223,8 @@ class PendingMetrics:
         once if the first result lacks one that is not in a group, which callbacks had to set.
 
         Raises:
-            ConfigError: the result has the metric's group but not the metric.
+            ConfigError: the result has the metric's group but not the metric, or the metric is not
+                a number.
         """
         self._num_results += 1
         self._settings = {
@@ -233,6 +234,9 @@ class PendingMetrics:
         }
         for name, setting in self._settings.items():
             if self._num_results == 1 and "/" not in name:
+                if name in result:
+                    found = type(result[name]).__name__
+                    raise ConfigError(f"{setting}: {name!r} is a {found}, not a number")
                 hint = metric_hint(name, [str(known) for known in result])
                 _warn(f"{setting}: the first result has no {name!r}.{hint}")
             elif self._num_results == MAX_RESULTS_WITHOUT_METRIC:

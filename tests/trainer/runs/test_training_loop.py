@@ -170,6 +170,14 @@ def test_limits_on_other_metrics_stop_the_training():
     assert metric_rules({"a/b<=": 2}) == [("a/b", "<=", 2.0)]
 
 
+def test_limit_on_a_text_is_an_error():
+    with (
+        A2C("CartPole-v1", **SMALL) as algorithm,
+        pytest.raises(ConfigError, match="stop: 'diagnosis' is a str, not a number"),
+    ):
+        algorithm.learn(stop={"diagnosis": 1}, run_dir=None, progress=False)
+
+
 @pytest.mark.parametrize(("metric", "end"), [("mine", 3), ("episode_reward_meen", 5)])
 def test_metrics_of_on_train_result_can_be_limits(capsys, metric, end):
     class Callbacks(DefaultCallbacks):
