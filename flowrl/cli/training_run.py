@@ -216,6 +216,10 @@ def _train(
     except (Exception, SystemExit) as error:
         print_failure(error)
         print(f"run directory: {format_path(run.path)}", file=sys.stderr)
+        if list_checkpoints(run.path):
+            trust = _trust_flag(algorithm.config, command)
+            path = shlex.quote(format_path(run.path))
+            print(f"resume:        {program_name()} resume {path}{trust}", file=sys.stderr)
         return 1
     print(describe_end(end, algorithm.last_result))
     is_complete = not end.exit_code
@@ -249,8 +253,7 @@ def _report(run_dir: Path, exit_code: int) -> int:
 def _print_next_commands(
     config: Any, run_dir: Path, checkpoint: Path | None, command: list[str], needs_limit: bool
 ) -> None:
-    named_by_flags = any(f"--{name.replace('_', '-')}" in command for name in CODE_SETTINGS)
-    trust = " --trust" if named_by_flags or untrusted_code(config) is not None else ""
+    trust = _trust_flag(config, command)
     path, program = shlex.quote(format_path(run_dir)), program_name()
     older = list_checkpoints(run_dir)
     if checkpoint is None and not older:
@@ -264,6 +267,12 @@ def _print_next_commands(
     print(f"evaluate:      {program} evaluate {path}{trust} --episodes 100")
     stop = " --stop-timesteps …" if needs_limit else ""
     print(f"resume:        {program} resume {path}{trust}{stop}")
+
+
+def _trust_flag(config: Any, command: list[str]) -> str:
+    """Return the flag that a command needs to load the run's checkpoints; "" if it needs none."""
+    named_by_flags = any(f"--{name.replace('_', '-')}" in command for name in CODE_SETTINGS)
+    return " --trust" if named_by_flags or untrusted_code(config) is not None else ""
 
 
 def _without_run_dir(arguments: list[str]) -> list[str]:

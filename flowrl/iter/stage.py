@@ -243,14 +243,20 @@ def chained_at() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+_SHOWN_FIRST = ("obs", "actions", "rewards")  # columns in the summary of a batch
+
+
 def describe(item: Any) -> str:
     """Return a short summary of an item for error notes: type, size, shapes.
 
     Lazy columns of a batch are not computed or fetched.
     """
     if isinstance(item, dict):
-        pairs = item.stored() if hasattr(item, "stored") else item.items()
-        noun = "rows" if hasattr(item, "stored") else "keys"
+        is_batch = hasattr(item, "stored")
+        pairs: Any = item.stored() if is_batch else item.items()
+        if is_batch:
+            pairs = sorted(pairs, key=lambda pair: pair[0] not in _SHOWN_FIRST)
+        noun = "rows" if is_batch else "keys"
         columns = ", ".join(
             f"{key}: {getattr(value, 'shape', type(value).__name__)}"
             for key, value in itertools.islice(pairs, 6)

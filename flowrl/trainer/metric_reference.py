@@ -157,15 +157,15 @@ METRICS = {
     **{f"timers/{name}": metric for name, metric in _TIMERS.items()},
     **{f"counters/{name}": metric for name, metric in _COUNTERS.items()},
     "counters/<counter>/<policy>": Metric("", "The part of a counter that belongs to a policy."),
-    "info/<counter>": Metric("", "The same as counters/<counter>, under RLlib's name."),
+    "info/<counter>": Metric("", "The same as `counters/<counter>`, under RLlib's name."),
     "info/learner/<policy>/learner_stats/<metric>": Metric(
-        "", "The same as learners/<policy>/<metric>."
+        "", "The same as `learners/<policy>/<metric>`."
     ),
     "info/learner/<policy>/num_agent_steps_trained": Metric(
         "agent steps", "Agent steps of the last update."
     ),
     "trainers/<operator>/learners/<policy>/<metric>": Metric(
-        "", "The same as learners/<policy>/<metric>, of one training operator."
+        "", "The same as `learners/<policy>/<metric>`, of one training operator."
     ),
     "trainers/<operator>/num_env_steps_trained": Metric(
         "env steps", "Env steps that a training operator trained on."

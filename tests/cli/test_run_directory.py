@@ -132,6 +132,7 @@ def test_failing_evaluation_keeps_the_result(cli, tmp_path):
     assert [r["training_iteration"] for r in read_results(tmp_path / "r")] == [1, 2]
     (path,) = list_checkpoints(tmp_path / "r")
     assert read_manifest(path)["score"] == 2
+    assert err.splitlines()[-1].split() == ["resume:", "flowrl", "resume", "r", "--trust"]
 
 
 def test_env_config_that_resembles_code_is_kept(tmp_path):

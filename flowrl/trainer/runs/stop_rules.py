@@ -100,7 +100,7 @@ class StopRules:
         """
         limits = []
         if self.timesteps is not None:
-            ends = " (where its schedules end)" if has_schedule_in_percent(config) else ""
+            ends = " (where schedules in percent end)" if has_schedule_in_percent(config) else ""
             limits.append(f"{format_count(self.timesteps, 'env step')}{ends}")
         if self.reward is not None:
             limits.append(f"mean return {self.reward:g}")

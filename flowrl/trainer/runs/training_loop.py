@@ -405,7 +405,13 @@ def describe_end(end: RunEnd, result: Mapping[str, Any] | None) -> str:
     """
     ended = "stopped" if end.exit_code else "reached"
     text = f"{ended}: {end.reason}, after {end.seconds:.1f} s"
-    if result is not None and result.get("episodes_total") == 0 and not end.exit_code:
+    if result is None:
+        return text
+    restarts = result.get("num_env_restarts", 0)
+    if restarts:
+        failures = format_count(restarts, "environment failure")
+        text += f". {failures}: see the warnings above"
+    elif result.get("episodes_total") == 0 and not end.exit_code:
         text += (
             ". No episode has ended, so there are no returns: train longer, or set horizon if the "
             "environment has no limit"

@@ -285,7 +285,7 @@ def test_start_is_described_in_one_line(tmp_path, capsys):
     with A2C(make_cartpole, **SMALL, **percent) as algorithm:
         algorithm.learn(stop={"training_iteration": 1}, run_dir=None)
         first = capsys.readouterr().out.splitlines()[0]
-        assert "on make_cartpole until 500,000 env steps (where its schedules end)" in first
+        assert "on make_cartpole until 500,000 env steps (where schedules in percent end)" in first
         assert "or training_iteration >= 1" in first
 
 
@@ -441,7 +441,7 @@ def test_start_line_names_the_environment_of_a_partial_and_a_large_first_batch(c
     percent = {"lr": [("0%", 1e-3), ("100%", 0.0)]}
     with PPO(env, train_batch_size=64, sgd_minibatch_size=32, **percent) as algorithm:
         algorithm.learn(10, run_dir=None)
-    expected = "10 env steps (where its schedules end; the first train batch has 64); no run"
+    expected = "10 env steps (where schedules in percent end; the first train batch has 64); no run"
     assert expected in capsys.readouterr().out
 
 
@@ -458,6 +458,24 @@ class Endless(gym.Env):
 
     def step(self, action):
         return np.zeros(2, np.float32), 1.0, False, False, {}
+
+
+class FailsAlways(Endless):
+    def reset(self, *, seed=None, options=None):
+        self.steps = 0
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 3:
+            raise OSError("the simulator is gone")
+        return super().step(action)
+
+
+def test_end_of_a_run_counts_environment_failures(capsys):
+    with PPO(FailsAlways, train_batch_size=64, sgd_minibatch_size=64, num_envs_per_worker=16) as a:
+        a.learn(64, run_dir=None)
+    assert "16 environment failures: see the warnings above" in capsys.readouterr().out
 
 
 def test_end_of_a_run_without_episodes_names_a_limit(capsys):
