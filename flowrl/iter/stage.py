@@ -252,11 +252,11 @@ def describe(item: Any) -> str:
     Lazy columns of a batch are not computed or fetched.
     """
     if isinstance(item, dict):
-        is_batch = hasattr(item, "stored")
-        pairs: Any = item.stored() if is_batch else item.items()
-        if is_batch:
+        stored: Any = getattr(item, "stored", None)  # of a batch
+        pairs: Any = item.items() if stored is None else stored()
+        if stored is not None:
             pairs = sorted(pairs, key=lambda pair: pair[0] not in _SHOWN_FIRST)
-        noun = "rows" if is_batch else "keys"
+        noun = "keys" if stored is None else "rows"
         columns = ", ".join(
             f"{key}: {getattr(value, 'shape', type(value).__name__)}"
             for key, value in itertools.islice(pairs, 6)

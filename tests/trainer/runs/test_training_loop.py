@@ -475,7 +475,7 @@ class FailsAlways(Endless):
 def test_end_of_a_run_counts_environment_failures(capsys):
     with PPO(FailsAlways, train_batch_size=64, sgd_minibatch_size=64, num_envs_per_worker=16) as a:
         a.learn(64, run_dir=None)
-    assert "16 environment failures: see the warnings above" in capsys.readouterr().out
+    assert "80 environment failures: see the warnings above" in capsys.readouterr().out
 
 
 def test_end_of_a_run_without_episodes_names_a_limit(capsys):
