@@ -45,7 +45,9 @@ class PolicyOutputs:
         self._check_actions = check_actions
         self._name, self._actor = name, actor
         self._is_first = True  # step of a fragment
-        self._extra: Any = {}.keys()  # names of the extra outputs in this fragment
+        # of the outputs in this fragment; None for a nest of arrays
+        self._dtype: Any = None
+        self._extra: list[tuple[str, Any]] = []
 
     def allocate(self, expected: int, outputs: Any) -> None:
         """Check what the policy returned for a step, the first one of a fragment, and allocate its
@@ -65,27 +67,41 @@ class PolicyOutputs:
         named = {f"state_out_{i}": np.asarray(state) for i, state in enumerate(states)}
         for name, value in {"actions": actions, **extra, **named}.items():
             self._columns.allocate_like(name, value)
-        self._extra = dict.fromkeys(extra).keys()
+        self._dtype = getattr(actions, "dtype", None)
+        self._extra = [(name, getattr(value, "dtype", None)) for name, value in extra.items()]
         self._is_first = True
 
     def store(self, at: Any, actions: Any, states: Any, extra: dict[str, Any]) -> Any:
         """Store the outputs at an index of the columns; return the actions in the environments'
         form."""
         arrays = self._columns.arrays
-        if extra.keys() != self._extra:
-            raise ValueError(
-                f"{self._name} returned the extra columns {list(extra)}, but {list(self._extra)} "
-                "in the first step of the fragment: return the same columns in every step"
-            )
+        if len(extra) != len(self._extra):
+            raise self._other_columns(extra)
         if self._check_actions or self._is_first:
             actions, self._is_first = self._valid(actions, at), False
-        self._write("actions", at, actions)
-        for name, value in extra.items():
-            self._write(name, at, value)
+        if type(actions) is np.ndarray and actions.dtype is self._dtype:
+            arrays["actions"][at] = actions
+        else:
+            self._write("actions", at, actions)
+        for name, dtype in self._extra:
+            value = extra.get(name)
+            if type(value) is np.ndarray and value.dtype is dtype:
+                arrays[name][at] = value
+            elif name in extra:
+                self._write(name, at, value)
+            else:
+                raise self._other_columns(extra)
         for i, state in enumerate(states):
             arrays[f"state_out_{i}"][at] = state
         to_env = self._policy.actions_for_env(actions)
         return to_env if isinstance(to_env, np.ndarray) else rows_of(to_env)
+
+    def _other_columns(self, extra: dict[str, Any]) -> ValueError:
+        return ValueError(
+            f"{self._name} returned the extra columns {list(extra)}, but "
+            f"{[name for name, _ in self._extra]} in the first step of the fragment: return the "
+            "same columns in every step"
+        )
 
     def _write(self, name: str, at: Any, value: Any) -> None:
         column = self._columns.arrays[name]
