@@ -19,10 +19,11 @@ def pid_of(worker):
 
 @pytest.mark.slow
 def test_replacement_is_the_spare_process(ray_session):
-    config = PPOConfig(**SMALL, num_workers=2, num_spare_workers=1, seed=1)
+    config = PPOConfig(**SMALL, num_workers=1, num_spare_workers=1, seed=1)
     with config.build() as algorithm:
         algorithm.train()
         workers = algorithm.workers
+        workers.add(1)  # takes the spare process, another one starts
         first, second = workers.remote_workers()
         (spare,) = workers._spares._actors
         os.kill(ray_session.get(first.apply.remote(pid_of)), signal.SIGKILL)
@@ -33,9 +34,11 @@ def test_replacement_is_the_spare_process(ray_session):
         assert workers.remote_workers()[1] is second
         assert len(workers._spares._actors) == 1
         settings = ray_session.get(
-            replacement.apply.remote(lambda w: (w.worker_index, w.restart_count, type(w.policy)))
+            replacement.apply.remote(
+                lambda w: (w.worker_index, w.restart_count, w.policy.num_workers)
+            )
         )
-        assert settings[:2] == (1, 1)
+        assert settings == (1, 1, 2)
         steps = algorithm.env_steps
         counters = algorithm.train()["info"]
         assert counters["num_env_steps_sampled"] > steps
@@ -50,12 +53,12 @@ def test_error_of_a_spare_process_names_its_cause(ray_session):
     spares = SpareWorkers(1)
     arguments = {"env_creator": broken, "policy_spec": None, "policy_config": {}}
     spares.start(arguments)
-    assert spares.take(1, 0) is not None
+    assert spares.take(1, 0, 2) is not None
     spares.start(arguments)
-    actor = spares.take(1, 0)
+    actor = spares.take(1, 0, 2)
     with pytest.raises(OSError, match="no simulator on this machine"):
         ray_session.get(actor.apply.remote(pid_of))
-    assert spares.take(1, 0) is None
+    assert spares.take(1, 0, 2) is None
     spares.stop()
 
 
