@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -39,6 +40,7 @@ def diagnose_command(arguments: list[str]) -> int:
 def format_activity(activity: Activity) -> str:
     """Return a diagnosis and the figures behind it as text."""
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(activity.time))
+    counts = Counter(stage.name for stage in activity.stages)
     lines = [
         activity.diagnosis,
         "",
@@ -47,7 +49,7 @@ def format_activity(activity: Activity) -> str:
         "",
         *_table(
             ("operator", "items/s", "busy", "waiting", "blocked"),
-            (_stage_row(stage, activity.seconds) for stage in activity.stages),
+            (_stage_row(s, activity.seconds, counts[s.name] > 1) for s in activity.stages),
         ),
     ]
     if activity.workers:
@@ -62,9 +64,10 @@ def format_activity(activity: Activity) -> str:
     return "\n".join(lines)
 
 
-def _stage_row(stage: StageActivity, seconds: float) -> tuple[str, ...]:
+def _stage_row(stage: StageActivity, seconds: float, shows_line: bool) -> tuple[str, ...]:
+    name = f"{stage.name} ({stage.line})" if shows_line else stage.name
     shares = (f"{share:.0%}" for share in (stage.busy, stage.waiting, stage.blocked))
-    return stage.name, f"{stage.items / seconds:.1f}", *shares
+    return name, f"{stage.items / seconds:.1f}", *shares
 
 
 def _worker_row(worker: WorkerActivity) -> tuple[str, ...]:

@@ -30,6 +30,15 @@ def test_figures_are_a_table():
     assert ["3", "100", "90%", "30%", "0%", "40%", "0%", "0%", "0%"] in rows
 
 
+def test_operators_of_the_same_name_show_their_lines():
+    stages = [stage("operator", name, busy=0.5) for name in ("Slow", "Print", "Print")]
+    stages[1].line, stages[2].line = "plan.py:3", "plan.py:5"
+    text = format_activity(activity(*stages))
+    assert "Print (plan.py:3)" in text
+    assert "Print (plan.py:5)" in text
+    assert "Slow (" not in text
+
+
 def test_run_writes_its_activity_and_flowrl_diagnose_shows_it(cli, tmp_path):
     with PPO("CartPole-v1", **SMALL) as algorithm:
         algorithm.learn(stop={"time_total_s": 3.2}, run_dir=tmp_path / "r", progress=False)
