@@ -132,8 +132,8 @@ class CountRollouts:
 
     Example:
         >>> raw = ParallelRollouts(workers, mode="raw").for_each(scale)  # doctest: +SKIP
-        >>> counted = raw.gather_sync().zip_with_source().for_each(CountRollouts(workers))
-        ... # doctest: +SKIP
+        >>> fragments = raw.gather_sync().zip_with_source()  # doctest: +SKIP
+        >>> rollouts = fragments.for_each(CountRollouts(workers))  # doctest: +SKIP
 
     Args:
         workers: the WorkerSet that has sampled the fragments.

@@ -7,8 +7,15 @@ import pytest
 
 from flowrl import PPO
 from flowrl.data import MultiAgentBatch, SampleBatch
-from flowrl.iter import LocalIterator
-from flowrl.ops import Breakpoint, ParallelRollouts, Print, Record, TrainOneStep
+from flowrl.iter import LocalIterator, Source
+from flowrl.ops import (
+    Breakpoint,
+    ParallelRollouts,
+    Print,
+    Record,
+    SelectExperiences,
+    TrainOneStep,
+)
 from flowrl.ops.inspection import summary
 
 SMALL = {
@@ -48,6 +55,18 @@ def test_ended_episodes_and_the_age_of_weights_are_shown(workers):
     TrainOneStep(workers)  # no update yet
     workers.local_worker().policy.version += 3
     assert "weights 0 (3 updates old)" in summary(batch, workers=workers)
+
+
+def test_weights_and_returns_are_those_of_the_policies_of_the_batch():
+    episode = (5.0, 10, 0, [("a", "ppo", 3.0), ("b", "dqn", 2.0)], None, None)
+    tags = {"weights_versions": {"ppo": 200, "dqn": 126}, "episodes": [episode]}
+    both = MultiAgentBatch({name: SampleBatch(obs=np.zeros(2)) for name in ("ppo", "dqn")}, 2)
+    both.sources = (Source(0, tags=tags),)
+    text = summary(both)
+    assert "weights ppo 200, weights dqn 126, 1 episodes ended with return 5" in text
+    ppo = summary(SelectExperiences(["ppo"])(both))
+    assert "weights 200, 1 episodes ended with return 3" in ppo
+    assert "126" not in ppo
 
 
 def test_every_and_what_select(capsys):
