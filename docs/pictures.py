@@ -1,7 +1,6 @@
-"""Draw the pictures of README.md: `python docs/pictures.py` (about a minute).
+"""Draw the pictures of README.md: `python docs/pictures.py` (a few seconds).
 
 - dataflow.svg: the plan `ppo_dqn`.
-- learning_curves.svg: trains PPO and DQN on CartPole-v1 with three seeds each.
 - speed.svg: the tables of training speed in the pages.
 """
 
@@ -17,13 +16,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 from plan_diagram import svg
 
-from flowrl import Algorithm
 from flowrl.trainer.plan_settings import plan_config
 
 DOCS = Path(__file__).parent
 PICTURES = DOCS / "_static"
-SEEDS = (0, 1, 2)
-STEPS = {"ppo": 80_000, "dqn": 50_000}
 BLUE, GRAY = "#2a6fdb", "#9aa4b2"
 
 
@@ -39,25 +35,6 @@ def dataflow() -> None:
         drawing,
     )
     (PICTURES / "dataflow.svg").write_text(drawing + "\n")
-
-
-def learning_curves() -> None:
-    """Train with several seeds and draw the mean returns of the last 100 episodes."""
-    figure, axes = plt.subplots(1, len(STEPS), figsize=(8, 2.8), sharey=True)
-    for axis, (plan, steps) in zip(axes, STEPS.items(), strict=True):
-        for seed in SEEDS:
-            xs, ys = [], []
-            with Algorithm.from_plan(plan, seed=seed, total_timesteps=steps) as algorithm:
-                while not xs or xs[-1] < steps:
-                    result = algorithm.train()
-                    xs.append(result["timesteps_total"])
-                    ys.append(result["episode_reward_mean"])
-            axis.plot(xs, ys, color=BLUE, alpha=0.4 + 0.3 * (seed == 0), label=f"seed {seed}")
-        axis.axhline(475, color=GRAY, linestyle="--", linewidth=1)
-        axis.set_title(f"flowrl train {plan}", fontsize=10, family="monospace")
-        axis.set_xlabel("env steps")
-    axes[0].set_ylabel("mean return, CartPole-v1")
-    _save(figure, "learning_curves.svg")
 
 
 def _speeds(page: str, script: str) -> dict[str, float]:
@@ -100,5 +77,4 @@ def _save(figure: plt.Figure, name: str) -> None:
 if __name__ == "__main__":
     plt.rcParams["svg.hashsalt"] = "flowrl"  # the same file from the same data
     dataflow()
-    learning_curves()
     speed()
