@@ -218,7 +218,7 @@ class DirectMultiAgentVectorEnv:
             raise _missing_flag_error(step)
         for flags in (step.terminateds, step.truncateds):
             if not _FLAG_TYPES.issuperset(map(type, flags.values())):
-                check_flags(flags.values(), f"those of sub-environment {index}")
+                check_flags(flags.values(), f"the flags of sub-environment {index}")
         if self._drop_invalid:
             try:
                 self._check_values(index, step.obs, step.rewards)

@@ -23,8 +23,6 @@ OUTSIDE_WARNING = (
     'reported again (on_invalid_step="warn").'
 )
 
-# columns that the sampler adds to every batch; a policy must not return them
-
 
 class InvalidStepError(ValueError):
     """An observation or reward that is not finite or lies outside its space."""

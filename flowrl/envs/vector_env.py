@@ -256,7 +256,7 @@ class DirectVectorEnv:
         check_flags(flags, "terminated and truncated")
         check_reward(reward)
         if not isinstance(info, dict):
-            raise ConfigError(f"env: step() returned the info {info!r}: it is a dict")
+            raise ConfigError(f"env: step() returned the info {info!r}: infos are dicts")
 
     def mark_healthy(self, indices: Iterable[int]) -> None:
         self._envs.mark_healthy(indices)

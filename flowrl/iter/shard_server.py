@@ -78,9 +78,7 @@ def _make_portable(error: Exception) -> None:
     arguments than `args`, or that has an attribute that cannot be pickled."""
     import ray.util
 
-    try:
-        ray.cloudpickle.loads(ray.cloudpickle.dumps(error))
-    except Exception:
+    if not _can_be_pickled(error):
         ray.util.register_serializer(type(error), serializer=_parts_of, deserializer=_rebuilt)
 
 

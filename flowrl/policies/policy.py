@@ -47,7 +47,8 @@ class Policy(ActsOnObservations):
     Attributes:
         view_requirements: view name -> ViewRequirement; columns that batches have in addition to
             those that are always recorded. Changes apply from the next fragment on.
-        version: increases with every change of the weights or of the filter statistics.
+        version: increases with every change of the weights.
+        filter_version: increases with every change of the statistics of the filters.
         timestep: env steps sampled so far, on which schedules depend.
         total_timesteps: env steps of the whole training, which schedules in percent follow; None
             if unknown.

@@ -90,7 +90,7 @@ class EnvStepIndex:
         self._update_complete()
 
     def _update_complete(self) -> None:
-        """Update what is derived from the complete steps."""
+        """Update the slots of the complete steps and their mean number of rows."""
         self._complete_slots = self._complete.nonzero()[0]
         rows = sum(int(r.counts[self._complete_slots].sum()) for r in self._policies.values())
         self._rows_per_step = rows / max(len(self), 1)

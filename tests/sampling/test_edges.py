@@ -95,7 +95,7 @@ def test_flags_of_agents_must_be_bools(flag):
             obs, rewards, _, truncateds, infos = super().step(action_dict)
             return obs, rewards, {"__all__": flag if self.n == 2 else False}, truncateds, infos
 
-    with pytest.raises(ConfigError, match=f"the flag {flag!r}: those of sub-environment 0 are"):
+    with pytest.raises(ConfigError, match=f"the flag {flag!r}: the flags of sub-environment 0 are"):
         worker(WrongFlag, {"p": ActsThree}).sample()
 
 
@@ -117,7 +117,7 @@ def test_info_must_be_a_dict():
         def step(self, action):
             return (*super().step(action)[:4], "text")
 
-    with pytest.raises(ConfigError, match=r"step\(\) returned the info 'text': it is a dict"):
+    with pytest.raises(ConfigError, match=r"step\(\) returned the info 'text': infos are dicts"):
         worker(TextInfo).sample()
 
 
