@@ -131,6 +131,18 @@ class Policy(ActsOnObservations):
         """Compute actions as `compute_actions`, from all views known at that step, [B, …] each."""
         return self.compute_actions(input_dict["obs"], explore=explore)
 
+    @property
+    def has_separate_values(self) -> bool:
+        """Whether values need not be computed with the actions: samplers then call
+        `compute_actions_only` in each step, and `compute_values` for all rows of a fragment."""
+        return False
+
+    def compute_actions_only(
+        self, obs_batch: np.ndarray, explore: bool = True
+    ) -> tuple[np.ndarray, list[np.ndarray], dict[str, np.ndarray]]:
+        """Compute actions as `compute_actions`, without `vf_preds`; see `has_separate_values`."""
+        return self.compute_actions(obs_batch, explore=explore)
+
     def compute_values_from_input_dict(self, input_dict: dict[str, Any]) -> np.ndarray | None:
         """Compute values as `compute_values`, from all views known at that step, [B, …] each."""
         return self.compute_values(input_dict["obs"])

@@ -207,6 +207,8 @@ class ColumnSampler:
         views, tracker, callbacks = self._views, self._tracker, self._callbacks
         normalize, shows_columns = policy.observation_filter, views.shows_columns
         act, act_on_views = policy.compute_actions, policy.compute_actions_from_input_dict
+        if views.separates_values:
+            act = policy.compute_actions_only
         if not settings.explore:
             act, act_on_views = partial(act, explore=False), partial(act_on_views, explore=False)
         whole, nested, envs = self._whole, self._nested, stepper.num_envs

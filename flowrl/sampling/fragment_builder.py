@@ -78,6 +78,8 @@ class FragmentBuilder:
             if name not in _NOT_IN_BATCHES
         }
         obs = grid.pop("obs")
+        if views.separates_values:
+            grid["vf_preds"] = self._values(obs, order, (used, lanes))
         recorded: dict[str, Any] = {name: grid.pop(name) for name in ("infos", "t") if name in grid}
         if order is not None:
             real = np.zeros((used, lanes), bool)
@@ -117,6 +119,17 @@ class FragmentBuilder:
             LazyColumn("infos", make, (count,), _OBJECT), np.arange(count)
         )
         return SampleBatch.unchecked(rows)
+
+    def _values(self, obs: Any, order: np.ndarray | None, shape: tuple[int, int]) -> np.ndarray:
+        """Return the values [rows, N] of observations [rows, N, …], zeros where `order` does not
+        select the row."""
+        values = np.zeros(shape[0] * shape[1], np.float32)
+        rows = map_leaves(lambda array: array.reshape(-1, *array.shape[2:]), obs)
+        if order is None:
+            values[:] = self.policy.compute_values(rows)
+        elif len(order):
+            values[order] = self.policy.compute_values(map_leaves(lambda array: array[order], rows))
+        return values.reshape(shape)
 
     def _ids(self, segments: Segments) -> dict[str, np.ndarray]:
         """Return episode step, episode, unroll, agent and environment ids, [rows]."""

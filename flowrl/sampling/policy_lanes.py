@@ -82,7 +82,7 @@ class PolicyLanes(LaneRows):
         at = columns.lookback + rows, lanes
         obs = map_leaves(lambda array: array[at], columns["obs"])
         if views.shows_columns:
-            return self._store_outputs(policy.compute_actions(obs, **self._options))
+            return self._store_outputs(self._compute_actions(obs, **self._options))
         inputs = views.inputs_at(
             columns, rows, lanes, rows - self._resets, obs, self._initial_states
         )
@@ -119,6 +119,8 @@ class PolicyLanes(LaneRows):
             self.columns.look_back(max(self._least_lookback, self._views.lookback))
         self.states.begin()
         self._is_first = True
+        policy, separates = self.policy, self._views.separates_values
+        self._compute_actions = policy.compute_actions_only if separates else policy.compute_actions
 
     def normalize_current(self) -> None:
         """Normalize the current rows of all lanes, which follow the segments."""

@@ -74,6 +74,7 @@ class Views(ActingViews):
 
     def __init__(self, policy: Policy, states: InitialStates, has_agents: bool = False):
         super().__init__(policy, states, has_agents)
+        self._has_agents = has_agents
         requirements = self.requirements
         views = nontrivial_views(
             {name: view for name, view in requirements.items() if view.agents is None}
@@ -95,6 +96,14 @@ class Views(ActingViews):
             name: view for name, view in of_agents.items() if requirements[name].used_for_training
         }
         self._use([*self._acting.values(), *self._training.values(), *of_agents.values()])
+
+    @property
+    def separates_values(self) -> bool:
+        """Whether values are computed at the end of the fragment, for all rows at once.
+
+        Only if no view can show them before, not even one of another policy's agents.
+        """
+        return self.shows_columns and not self._has_agents and self.policy.has_separate_values
 
     @property
     def replace_observations(self) -> bool:

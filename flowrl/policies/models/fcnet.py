@@ -19,6 +19,7 @@ from flowrl.policies.models.flatten import flatten, flatten_numpy, nested_size
 from flowrl.policies.models.matrix_products import matmul_for
 
 MIN_TORCH_RELU_SIZE = 4096  # elements
+MAX_NUMPY_ROWS = 512  # at a time, so that the outputs of the layers stay in the processor's cache
 
 Layer = tuple[nn.Parameter, nn.Parameter]  # weight, bias
 NumpyLayer = tuple[np.ndarray, np.ndarray]
@@ -75,6 +76,9 @@ class FullyConnectedNetwork(ModelV2):
             observation.
         rng: generator of the initial weights; None seeds it from the operating system.
 
+    Attributes:
+        shares_layers: whether the two networks share their hidden layers.
+
     Raises:
         ConfigError: the observation space cannot be flattened.
     """
@@ -103,10 +107,10 @@ class FullyConnectedNetwork(ModelV2):
             pairs = itertools.pairwise(sizes)
             return nn.ModuleList(orthogonal_linear(i, o, gain, rng) for i, o in pairs)
 
-        self._shared = bool(model_config.vf_share_layers)
+        self.shares_layers = bool(model_config.vf_share_layers)
         self.hidden = hidden_layers()
         self.policy_head = orthogonal_linear(sizes[-1], num_means, 0.01, rng)
-        self.value_hidden = self.hidden if self._shared else hidden_layers()
+        self.value_hidden = self.hidden if self.shares_layers else hidden_layers()
         self.value_head = orthogonal_linear(sizes[-1], 1, 1.0, rng)
         self.log_std = nn.Parameter(torch.zeros(num_means)) if free_log_std else None
         # Attribute access through nn.Module costs more than the arithmetic of a small layer.
@@ -142,7 +146,7 @@ class FullyConnectedNetwork(ModelV2):
     ) -> tuple[torch.Tensor, State]:
         features = self._flatten(input_dict["obs"])
         hidden = self._run(features, self._policy_layers[:-1])
-        self._features = hidden if self._shared else features
+        self._features = hidden if self.shares_layers else features
         with full_precision(hidden):
             outputs = F.linear(hidden.float(), *self._policy_layers[-1])
         if self.log_std is not None:
@@ -152,7 +156,7 @@ class FullyConnectedNetwork(ModelV2):
     def value_function(self) -> torch.Tensor:
         assert self._features is not None
         hidden = self._features
-        if not self._shared:
+        if not self.shares_layers:
             hidden = self._run(hidden, self._value_layers[:-1])
         with full_precision(hidden):
             return F.linear(hidden.float(), *self._value_layers[-1]).squeeze(-1)
@@ -195,7 +199,7 @@ class FullyConnectedNetwork(ModelV2):
         assert self._numpy is not None
         features = self.features_numpy(observations)
         outputs, hidden = self._policy_numpy(features)
-        if not self._shared:
+        if not self.shares_layers:
             hidden = self._run_numpy(features, self._numpy["value"][:-1])
         return outputs, self._value_head_numpy(hidden)
 
@@ -205,8 +209,15 @@ class FullyConnectedNetwork(ModelV2):
 
     def values_numpy(self, observations: Any) -> np.ndarray:
         """Return values [B] only."""
-        assert self._numpy is not None
         features = self.features_numpy(observations)
+        if len(features) <= MAX_NUMPY_ROWS:
+            return self._values_of_features(features)
+        begins = range(0, len(features), MAX_NUMPY_ROWS)
+        parts = [self._values_of_features(features[b : b + MAX_NUMPY_ROWS]) for b in begins]
+        return np.concatenate(parts)
+
+    def _values_of_features(self, features: np.ndarray) -> np.ndarray:
+        assert self._numpy is not None
         return self._value_head_numpy(self._run_numpy(features, self._numpy["value"][:-1]))
 
     def features_numpy(self, observations: Any) -> np.ndarray:
