@@ -216,8 +216,11 @@ def find_input_problem(
         if view.space is not None and not view.is_window
     ]
     for i, initial in enumerate(initial_states):
-        state = spaces.Box(-np.inf, np.inf, initial.shape, np.float32)
-        problems.append(find_mismatch(state, input_dict.get(f"state_in_{i}"), f"state_in_{i}"))
+        name = f"state_in_{i}"
+        view = views.get(name)
+        window = (len(view.shifts),) if view is not None and view.is_window else ()
+        state = spaces.Box(-np.inf, np.inf, (*window, *initial.shape), np.float32)
+        problems.append(find_mismatch(state, input_dict.get(name), name))
     found = next((problem for problem in problems if problem), None)
     if found is None:
         leaves: dict[str, Any] = {n: optree.tree_leaves(input_dict[n]) for n in views}

@@ -147,6 +147,23 @@ def test_error_of_a_network_describes_nested_inputs():
     assert note.endswith("obs: {'a': float32 [2, 3], 'b': (int64 [2])}")
 
 
+def test_error_of_an_attention_network_is_not_blamed_on_its_inputs():
+    settings = {"use_attention": True, "attention_dim": 4, "attention_memory": 3}
+    policy = PPOTorchPolicy(BOX, TWO, {"model": settings})
+    states = np.zeros((12, 3, 5), np.float32)
+    inputs = {"obs": rows()["obs"], "state_in_0": states, "state_in_1": states}
+    policy.compute_actions_from_input_dict(inputs)
+
+    def fail(*args):
+        raise RuntimeError("out of memory")
+
+    policy.model.heads.outputs = fail
+    with pytest.raises(RuntimeError, match="out of memory"):
+        policy.compute_actions_from_input_dict(inputs)
+    with pytest.raises(ConfigError, match=r"state_in_0: expected an array \[B, 3, 5\], got one of"):
+        policy.compute_actions_from_input_dict({**inputs, "state_in_0": states[:, 1:]})
+
+
 @pytest.mark.parametrize("model", [None, 5, nn.Linear, (nn.Linear(3, 2),)])
 def test_make_model_must_return_a_module(model):
     policy_class = type("BadPolicy", (ReinforcePolicy,), {"make_model": lambda self: model})
