@@ -6,7 +6,7 @@ BIN := .venv/bin
 INSTALL := $(BIN)/pip install --no-compile --constraint constraints.txt
 BENCHMARKS := iterators asynchronous large_items sampling multi_agent policy train_ppo train_dqn train_images \
 	replay train_sac train_multi_agent composition learning checkpoint diagnosis chaos chaos_driver replayed_runs soak faults \
-	monitoring train_ppo_envs overhead startup train_lstm slow_envs
+	monitoring train_ppo_envs overhead startup train_lstm slow_envs gpu
 unexport PYTHONDONTWRITEBYTECODE
 .PHONY: train announce-test test slow lint docs docs-test docs-serve bench clean
 
