@@ -15,6 +15,7 @@ from flowrl.policies.torch_policy import TorchPolicy
 from flowrl.settings import ConfigError, Fraction
 from flowrl.trainer.config import AlgorithmConfig
 
+# methods that may not be overridden if values are to be computed separately
 _ACTING = ("compute_actions", "_act", "extra_action_out", "compute_values")
 
 

@@ -49,8 +49,10 @@ class StepChecks:
         check = self._check
         raw, rewards = columns.part("raw_obs", 0, used + 1), columns.part("rewards", 0, used)
         lost = segments.events == Event.LOST
-        for index in lost.nonzero()[0].tolist():
-            rewards[segments.begins[index] : segments.ends[index], segments.lanes[index]] = 0
+        if lost.any():
+            lost_segments = segments.select(lost)
+            row, segment = lost_segments.rows()
+            rewards[row, lost_segments.lanes[segment]] = 0
         has_finals = bool((segments.finals >= 0).any())
         fits = check.in_bounds(raw) and (not has_finals or check.in_bounds(finals))
         if not fits and self._warn_only and check.is_usable(raw) and check.is_usable(finals):

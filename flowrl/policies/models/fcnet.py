@@ -19,7 +19,7 @@ from flowrl.policies.models.flatten import flatten, flatten_numpy, nested_size
 from flowrl.policies.models.matrix_products import matmul_for
 
 MIN_TORCH_RELU_SIZE = 4096  # elements
-MAX_NUMPY_ROWS = 512  # at a time, so that the outputs of the layers stay in the processor's cache
+MAX_NUMPY_ROWS = 1024  # at a time, so that the outputs of the layers stay in the processor's cache
 
 Layer = tuple[nn.Parameter, nn.Parameter]  # weight, bias
 NumpyLayer = tuple[np.ndarray, np.ndarray]
