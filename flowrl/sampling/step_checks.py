@@ -51,8 +51,8 @@ class StepChecks:
         lost = segments.events == Event.LOST
         if lost.any():
             lost_segments = segments.select(lost)
-            row, segment = lost_segments.rows()
-            rewards[row, lost_segments.lanes[segment]] = 0
+            lost_rows, segment = lost_segments.rows()
+            rewards[lost_rows, lost_segments.lanes[segment]] = 0
         has_finals = bool((segments.finals >= 0).any())
         fits = check.in_bounds(raw) and (not has_finals or check.in_bounds(finals))
         if not fits and self._warn_only and check.is_usable(raw) and check.is_usable(finals):
