@@ -703,7 +703,7 @@ class A2CConfig(_Methods, _A2CConfig):
     def build(self, plan: Any = None) -> A2C: ...
 
 class A2C(_A2C):
-    """A2C over the plan `a2c`."""
+    """A2C with the plan `a2c`; A2CConfig has its settings."""
 
     config: A2CConfig
     def __init__(self, env_or_config: Any = None, **settings: Unpack[_A2CSettings]) -> None: ...
@@ -721,7 +721,7 @@ class A3CConfig(_Methods, _A3CConfig):
     def build(self, plan: Any = None) -> A3C: ...
 
 class A3C(_A3C):
-    """A3C over the plan `a3c`."""
+    """A3C with the plan `a3c`; A3CConfig has its settings."""
 
     config: A3CConfig
     def __init__(self, env_or_config: Any = None, **settings: Unpack[_A3CSettings]) -> None: ...
@@ -737,7 +737,7 @@ class APEXConfig(_Methods, _APEXConfig):
     def build(self, plan: Any = None) -> APEX: ...
 
 class APEX(_APEX):
-    """Ape-X over the plan `apex`."""
+    """Ape-X with the plan `apex`; APEXConfig has its settings."""
 
     config: APEXConfig
     def __init__(self, env_or_config: Any = None, **settings: Unpack[_APEXSettings]) -> None: ...
@@ -753,7 +753,7 @@ class APPOConfig(_Methods, _APPOConfig):
     def build(self, plan: Any = None) -> APPO: ...
 
 class APPO(_APPO):
-    """APPO over the plan `appo`."""
+    """APPO with the plan `appo`; APPOConfig has its settings."""
 
     config: APPOConfig
     def __init__(self, env_or_config: Any = None, **settings: Unpack[_APPOSettings]) -> None: ...
@@ -771,7 +771,7 @@ class BCConfig(_Methods, _BCConfig):
     def build(self, plan: Any = None) -> BC: ...
 
 class BC(_BC):
-    """BC over the plan `bc`."""
+    """BC with the plan `bc`; BCConfig has its settings."""
 
     config: BCConfig
     def __init__(self, env_or_config: Any = None, **settings: Unpack[_BCSettings]) -> None: ...
@@ -789,7 +789,7 @@ class CQLConfig(_Methods, _CQLConfig):
     def build(self, plan: Any = None) -> CQL: ...
 
 class CQL(_CQL):
-    """CQL over the plan `cql`."""
+    """CQL with the plan `cql`; CQLConfig has its settings."""
 
     config: CQLConfig
     def __init__(self, env_or_config: Any = None, **settings: Unpack[_CQLSettings]) -> None: ...
@@ -805,7 +805,7 @@ class DDPGConfig(_Methods, _DDPGConfig):
     def build(self, plan: Any = None) -> DDPG: ...
 
 class DDPG(_DDPG):
-    """DDPG over the plan `td3`."""
+    """DDPG with the plan `td3`; DDPGConfig has its settings."""
 
     config: DDPGConfig
     def __init__(self, env_or_config: Any = None, **settings: Unpack[_DDPGSettings]) -> None: ...
@@ -823,7 +823,7 @@ class DDPPOConfig(_Methods, _DDPPOConfig):
     def build(self, plan: Any = None) -> DDPPO: ...
 
 class DDPPO(_DDPPO):
-    """DD-PPO over the plan `ddppo`."""
+    """DD-PPO with the plan `ddppo`; DDPPOConfig has its settings."""
 
     config: DDPPOConfig
     def __init__(self, env_or_config: Any = None, **settings: Unpack[_DDPPOSettings]) -> None: ...
@@ -839,7 +839,7 @@ class DQNConfig(_Methods, _DQNConfig):
     def build(self, plan: Any = None) -> DQN: ...
 
 class DQN(_DQN):
-    """DQN over the plan `dqn`."""
+    """DQN with the plan `dqn`; DQNConfig has its settings."""
 
     config: DQNConfig
     def __init__(self, env_or_config: Any = None, **settings: Unpack[_DQNSettings]) -> None: ...
@@ -855,7 +855,7 @@ class IMPALAConfig(_Methods, _IMPALAConfig):
     def build(self, plan: Any = None) -> IMPALA: ...
 
 class IMPALA(_IMPALA):
-    """IMPALA over the plan `impala`."""
+    """IMPALA with the plan `impala`; IMPALAConfig has its settings."""
 
     config: IMPALAConfig
     def __init__(self, env_or_config: Any = None, **settings: Unpack[_IMPALASettings]) -> None: ...
@@ -873,7 +873,7 @@ class MARWILConfig(_Methods, _MARWILConfig):
     def build(self, plan: Any = None) -> MARWIL: ...
 
 class MARWIL(_MARWIL):
-    """MARWIL over the plan `marwil`."""
+    """MARWIL with the plan `marwil`; MARWILConfig has its settings."""
 
     config: MARWILConfig
     def __init__(self, env_or_config: Any = None, **settings: Unpack[_MARWILSettings]) -> None: ...
@@ -889,7 +889,7 @@ class PPOConfig(_Methods, _PPOConfig):
     def build(self, plan: Any = None) -> PPO: ...
 
 class PPO(_PPO):
-    """PPO over the plan `ppo`."""
+    """PPO with the plan `ppo`; PPOConfig has its settings."""
 
     config: PPOConfig
     def __init__(self, env_or_config: Any = None, **settings: Unpack[_PPOSettings]) -> None: ...
@@ -907,7 +907,7 @@ class R2D2Config(_Methods, _R2D2Config):
     def build(self, plan: Any = None) -> R2D2: ...
 
 class R2D2(_R2D2):
-    """R2D2 over the plan `r2d2`."""
+    """R2D2 with the plan `r2d2`; R2D2Config has its settings."""
 
     config: R2D2Config
     def __init__(self, env_or_config: Any = None, **settings: Unpack[_R2D2Settings]) -> None: ...
@@ -923,7 +923,7 @@ class SACConfig(_Methods, _SACConfig):
     def build(self, plan: Any = None) -> SAC: ...
 
 class SAC(_SAC):
-    """SAC over the plan `sac`."""
+    """SAC with the plan `sac`; SACConfig has its settings."""
 
     config: SACConfig
     def __init__(self, env_or_config: Any = None, **settings: Unpack[_SACSettings]) -> None: ...
@@ -939,7 +939,7 @@ class SimpleQConfig(_Methods, _SimpleQConfig):
     def build(self, plan: Any = None) -> SimpleQ: ...
 
 class SimpleQ(_SimpleQ):
-    """SimpleQ over the plan `dqn`."""
+    """SimpleQ with the plan `dqn`; SimpleQConfig has its settings."""
 
     config: SimpleQConfig
     def __init__(self, env_or_config: Any = None, **settings: Unpack[_SimpleQSettings]) -> None: ...
@@ -955,7 +955,7 @@ class TD3Config(_Methods, _TD3Config):
     def build(self, plan: Any = None) -> TD3: ...
 
 class TD3(_TD3):
-    """TD3 over the plan `td3`."""
+    """TD3 with the plan `td3`; TD3Config has its settings."""
 
     config: TD3Config
     def __init__(self, env_or_config: Any = None, **settings: Unpack[_TD3Settings]) -> None: ...

@@ -50,7 +50,12 @@ class A2CTorchPolicy(OnPolicyPolicy):
 
 
 class A2C(Algorithm):
-    """A2C over the plan `a2c`."""
+    """A2C with the plan `a2c`; A2CConfig has its settings.
+
+    Example:
+        >>> algo = A2C("CartPole-v1", num_envs_per_worker=8, seed=1)  # doctest: +SKIP
+        >>> algo.learn(total_timesteps=100_000)  # doctest: +SKIP
+    """
 
     policy_class = A2CTorchPolicy
     config_class = A2CConfig

@@ -69,7 +69,12 @@ class A3CTorchPolicy(A2CTorchPolicy):
 
 
 class A3C(A2C):
-    """A3C over the plan `a3c`."""
+    """A3C with the plan `a3c`; A3CConfig has its settings.
+
+    Example:
+        >>> algo = A3C("CartPole-v1", num_workers=2, seed=1)  # doctest: +SKIP
+        >>> algo.learn(total_timesteps=100_000)  # doctest: +SKIP
+    """
 
     policy_class = A3CTorchPolicy
     config_class = A3CConfig

@@ -49,7 +49,12 @@ class APEXTorchPolicy(DQNTorchPolicy):
 
 
 class APEX(DQN):
-    """Ape-X over the plan `apex`."""
+    """Ape-X with the plan `apex`; APEXConfig has its settings.
+
+    Example:
+        >>> algo = APEX("CartPole-v1", num_workers=2, seed=1)  # doctest: +SKIP
+        >>> algo.learn(total_timesteps=100_000)  # doctest: +SKIP
+    """
 
     policy_class = APEXTorchPolicy
     config_class = APEXConfig

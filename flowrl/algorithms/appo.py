@@ -107,7 +107,12 @@ class APPOTorchPolicy(TargetNetwork, VTracePolicy):
 
 
 class APPO(Algorithm):
-    """APPO over the plan `appo`."""
+    """APPO with the plan `appo`; APPOConfig has its settings.
+
+    Example:
+        >>> algo = APPO("CartPole-v1", num_workers=2, seed=1)  # doctest: +SKIP
+        >>> algo.learn(total_timesteps=100_000)  # doctest: +SKIP
+    """
 
     policy_class = APPOTorchPolicy
     config_class = APPOConfig

@@ -152,7 +152,7 @@ class CQLTorchPolicy(SACTorchPolicy):
 
 
 class CQL(Algorithm):
-    """CQL over the plan `cql`."""
+    """CQL with the plan `cql`; CQLConfig has its settings."""
 
     policy_class = CQLTorchPolicy
     config_class = CQLConfig

@@ -34,7 +34,12 @@ class DDPPOTorchPolicy(PPOTorchPolicy):
 
 
 class DDPPO(PPO):
-    """DD-PPO over the plan `ddppo`."""
+    """DD-PPO with the plan `ddppo`; DDPPOConfig has its settings.
+
+    Example:
+        >>> algo = DDPPO("CartPole-v1", num_workers=2, seed=1)  # doctest: +SKIP
+        >>> algo.learn(total_timesteps=100_000)  # doctest: +SKIP
+    """
 
     policy_class = DDPPOTorchPolicy
     config_class = DDPPOConfig

@@ -318,7 +318,12 @@ class DQNTorchPolicy(TargetNetwork):
 
 
 class DQN(Algorithm):
-    """DQN over the plan `dqn`."""
+    """DQN with the plan `dqn`; DQNConfig has its settings.
+
+    Example:
+        >>> algo = DQN("CartPole-v1", seed=1)  # doctest: +SKIP
+        >>> algo.learn(total_timesteps=100_000)  # doctest: +SKIP
+    """
 
     policy_class = DQNTorchPolicy
     config_class = DQNConfig

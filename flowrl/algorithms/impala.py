@@ -50,7 +50,12 @@ class IMPALATorchPolicy(VTracePolicy):
 
 
 class IMPALA(Algorithm):
-    """IMPALA over the plan `impala`."""
+    """IMPALA with the plan `impala`; IMPALAConfig has its settings.
+
+    Example:
+        >>> algo = IMPALA("CartPole-v1", num_workers=2, seed=1)  # doctest: +SKIP
+        >>> algo.learn(total_timesteps=100_000)  # doctest: +SKIP
+    """
 
     policy_class = IMPALATorchPolicy
     config_class = IMPALAConfig

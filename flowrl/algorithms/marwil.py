@@ -199,7 +199,7 @@ class MARWILTorchPolicy(TorchPolicy):
 
 
 class MARWIL(Algorithm):
-    """MARWIL over the plan `marwil`."""
+    """MARWIL with the plan `marwil`; MARWILConfig has its settings."""
 
     policy_class = MARWILTorchPolicy
     config_class = MARWILConfig
@@ -213,7 +213,7 @@ class BCTorchPolicy(MARWILTorchPolicy):
 
 
 class BC(MARWIL):
-    """BC over the plan `bc`."""
+    """BC with the plan `bc`; BCConfig has its settings."""
 
     policy_class = BCTorchPolicy
     config_class = BCConfig

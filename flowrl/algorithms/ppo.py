@@ -155,7 +155,12 @@ def adapted(kl_coeff: float, kl: float, kl_target: float) -> float:
 
 
 class PPO(Algorithm):
-    """PPO over the plan `ppo`."""
+    """PPO with the plan `ppo`; PPOConfig has its settings.
+
+    Example:
+        >>> algo = PPO("CartPole-v1", num_envs_per_worker=8, seed=1)  # doctest: +SKIP
+        >>> algo.learn(total_timesteps=100_000)  # doctest: +SKIP
+    """
 
     policy_class = PPOTorchPolicy
     config_class = PPOConfig

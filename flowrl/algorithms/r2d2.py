@@ -194,7 +194,12 @@ def _unrolled_rows(lens: np.ndarray) -> np.ndarray:
 
 
 class R2D2(DQN):
-    """R2D2 over the plan `r2d2`."""
+    """R2D2 with the plan `r2d2`; R2D2Config has its settings.
+
+    Example:
+        >>> algo = R2D2("CartPole-v1", seed=1)  # doctest: +SKIP
+        >>> algo.learn(total_timesteps=100_000)  # doctest: +SKIP
+    """
 
     policy_class = R2D2TorchPolicy
     config_class = R2D2Config

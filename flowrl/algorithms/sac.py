@@ -159,7 +159,12 @@ class SACTorchPolicy(ActorCriticPolicy):
 
 
 class SAC(Algorithm):
-    """SAC over the plan `sac`."""
+    """SAC with the plan `sac`; SACConfig has its settings.
+
+    Example:
+        >>> algo = SAC("Pendulum-v1", seed=1)  # doctest: +SKIP
+        >>> algo.learn(total_timesteps=100_000)  # doctest: +SKIP
+    """
 
     policy_class = SACTorchPolicy
     config_class = SACConfig

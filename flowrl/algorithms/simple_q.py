@@ -23,7 +23,12 @@ class SimpleQConfig(DQNConfig):
 
 
 class SimpleQ(DQN):
-    """SimpleQ over the plan `dqn`."""
+    """SimpleQ with the plan `dqn`; SimpleQConfig has its settings.
+
+    Example:
+        >>> algo = SimpleQ("CartPole-v1", seed=1)  # doctest: +SKIP
+        >>> algo.learn(total_timesteps=100_000)  # doctest: +SKIP
+    """
 
     config_class = SimpleQConfig
 

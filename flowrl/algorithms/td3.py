@@ -104,7 +104,12 @@ class TD3TorchPolicy(ActorCriticPolicy):
 
 
 class TD3(Algorithm):
-    """TD3 over the plan `td3`."""
+    """TD3 with the plan `td3`; TD3Config has its settings.
+
+    Example:
+        >>> algo = TD3("Pendulum-v1", seed=1)  # doctest: +SKIP
+        >>> algo.learn(total_timesteps=100_000)  # doctest: +SKIP
+    """
 
     policy_class = TD3TorchPolicy
     config_class = TD3Config
@@ -117,7 +122,12 @@ class DDPGTorchPolicy(TD3TorchPolicy):
 
 
 class DDPG(TD3):
-    """DDPG over the plan `td3`."""
+    """DDPG with the plan `td3`; DDPGConfig has its settings.
+
+    Example:
+        >>> algo = DDPG("Pendulum-v1", seed=1)  # doctest: +SKIP
+        >>> algo.learn(total_timesteps=100_000)  # doctest: +SKIP
+    """
 
     policy_class = DDPGTorchPolicy
     config_class = DDPGConfig
