@@ -271,7 +271,7 @@ class _AlgorithmConfigReporting(TypedDict, total=False):
     monitor: bool
     """Measure the plan once per second while it trains, for the `diagnosis` of results and the file activity.jsonl of the run directory."""
     trace_s: float | None
-    """Write the last seconds of a training to trace.json in its run directory, as Chrome trace events, which https://ui.perfetto.dev shows; None writes no trace."""
+    """Number of seconds at the end of a training to write to trace.json in its run directory, as Chrome trace events, which https://ui.perfetto.dev shows; None writes no trace."""
     logged_names: Literal["classic", "nested"]
     """Names of metrics in TensorBoard, progress.csv, W&B and MLflow, where each metric has one name: classic (`episode_reward_mean`, `info/learner/…`) or nested (`env_runners/episode_return_mean`, `learners/…`). Results in Python have both."""
     log_to: list[Literal["wandb", "mlflow"]]

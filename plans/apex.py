@@ -1,4 +1,4 @@
-"""Ape-X: workers fill replay buffers on actors, an asynchronous learner updates priorities."""
+"""Ape-X: workers fill replay buffers on actors, an asynchronous learner trains on draws."""
 
 from flowrl.algorithms.apex import APEXConfig
 from flowrl.ops import (

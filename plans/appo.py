@@ -36,9 +36,9 @@ def execution_plan(workers, config):
         .combine(MixInReplay(config.replay_buffer_num_slots, config.replay_proportion))
         .combine(ConcatBatches(config.train_batch_size, count_steps_by=config.count_steps_by))
     )
-    gather = AggregateBatches(batches, config.num_aggregation_workers).for_each(Enqueue(learner))
+    enqueue = AggregateBatches(batches, config.num_aggregation_workers).for_each(Enqueue(learner))
     learned = Dequeue(learner).for_each(
         UpdateTargetNetwork(workers, config.target_network_update_freq, by_steps_trained=True)
     )
-    both = Concurrently([gather, learned], mode="async", output_indexes=[1])
+    both = Concurrently([enqueue, learned], mode="async", output_indexes=[1])
     return StandardMetricsReporting(both, workers, config)

@@ -26,10 +26,10 @@ def execution_plan(workers, config):
         num_sgd_iter=config.num_sgd_iter,
         sgd_minibatch_size=config.sgd_minibatch_size,
     )
-    gather = (
+    enqueue = (
         ParallelRollouts(workers, mode="bulk_sync")
         .combine(ConcatBatches(config.train_batch_size, count_steps_by=config.count_steps_by))
         .for_each(Enqueue(learner))
     )
-    both = Concurrently([gather, Dequeue(learner)], mode="async", output_indexes=[1])
+    both = Concurrently([enqueue, Dequeue(learner)], mode="async", output_indexes=[1])
     return StandardMetricsReporting(both, workers, config)

@@ -40,7 +40,11 @@ class Skip:
 
 @dataclass(frozen=True)
 class Retry:
-    """Call the operator again with the same item, up to `times` times, then raise."""
+    """Call the operator again with the same item, up to `times` times, then raise.
+
+    A gather requests the shard again instead: the item that failed is lost, unless the shard
+    returns it again.
+    """
 
     times: int
 
@@ -56,17 +60,17 @@ class ShardFailedError(RuntimeError):
     """A shard has failed permanently: it died or stopped responding and cannot be replaced."""
 
 
-def check_policy(policy: Any) -> OnError:
-    """Return the error policy unchanged.
+def check_on_error(on_error: Any) -> OnError:
+    """Return a valid setting `on_error` unchanged.
 
     Raises:
-        TypeError: `policy` is not "raise", Skip or Retry.
+        TypeError: it is not "raise", Skip or Retry.
     """
-    if policy != "raise" and not isinstance(policy, (Skip, Retry)):
+    if on_error != "raise" and not isinstance(on_error, (Skip, Retry)):
         raise TypeError(
-            f'on_error must be "raise", Skip(max) or Retry(times), got {describe(policy)}'
+            f'on_error must be "raise", Skip(max) or Retry(times), got {describe(on_error)}'
         )
-    return policy
+    return on_error
 
 
 def note_origin(error: BaseException, stage: Stage, item: Any) -> None:

@@ -19,7 +19,7 @@ from flowrl.iter.errors import (
     Retry,
     ShardFailedError,
     Skip,
-    check_policy,
+    check_on_error,
     note_origin,
     operator_error,
 )
@@ -62,7 +62,9 @@ class Gather(Stage):
     Args:
         shards: the shards to read.
         batch_ms: milliseconds for which a shard collects items before it replies.
-        on_error: policy for exceptions in the code of a shard.
+        on_error: what to do about exceptions in the code of a shard: "raise", Skip(max), or
+            Retry(times), which requests the shard again. An item that failed is lost; to retry
+            items, chain `for_each(fn, on_error=Retry(n))`.
     """
 
     state_fields: ClassVar[Fields] = {
@@ -87,7 +89,7 @@ class Gather(Stage):
         self.title = f"{self.name} {shards.name}"
         self.shards = shards
         self.resumable = shards.replayable
-        self.on_error = check_policy(on_error)
+        self.on_error = check_on_error(on_error)
         self.skipped = 0
         self.states = [ShardState(index, shards.recovery(index)) for index in range(len(shards))]
         self._batch_ms = batch_ms
@@ -115,7 +117,7 @@ class Gather(Stage):
         return self._sources
 
     def source_actor(self, source: Source) -> Any:
-        return self.shards.handle(source.worker) if source.origin == self.name else None
+        return self.shards.handle(source.shard) if source.origin == self.name else None
 
     def can_wait(self) -> bool:
         return self.shards.remote
@@ -129,7 +131,7 @@ class Gather(Stage):
         self._num_membership_changes = self.shards.num_membership_changes()
         self._end_journal("workers joined or left")
         joined = []
-        for index, is_present in enumerate(self.shards.present()):
+        for index, is_present in enumerate(self.shards.update_presence()):
             old = self.states[index] if index < len(self.states) else None
             if old is not None and not is_present and old.status != "left":
                 for ref in old.requests:
@@ -172,7 +174,7 @@ class Gather(Stage):
                 self._fail_shard(shard, "there is no way to recreate it (recreate=)", None)
             shard.restarts += 1
             _count("num_shard_restarts")
-            if not shard.recovery.waits:
+            if not shard.recovery.rounds_wait:
                 shard.startup = self.shards.startup(shard.index)
         shard.dead_incarnation, shard.starting = None, True
         return True
@@ -399,7 +401,7 @@ class Gather(Stage):
 
     def check_state(self, state: dict[str, Any]) -> None:
         super().check_state(state)
-        saved, count = len(state["num_received"]), len(self.shards.present())
+        saved, count = len(state["num_received"]), len(self.shards.update_presence())
         if self.resumable and saved != count:
             raise ValueError(f"{self}: the saved state has {saved} shards, this plan has {count}")
 

@@ -22,8 +22,8 @@ class GatherSync(Gather):
 
     No request is in flight between two pulls, so changes by the consumer (new weights) reach every
     worker before its next item: the lag is 0. If a shard dies, the request is repeated in the same
-    round and the items of the other shards are kept; or, by `Recovery.waits`, rounds have no item
-    of the shard until the first one that begins after its replacement has started.
+    round and the items of the other shards are kept; or, without `Recovery.rounds_wait`, rounds
+    have no item of the shard until the first one that begins after its replacement has started.
 
     Args:
         shards: the shards to read.
@@ -51,7 +51,7 @@ class GatherSync(Gather):
                 self._sources = (source,)
                 self.items += 1
                 return item
-            if self._is_complete(block):
+            if self._run_round(block):
                 if not self._round:
                     raise self._end()
                 in_order = [self._round[index] for index in sorted(self._round)]
@@ -70,7 +70,7 @@ class GatherSync(Gather):
         indexes = [index for index, (item, _) in self._round.items() if condition(item)]
         return [self._round.pop(index) for index in indexes]
 
-    def _is_complete(self, block: bool) -> bool:
+    def _run_round(self, block: bool) -> bool:
         """Request and receive items; return whether the round has one of every member."""
         if self.journal is None or not self.shards.remote:
             return self._complete_round(block)
@@ -117,13 +117,13 @@ class GatherSync(Gather):
 
     def _request_missing(self) -> list[ShardState]:
         """Send requests to the members whose item is missing; return these members."""
-        missing = [shard for shard in self.members() if shard.index not in self._round]
+        missing = [shard for shard in self.prepare_members() if shard.index not in self._round]
         for shard in missing:
             if not shard.requests:
                 self._request(shard)
         return missing
 
-    def members(self) -> list[ShardState]:
+    def prepare_members(self) -> list[ShardState]:
         """Return the shards of the current round; between two rounds, those of the next one.
 
         Creates the replacements of dead shards that the round does not wait for.
@@ -133,13 +133,13 @@ class GatherSync(Gather):
         begins = not self._round and not self._in_flight
         live = self.live()
         for shard in live:
-            if shard.recovery.waits:
+            if shard.recovery.rounds_wait:
                 continue
             if shard.dead_incarnation is not None:
                 self._replace(shard)
             if begins and shard.startup is not None and ready_refs([shard.startup]):
                 shard.startup = None  # if it failed, so does the next request
-        return [shard for shard in live if shard.recovery.waits or shard.is_ready] or live
+        return [shard for shard in live if shard.recovery.rounds_wait or shard.is_ready] or live
 
     def _fetch_all(self, refs: list[Any]) -> list[Reply | None] | None:
         """Fetch all replies in one request to Ray; return None if they must be fetched one at a
@@ -150,7 +150,7 @@ class GatherSync(Gather):
         try:
             requests = [self._in_flight[ref] for ref in refs]
             with self.waiting():
-                return self.shards.results(requests, refs, waits=self._round_s > SLOW_ROUND_S)
+                return self.shards.results(requests, refs, wait_first=self._round_s > SLOW_ROUND_S)
         except Exception:
             return None
         finally:

@@ -182,8 +182,8 @@ class _ReadLog:
             self._num_after = 0
         self._num_after += then_expected
 
-    def begin(self) -> None:
-        """Prepare the first observation."""
+    def advance(self) -> None:
+        """Read how many expected observations precede the next entry."""
         self._num_expected = self._entries[0][0] if self._entries else self._num_after
 
     def observe(self, name: str, value: int, expected: int = 0) -> int:
@@ -196,7 +196,7 @@ class _ReadLog:
                 raise ReplayEnded(self.reason)
             return expected
         _, recorded_name, recorded = self._entries.popleft()
-        self.begin()
+        self.advance()
         if recorded_name != name:
             raise ReplayError(
                 f"the replay differs from the run: observation {self.num_observed:,} is {name!r}, "
@@ -235,8 +235,8 @@ class JournalReader:
                     self.plan.reason = chunk["ended"] or self.plan.reason
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ReplayError(f"{path}: damaged: {error!r}") from None
-        self.plan.begin()
-        self.learner.begin()
+        self.plan.advance()
+        self.learner.advance()
 
     def end(self, reason: str) -> None:
         """Do nothing: only a recording ends."""

@@ -97,7 +97,7 @@ class MetricsContext:
         self.journal: Journal | None = None
         self._operator_names: dict[int, str] = {}
 
-    def record(self, cls: type[R]) -> R:
+    def singleton(self, cls: type[R]) -> R:
         """Return the plan's single instance of `cls`, created at the first call."""
         if cls not in self._records:
             self._records[cls] = cls()

@@ -102,7 +102,8 @@ class ParallelIterator(Generic[T]):
 
         Args:
             shuffle_buffer_size: items in the window; 1 keeps the order.
-            seed: seed of the order of every shard; None uses a different one each time.
+            seed: seed of the order of every shard; None derives one for each shard from the seed of
+                the plan.
         """
         _validate(lambda it: it.shuffle(shuffle_buffer_size, seed))
         suffix = f".local_shuffle(shuffle_buffer_size={shuffle_buffer_size}, seed={seed})"
@@ -216,7 +217,9 @@ class ParallelIterator(Generic[T]):
                 with the returned item (it pulls the next one), or "before" the item is returned. An
                 item is at most `num_async - 1` ("after") or `num_async` ("before") items of its own
                 shard old (with `batch_ms`: replies, of any number of items).
-            on_error: policy for exceptions in the code of a shard.
+            on_error: "raise", Skip(max), or Retry(times), for exceptions in the code of a shard.
+                Retry requests the shard again, and the item that failed is lost; to retry items,
+                chain `for_each(fn, on_error=Retry(n))`.
             limit: limits the requests in flight, see RequestLimit.
         """
         stage = GatherAsync(

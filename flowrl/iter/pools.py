@@ -175,7 +175,7 @@ class ActorPool(Pool):
         import ray
 
         try:
-            return Reply(*ray_health.get(ref, waits=False))  # it is ready
+            return Reply(*ray_health.get(ref, wait_first=False))  # it is ready
         except ray.exceptions.RayTaskError as error:
             if type(error.cause) in (ray.exceptions.RayTaskError, str):
                 raise  # the error itself could not be pickled

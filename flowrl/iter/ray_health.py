@@ -150,13 +150,13 @@ def check_ray() -> None:
         raise RayLostError(_watch.lost)
 
 
-def get(refs: Any, waits: bool = True) -> Any:
+def get(refs: Any, wait_first: bool = True) -> Any:
     """Return `ray.get(refs)`.
 
     Args:
         refs: a Ray object reference or a list of them.
-        waits: wait for the objects before reading them. Ray ends the process if its raylet dies
-            while an object is read, and reading includes waiting. False saves a call.
+        wait_first: wait for the objects before reading them. Ray ends the process if its raylet
+            dies while an object is read, and reading includes waiting. False saves a call.
 
     Raises:
         RayLostError: Ray died meanwhile.
@@ -165,7 +165,7 @@ def get(refs: Any, waits: bool = True) -> Any:
     import ray
     from ray.exceptions import GetTimeoutError, RayTaskError
 
-    if waits:
+    if wait_first:
         waited_for = refs if isinstance(refs, list) else [refs]
         wait(waited_for, len(waited_for))
     timeout = CHECK_S

@@ -24,8 +24,8 @@ class Recovery:
         max_backoff_s: upper limit of the back-off.
         breaker: consecutive identical deaths, without an item in between, after which the shard
             fails permanently.
-        waits: whether a round of GatherSync waits until a shard is replaced. If not, it has no item
-            of that shard, unless there is no other one.
+        rounds_wait: whether a round of GatherSync waits until a shard is replaced. If not, it has
+            no item of that shard, unless there is no other one.
     """
 
     timeout_s: float | None = None
@@ -33,7 +33,7 @@ class Recovery:
     backoff_s: float = 0.1
     max_backoff_s: float = 30.0
     breaker: int = 3
-    waits: bool = True
+    rounds_wait: bool = True
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None and not self.timeout_s > 0:

@@ -79,9 +79,9 @@ class Shards:
         """Return how often workers have joined or left."""
         return sum(shard.pool.num_membership_changes for shard in self._growing)
 
-    def present(self) -> list[bool]:
-        """Return for each shard whether its worker is still in its pool. Shards of workers that
-        have joined are appended first."""
+    def update_presence(self) -> list[bool]:
+        """Append shards of workers that have joined; return for each shard whether its worker is
+        still in its pool."""
         for growing in self._growing:
             known = {shard.worker for shard in self._shards if _is_same(shard, growing)}
             for worker in range(len(growing.pool)):
@@ -149,17 +149,17 @@ class Shards:
         return reply
 
     def results(
-        self, requests: Sequence[PendingRequest], refs: list[Any], waits: bool
+        self, requests: Sequence[PendingRequest], refs: list[Any], wait_first: bool
     ) -> list[Reply | None]:
         """Return the replies to requests to actors, fetched together; raise if one failed.
 
         Args:
             requests: the requests.
             refs: of their replies.
-            waits: see `ray_health.get`.
+            wait_first: see `ray_health.get`.
         """
         replies: list[Reply | None] = []
-        for request, fields in zip(requests, ray_health.get(refs, waits), strict=True):
+        for request, fields in zip(requests, ray_health.get(refs, wait_first), strict=True):
             reply = Reply(*fields)
             self._confirm(request, reply)
             replies.append(reply)
@@ -208,7 +208,7 @@ class Shards:
 
     def stop(self) -> None:
         """Drop the streams and release the pools."""
-        for index, is_present in enumerate(self.present()):
+        for index, is_present in enumerate(self.update_presence()):
             if is_present and index in self._created:
                 shard = self._shards[index]
                 shard.pool.drop_stream(shard.worker, self._stream_id(index))

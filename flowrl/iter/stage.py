@@ -43,13 +43,15 @@ Pull = Callable[[bool], Any]
 
 @dataclass(slots=True, unsafe_hash=True)  # a frozen dataclass takes five times as long to create
 class Source:
-    """The origin of an item: worker index, incarnation (number of restarts), sequence number.
+    """The origin of an item: shard, incarnation (number of restarts), sequence number.
+
+    Shards are numbered from 0, so the shard of a remote rollout worker is its `worker_index` - 1.
 
     `tags` holds what the worker reported with the item (sampling: weights version, step counts);
     `origin` is the name of the gather stage, unique in the plan.
     """
 
-    worker: int
+    shard: int
     incarnation: int = 0
     seq: int = 0
     tags: dict[str, Any] = field(default_factory=dict, compare=False)
@@ -57,13 +59,13 @@ class Source:
 
 
 _SOURCE: Fields = {
-    "worker": int, "incarnation": Natural, "seq": Natural, "tags": dict[str, Any], "origin": str,
+    "shard": int, "incarnation": Natural, "seq": Natural, "tags": dict[str, Any], "origin": str,
 }  # fmt: skip
 
 
 def sources_to_list(sources: Sequence[Source]) -> list[list[Any]]:
     """Convert sources to nested lists for saved state."""
-    return [[s.worker, s.incarnation, s.seq, s.tags, s.origin] for s in sources]
+    return [[s.shard, s.incarnation, s.seq, s.tags, s.origin] for s in sources]
 
 
 def sources_from_list(rows: Sequence[Sequence[Any]]) -> tuple[Source, ...]:

@@ -68,7 +68,7 @@ class LearnerActor:
 
             backend = "nccl" if device.startswith("cuda") else "gloo"
             store = TCPStore(*store_address, is_master=False, wait_for_workers=False)
-            group = ProcessGroup(store, rank, size, backend, timeout_s=TIMEOUT_S, shares_rows=True)
+            group = ProcessGroup(store, rank, size, backend, timeout_s=TIMEOUT_S, splits_rows=True)
             for policy in self.policies.values():
                 policy.learner.process_group = group
 

@@ -140,7 +140,7 @@ class LearnOnWorker:
             for policy in worker.policy_map.values():
                 policy.on_global_var_update(self._current_global_vars())
             versions = {pid: policy.version for pid, policy in worker.policy_map.items()}
-            source = Source(worker.worker_index, tags={"weights_versions": versions})
+            source = Source(max(worker.worker_index - 1, 0), tags={"weights_versions": versions})
             return update_policies(
                 worker.policy_map,
                 rows,

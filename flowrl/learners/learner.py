@@ -37,14 +37,14 @@ class ProcessGroupError(RuntimeError):
 
 @dataclass
 class PolicyUpdate:
-    """Report of an update of one policy.
+    """Report of a training step of one policy: all passes over one batch.
 
     Attributes:
         stats: statistics, means over the minibatches of the last pass.
         rows: rows that the policy learned from.
         replayed_rows: how many of them were drawn from a replay buffer.
-        policy_lags: for each fragment that the rows come from, the number of updates made since
-            it was sampled. Fragments drawn from a buffer have none.
+        policy_lags: for each fragment that the rows come from, the number of optimizer steps made
+            since it was sampled. Fragments drawn from a buffer have none.
         row_stats: values per row, arrays [rows] (see Policy.row_stats).
     """
 
@@ -84,8 +84,7 @@ Updates = dict[str, PolicyUpdate]
 class Learner:
     """Updates the policies of a WorkerSet.
 
-    An update uses the values of schedules at the end of the previous one, which is where the
-    sampling of its batch began.
+    Schedules advance after each call of `update`, so all passes over a batch use the same values.
 
     Args:
         workers: the WorkerSet.

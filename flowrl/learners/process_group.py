@@ -28,7 +28,7 @@ class ProcessGroup:
         size: number of processes.
         backend: "gloo", or "nccl" for processes with a GPU each.
         timeout_s: seconds without an answer after which the group counts as broken.
-        shares_rows: whether every process gets the same rows and learns from its share of them;
+        splits_rows: whether every process gets the same rows and learns from its share of them;
             otherwise, each has rows of its own.
 
     Raises:
@@ -43,9 +43,9 @@ class ProcessGroup:
         backend: str = "gloo",
         *,
         timeout_s: float,
-        shares_rows: bool = False,
+        splits_rows: bool = False,
     ):
-        self.rank, self.size, self.shares_rows = rank, size, shares_rows
+        self.rank, self.size, self.splits_rows = rank, size, splits_rows
         self.device = torch.device("cuda" if backend == "nccl" else "cpu")
         if dist.is_initialized():
             dist.destroy_process_group()

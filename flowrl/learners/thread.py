@@ -313,8 +313,8 @@ class LearnerThread:
     # -- recording and replaying -----------------------------------------------------------------
 
     def observe(self, num_steps: int) -> int:
-        """Record how many steps the plan observes, and return the number; in a replay, return the
-        recorded number, after as many steps.
+        """Record the number of steps that the plan observes, and return it. In a replay, make the
+        recorded number of steps and return that number.
 
         Raises:
             ReplayError: the replay lacks a batch that the recorded run learned from.
@@ -325,10 +325,10 @@ class LearnerThread:
         num_steps = self._journal.plan.observe("learner", num_steps, expected=last)
         self._num_observed_steps = num_steps
         while self._journal.replays and self.num_steps < num_steps:
-            self.replay_step()
+            self.rerun_step()
         return num_steps
 
-    def replay_step(self) -> None:
+    def rerun_step(self) -> None:
         """Make the next step of a replay, in the plan's own thread.
 
         Raises:
@@ -337,15 +337,15 @@ class LearnerThread:
         with self.workers.local_worker().lock:
             self._check_replayed(self._step())
 
-    def replay_room(self) -> None:
+    def rerun_until_room(self) -> None:
         """Make room in `inqueue` in a replay: take the batches of the next step.
 
         Raises:
-            ReplayError: see `replay_step`.
+            ReplayError: see `rerun_step`.
         """
         while self.inqueue.full():
             if self._has_taken:
-                self.replay_step()
+                self.rerun_step()
             self._check_replayed(self._take_batches())
 
     def _check_replayed(self, is_done: bool) -> None:

@@ -53,7 +53,7 @@ class Event(NamedTuple):
             return {**event, "dur": round(self.seconds * 1e6, 1), "args": self.args or {}}
         assert self.source is not None
         source = self.source
-        event["id"] = f"{source.origin}/{source.worker}/{source.incarnation}/{source.seq}"
+        event["id"] = f"{source.origin}/{source.shard}/{source.incarnation}/{source.seq}"
         return event if self.phase == "s" else {**event, "bp": "e"}
 
 
@@ -129,11 +129,11 @@ class Tracer:
         if "sampled_at" not in tags:
             return
         begin, end = tags["sampled_at"]
-        thread = FIRST_WORKER + source.worker
-        self._threads[thread] = f"shard {source.worker}"
+        thread = FIRST_WORKER + source.shard
+        self._threads[thread] = f"shard {source.shard}"
         args = {"env_steps": tags["env_steps"], "weights": tags["weights_versions"]}
         self._events.append(Event("X", "sample", thread, begin, end - begin, args))
-        key = source.worker, source.incarnation
+        key = source.shard, source.incarnation
         before, self._timings[key] = self._timings.get(key, {}), tags["timings"]
         for part, name in PARTS.items():
             seconds = tags["timings"].get(part, 0.0) - before.get(part, 0.0)

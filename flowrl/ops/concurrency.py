@@ -35,13 +35,11 @@ class Concurrently(LocalIterator[Any]):
             items that are ready. Only for "round_robin"; without effect on branches that share a
             replay buffer.
 
-    Branches that store to a replay buffer and draw from it keep the buffer's ratio: its
-    `training_intensity`, or else one drawn batch per stored batch.
-
     Raises:
         TypeError: an element of `ops` is not a LocalIterator.
         ValueError: fewer than two branches, no index or one out of range, invalid weights, or a
-            `transform` in an "async" branch.
+            `transform` in a branch that may have to wait (for workers or a queue with "async", for
+            a sibling with "round_robin").
     """
 
     def __init__(
@@ -133,7 +131,7 @@ class Enqueue:
     def _decide_ready(self, journal: Journal, ready: bool) -> bool:
         self._was_ready = bool(journal.plan.observe("Enqueue", ready, expected=self._was_ready))
         if journal.replays and self._was_ready and self.learner is not None:
-            self.learner.replay_room()
+            self.learner.rerun_until_room()
         return self._was_ready
 
     def waits(self) -> list[Any]:
@@ -259,7 +257,7 @@ class DequeueStage(Stage):
             if not self.journal.plan.observe(self.name, has_item):
                 return NOT_READY
             while self.queue.empty():
-                self.learner.replay_step()
+                self.learner.rerun_step()
         try:
             return self.queue.get_nowait()
         except queue.Empty:

@@ -190,7 +190,7 @@ def _origin(
     sources = tuple(sources)
     if not sources:
         return ""
-    indices = sorted({source.worker for source in sources})
+    indices = sorted({source.shard for source in sources})
     named = ", ".join(map(str, indices[:MAX_LISTED])) + (", …" if len(indices) > MAX_LISTED else "")
     text = f", from shard{'s' * (len(indices) > 1)} {named}"
     versions: dict[str, list[int]] = {}

@@ -68,7 +68,7 @@ class PlanMetrics:
     @classmethod
     def of(cls, context: MetricsContext) -> PlanMetrics:
         """Return the metrics of a context's plan."""
-        return context.record(cls)
+        return context.singleton(cls)
 
     def trainer(self, operator: Any) -> TrainerMetrics:
         """Return the metrics of a training operator.

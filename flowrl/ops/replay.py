@@ -289,7 +289,7 @@ class UpdateReplayPriorities:
                         f"this batch has {len(batch.sources)} sources: do not concatenate batches"
                     )
                 (source,) = batch.sources
-                self.buffer.update_priorities(source.worker, *update)
+                self.buffer.update_priorities(source.shard, *update)
             else:
                 self.buffer.update_priorities(*update)
         return item

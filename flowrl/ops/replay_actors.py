@@ -153,7 +153,7 @@ class ReplayActors:
 
     def handles(self) -> list[Any]:
         """Return the actors; start them on the first call."""
-        if not self._handles and self._is_replay:
+        if not self._handles and self._reruns_journal:
             shards = range(self.num_shards)
             self._handles = [InProcessActor(ReplayShard(self.make_shard, i)) for i in shards]
         elif not self._handles:
@@ -163,7 +163,8 @@ class ReplayActors:
         return self._handles
 
     @property
-    def _is_replay(self) -> bool:
+    def _reruns_journal(self) -> bool:
+        """Whether a recorded run is repeated."""
         return self.journal is not None and self.journal.replays
 
     def _start_shard(self, index: int) -> Any:
@@ -197,7 +198,7 @@ class ReplayActors:
         """Stop the actors."""
         import ray
 
-        if ray.is_initialized() and not self._is_replay and not ray_health.is_ray_lost():
+        if ray.is_initialized() and not self._reruns_journal and not ray_health.is_ray_lost():
             for handle in self._handles:
                 ray.kill(handle)
         if self._owns_ray:
@@ -237,7 +238,7 @@ class ReplayActors:
         self.ratio.note_stored(batch.agent_steps())
 
     def _send_batch(self, index: int, batch: Any, node: str | None) -> _PendingAdd:
-        if self._is_replay:
+        if self._reruns_journal:
             batch = BatchRef([batch], 0, {}).get()
         ref = self.handles()[index].add.remote(batch, node)
         return _PendingAdd(ref, batch, node)
@@ -276,7 +277,7 @@ class ReplayActors:
             ref: of the reply.
             name: of the observation in the journal, if a plan is being pulled.
         """
-        ready = self._is_replay or bool(ready_refs([ref]))
+        ready = self._reruns_journal or bool(ready_refs([ref]))
         if self.journal is None or current_metrics() is None:
             return ready
         return bool(self.journal.plan.observe(name, ready))
@@ -392,7 +393,7 @@ class ReplayActors:
 
         while True:
             while self._pending_adds[shard]:
-                if not self._is_replay:
+                if not self._reruns_journal:
                     ray_health.wait([self._pending_adds[shard][0].ref], 1)
                 self._process_stored("a checkpoint")
             self._send_updates(shard)

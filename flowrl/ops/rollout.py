@@ -166,8 +166,8 @@ class CountRollouts:
         worker = self.workers.local_worker()
         for source in sources:
             ended = source.tags.get("episodes", ())
-            plan.new_episodes.extend((source.worker, episode) for episode in ended)
-            plan.sampler_timings[source.worker] = source.tags.get("timings", {})
+            plan.new_episodes.extend((source.shard, episode) for episode in ended)
+            plan.sampler_timings[source.shard] = source.tags.get("timings", {})
             for filters in source.tags.get("filters", ()):
                 with worker.lock:
                     self.workers.weight_sync.observe_learner()
@@ -176,7 +176,7 @@ class CountRollouts:
             health = WorkerHealth(
                 source.tags.get("env_restarts", 0), source.tags.get("faulty_episodes", 0)
             )
-            plan.worker_health[source.worker, source.incarnation] = health
+            plan.worker_health[source.shard, source.incarnation] = health
             if health.env_restarts and metrics.journal is not None and self._has_time_limits:
                 metrics.journal.end("an environment failed or exceeded its time limit")
         if self._fetch_started is not None:
@@ -188,7 +188,7 @@ class CountRollouts:
     def _count_transfers(self, sources: tuple[Source, ...], items: list[Any]) -> None:
         """Count the env steps of each worker, and the bytes that were sent by other nodes."""
         for source, item in zip(sources, items, strict=False):
-            node, index = source.tags.get("node"), source.worker
+            node, index = source.tags.get("node"), source.shard
             self.workers.nodes[index] = node
             steps = self.workers.env_steps_by_worker
             steps[index] = steps.get(index, 0) + source.tags.get("env_steps", 0)
@@ -218,7 +218,7 @@ class DropStale:
         is_fresh = max(lags) <= self.max_policy_lag
         if not is_fresh:
             _get_shared_metrics().counters["num_env_steps_dropped"] += batch.env_steps()
-            self.workers.weight_sync.update_also(source.worker for source in batch.sources)
+            self.workers.weight_sync.update_also(source.shard for source in batch.sources)
         return is_fresh
 
     def __repr__(self) -> str:

@@ -81,12 +81,17 @@ class OncePerTimeInterval:
 class StalenessLimit:
     """Limits how far sampling runs ahead of training, and so the age of fragments.
 
-    Let m be the number of env steps that were trained on or dropped when the oldest untrained
-    fragment was requested. A fragment is requested only while fewer than
-    m + (max_batches + 1) * batch_size env steps have been requested. So at most `max_batches` train
-    batches, of at least one fragment each, are trained on between the request of a fragment, which
-    fixes its weights, and its training. This staleness control follows AReaL (Fu et al. 2025, arXiv
-    2505.24298); it also holds for the slowest worker. Counts `num_sampling_waits`.
+    A fragment is requested only while
+
+        requested < done + (max_batches + 1) * batch_size
+
+    where `requested` is the number of env steps requested so far, and `done` the number that was
+    trained on or dropped when the oldest untrained fragment was requested. So at most `max_batches`
+    train batches, of at least one fragment each, are trained on between the request of a fragment,
+    which fixes its weights, and its training. Exception: a fragment is always requested if none is
+    in flight and those received do not fill a train batch. This staleness control follows AReaL (Fu
+    et al. 2025, arXiv 2505.24298); it also holds for the slowest worker. Counts
+    `num_sampling_waits`.
 
     Use it in plans with one source of fragments that train on each fragment once. Fragments that
     are lost to an operator's exception count as dropped. A filter that drops fragments must count

@@ -175,7 +175,7 @@ class UpdateTargetNetwork:
         due = [
             policy_id
             for policy_id in (info if self.policies is None else self.policies)
-            if self._is_due(policy_id, info.get(policy_id, {}))
+            if self._count_and_check(policy_id, info.get(policy_id, {}))
         ]
         worker, num_updates = self.workers.local_worker(), 0
         with worker.lock if due else nullcontext():
@@ -194,7 +194,7 @@ class UpdateTargetNetwork:
         _get_shared_metrics().counters["num_target_updates"] += num_updates
         return item
 
-    def _is_due(self, policy_id: str, entry: dict[str, Any]) -> bool:
+    def _count_and_check(self, policy_id: str, entry: dict[str, Any]) -> bool:
         """Count the rows of a training; return whether the interval has passed for a policy."""
         rows = self._rows_trained.get(policy_id, 0) + entry.get("num_agent_steps_trained", 0)
         self._rows_trained[policy_id] = rows

@@ -105,7 +105,9 @@ class TrainOnWorkersStage(Stage):
         host = ray.util.get_node_ip_address()
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self._learn.store_address = host, self._store.port
-        if self.workers.config.recovery.waits:  # the group must be known before the new worker asks
+        if (
+            self.workers.config.recovery.rounds_wait
+        ):  # the group must be known before the new worker asks
             self.workers.on_recreate.append(self._form_group_again)
         self._form_group()
 
@@ -128,7 +130,7 @@ class TrainOnWorkersStage(Stage):
 
     def _current_members(self) -> list[tuple[int, int]]:
         rounds: Any = self.parents[0]
-        members = [shard.index for shard in rounds.members()]
+        members = [shard.index for shard in rounds.prepare_members()]
         return [(index, self.workers.restart_counts[index]) for index in members]
 
     def _form_group_again(self) -> None:
@@ -211,7 +213,7 @@ class TrainOnWorkersStage(Stage):
             with worker.lock:
                 load_learning_state(worker.policy_map, state)
             if not any(policy.observation_filter for policy in worker.policy_map.values()):
-                self.workers.weight_sync.mark_synced(source.worker for source in sources)
+                self.workers.weight_sync.mark_synced(source.shard for source in sources)
         first_info: Info = {}
         for update, source in zip(updates, sources, strict=True):
             self._count(((source,), update))

@@ -91,7 +91,7 @@ class UpdateWorkerWeights:
         for source in batch.sources:
             if source.origin == REPLAYED:
                 continue
-            index = source.worker
+            index = source.shard
             steps = self._steps.get(index, 0) + source.tags.get("env_steps", 0)
             if steps >= self.max_weight_sync_delay:
                 due.append(index)
@@ -113,4 +113,4 @@ class UpdateWorkerWeights:
 
 def contributors(batch: Any) -> list[int]:
     """Return the indices of the workers that sampled a batch; replayed rows have no workers."""
-    return [source.worker for source in batch.sources if source.origin != REPLAYED]
+    return [source.shard for source in batch.sources if source.origin != REPLAYED]

@@ -60,17 +60,17 @@ class AgentBatches:
         self.ready.clear()
 
     def env_stepped(self, episode: RunningEpisode) -> None:
-        """Note a step of an episode; its rows are added afterwards."""
+        """Do nothing; a subclass may note a step of an episode, whose rows are added afterwards."""
 
     def drop(self, episode: RunningEpisode, error: Exception) -> None:
-        """Drop the rows of an episode, whose environment raised an error."""
+        """Do nothing: AgentEpisodes drops the rows of an episode whose environment failed."""
 
     def continue_as(self, episode: RunningEpisode, following: RunningEpisode) -> None:
         """End an episode at a soft horizon."""
         self.end(episode)
 
     def end(self, episode: RunningEpisode) -> None:
-        """Postprocess the segments of an episode that ends, if each agent's rows are."""
+        """Postprocess the segments of an episode that ended, if a policy or a callback does so."""
         if not self._postprocess.is_needed:
             return
         for lanes in self._policies.values():
@@ -160,10 +160,10 @@ class AgentBatches:
         ]
 
     def restored(self, running: list[RunningEpisode]) -> None:
-        """Note that the episodes of a saved state were loaded."""
+        """Do nothing; a subclass may note that the episodes of a saved state were loaded."""
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the state of batches that are in no fragment yet; None if it is unknown."""
+        """Return the state that a subclass has in addition; None if it cannot be saved."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -29,15 +29,18 @@ class AgentChecks:
     """Checks observations and rewards against the spaces of agents and policies.
 
     Args:
-        slots: the environments.
+        multi_agent_env: the environments.
         on_invalid_step: the setting; "warn" accepts observations outside of the bounds of a Box.
         worker_index: for the warning.
     """
 
     def __init__(
-        self, slots: MultiAgentVectorEnv, on_invalid_step: OnInvalidStep, worker_index: int
+        self,
+        multi_agent_env: MultiAgentVectorEnv,
+        on_invalid_step: OnInvalidStep,
+        worker_index: int,
     ):
-        self._slots = slots
+        self._multi_agent_env = multi_agent_env
         self._warn_only = on_invalid_step == "warn"
         self._replaces = on_invalid_step == "replace"
         self._worker_index = worker_index
@@ -57,7 +60,7 @@ class AgentChecks:
             self._fitting.clear()
             self._seen.clear()
         for kind in ("observation", "action"):
-            agent_space = getattr(self._slots, f"{kind}_space")(agent)
+            agent_space = getattr(self._multi_agent_env, f"{kind}_space")(agent)
             policy_space = getattr(lanes.policy, f"{kind}_space")
             # the bounds of observations may differ, actions must fit exactly
             similar = agent_space.shape == policy_space.shape and (
@@ -71,23 +74,25 @@ class AgentChecks:
                 )
         self._fitting.add((agent, lanes.policy_id))
 
-    def forget(self, slot: int) -> None:
+    def forget(self, env_index: int) -> None:
         """Check the first observations of an environment again."""
-        self._seen = {pair for pair in self._seen if pair[0] != slot}
+        self._seen = {pair for pair in self._seen if pair[0] != env_index}
 
-    def check_structure(self, slot: int, agent: AgentID, observation: Any) -> None:
+    def check_structure(self, env_index: int, agent: AgentID, observation: Any) -> None:
         """Check an observation's structure if it is an agent's first one or has another shape.
 
         Raises:
             ConfigError: it does not fit the agent's space.
         """
-        check = self._slots.observation_check(agent)
+        check = self._multi_agent_env.observation_check(agent)
         try:
-            if (slot, agent) not in self._seen or not check.matches_shape_and_dtype(observation):
+            if (env_index, agent) not in self._seen or not check.matches_shape_and_dtype(
+                observation
+            ):
                 check.check_structure(observation)
-                self._seen.add((slot, agent))
+                self._seen.add((env_index, agent))
         except ConfigError as error:
-            error.add_note(f"returned{self._for_agent(agent)} by sub-environment {slot}")
+            error.add_note(f"returned{self._for_agent(agent)} by sub-environment {env_index}")
             raise
         except (TypeError, ValueError, KeyError, IndexError) as error:
             raise ConfigError(
@@ -111,14 +116,16 @@ class AgentChecks:
         for number, observation in zip(numbers, observations, strict=True):
             agent = by_lane[number].agent_id
             self.check_structure(int(lanes.envs[number]), agent, observation)
-            check = self._slots.observation_check(agent)
+            check = self._multi_agent_env.observation_check(agent)
             copied = check.copy(observation)
             copies.append(check.repair(copied) if self._replaces else copied)
         return stack_values(copies)
 
     def _for_agent(self, agent: AgentID) -> str:
         """Return the agent's name for a message; "" if the environment has no agents' names."""
-        return "" if isinstance(self._slots, SingleAgentAdapter) else f" for agent {agent!r}"
+        return (
+            "" if isinstance(self._multi_agent_env, SingleAgentAdapter) else f" for agent {agent!r}"
+        )
 
     def check_waiting(self, lanes: PolicyLanes) -> None:
         """Check the observations that a policy acts on, after it has raised an error.

@@ -28,7 +28,7 @@ class AgentEpisodes:
     """Starts and ends episodes and trajectories, and calls the callbacks.
 
     Args:
-        slots: the environments.
+        multi_agent_env: the environments.
         worker: its callbacks are called.
         settings: the sampling settings.
         policies: the rows of each policy.
@@ -49,7 +49,7 @@ class AgentEpisodes:
 
     def __init__(
         self,
-        slots: MultiAgentVectorEnv,
+        multi_agent_env: MultiAgentVectorEnv,
         worker: SamplerWorker,
         settings: WorkerConfig,
         policies: Mapping[PolicyID, PolicyLanes],
@@ -58,12 +58,12 @@ class AgentEpisodes:
         batches: AgentBatches,
         first_id: int,
     ):
-        self._worker, self._slots, self._policies = worker, slots, policies
+        self._worker, self._multi_agent_env, self._policies = worker, multi_agent_env, policies
         self._soft_horizon = settings.horizon if settings.soft_horizon else None
         self.ids = IdCounter(first_id)
         self.checks, self.records, self._batches = checks, records, batches
-        self.running: list[RunningEpisode | None] = [None] * slots.num_envs
-        self.is_steady = [False] * slots.num_envs
+        self.running: list[RunningEpisode | None] = [None] * multi_agent_env.num_envs
+        self.is_steady = [False] * multi_agent_env.num_envs
         self.ended: list[RunningEpisode] = []
         self.changed: set[int] = set()
         self.failed: set[int] = set()
@@ -106,12 +106,12 @@ class AgentEpisodes:
         """Whether `after_step` is needed after each step."""
         return self.records.needs_steps or self._soft_horizon is not None
 
-    def store_agents(self, slot: int, sent: dict[AgentID, Any], step: MultiAgentStep) -> None:
+    def store_agents(self, env_index: int, sent: dict[AgentID, Any], step: MultiAgentStep) -> None:
         """Store the results of an environment agent by agent."""
-        episode = self.running[slot]
+        episode = self.running[env_index]
         assert episode is not None
         for agent in sent:
-            episode.agents[agent].waits = False
+            episode.agents[agent].needs_action = False
         self._batches.env_stepped(episode)
         t = episode.record.length
         episode.record.length += 1
@@ -130,16 +130,16 @@ class AgentEpisodes:
             trajectory, ends = episode.agents.get(agent), ends_of(agent)
             if trajectory is None:
                 if not any(ends):
-                    self._start_agent(slot, episode, agent, observation, step.infos.get(agent))
+                    self._start_agent(env_index, episode, agent, observation, step.infos.get(agent))
                 continue
-            self.checks.check_structure(slot, agent, observation)
+            self.checks.check_structure(env_index, agent, observation)
             self._complete(episode, trajectory, observation, t, step.infos.get(agent), ends)
         for trajectory in alive:
             agent = trajectory.agent_id
             if agent not in step.obs and any(ends := ends_of(agent)):
                 # no final observation was returned: use the latest one
                 self._complete(episode, trajectory, None, t, step.infos.get(agent), ends)
-        self.is_steady[slot] = True
+        self.is_steady[env_index] = True
 
     def _complete(
         self,
@@ -186,37 +186,39 @@ class AgentEpisodes:
         self.ended.clear()
         self.failed.clear()
         self.is_steady = [False] * len(self.running)
-        for slot, (observations, infos) in enumerate(first):
-            self.begin(slot, observations, infos, counts=False)
+        for env_index, (observations, infos) in enumerate(first):
+            self.begin(env_index, observations, infos, counts=False)
 
     def begin(
-        self, slot: int, observations: dict[AgentID, Any], infos: Any, counts: bool = True
+        self, env_index: int, observations: dict[AgentID, Any], infos: Any, counts: bool = True
     ) -> None:
         """Start an episode with these observations.
 
         Args:
-            slot: the environment.
+            env_index: the environment.
             observations, infos: by agent.
             counts: whether the observations are part of the filters' statistics.
         """
-        episode = self.running[slot] = RunningEpisode(self.new_record(slot, next(self.ids)))
+        episode = self.running[env_index] = RunningEpisode(
+            self.new_record(env_index, next(self.ids))
+        )
         for agent, observation in observations.items():
             info = (infos or {}).get(agent)
-            self._start_agent(slot, episode, agent, observation, info, counts)
-        self.changed.add(slot)
-        self.records.call("on_episode_start", slot, episode)
+            self._start_agent(env_index, episode, agent, observation, info, counts)
+        self.changed.add(env_index)
+        self.records.call("on_episode_start", env_index, episode)
 
     def check_of(self, agent: AgentID) -> ObservationCheck:
         """Return the check of an agent's observations."""
-        return self._slots.observation_check(agent)
+        return self._multi_agent_env.observation_check(agent)
 
-    def new_record(self, slot: int, episode_id: EpisodeID) -> MultiAgentEpisode:
+    def new_record(self, env_index: int, episode_id: EpisodeID) -> MultiAgentEpisode:
         """Return the record of a new episode in an environment."""
-        return MultiAgentEpisode(episode_id, slot, self._worker, self._worker.policy_for)
+        return MultiAgentEpisode(episode_id, env_index, self._worker, self._worker.policy_for)
 
     def _start_agent(
         self,
-        slot: int,
+        env_index: int,
         episode: RunningEpisode,
         agent: AgentID,
         observation: Any,
@@ -227,38 +229,38 @@ class AgentEpisodes:
         record = episode.record.record(agent)
         lanes = self._policies[record.policy_id]
         self.checks.check_policy(agent, lanes)
-        self.checks.check_structure(slot, agent, observation)
+        self.checks.check_structure(env_index, agent, observation)
         check = self.check_of(agent)
         trajectory = episode.agents[agent] = lanes.start(
-            slot, agent, record.agent_index, episode, check, observation, counts
+            env_index, agent, record.agent_index, episode, check, observation, counts
         )
         if self.has_agent_views:
             episode.history.setdefault(agent, []).append(trajectory)
         record.alive, record.info = True, info or {}
 
-    def after_step(self, slot: int, step: MultiAgentStep) -> None:
+    def after_step(self, env_index: int, step: MultiAgentStep) -> None:
         """Call the callbacks after a step of an environment, and end its episode if it is over."""
-        episode = self.running[slot]
+        episode = self.running[env_index]
         if episode is None:  # this step of a vector environment was the reset
             assert step.start is not None
-            self.begin(slot, step.start, step.start_infos)
+            self.begin(env_index, step.start, step.start_infos)
         elif step.failed is not None:
-            self._drop(slot, episode, step)
+            self._drop(env_index, episode, step)
         else:
-            self.records.call("on_episode_step", slot, episode)
+            self.records.call("on_episode_step", env_index, episode)
             if step.terminateds["__all__"] or step.truncateds["__all__"]:
                 self._batches.end(episode)
-                self.records.call("on_episode_end", slot, episode)
+                self.records.call("on_episode_end", env_index, episode)
                 self.ended.append(episode)
-                self.running[slot] = None
+                self.running[env_index] = None
                 if step.start is not None:
-                    self.begin(slot, step.start, step.start_infos)
+                    self.begin(env_index, step.start, step.start_infos)
             elif episode.record.length == self._soft_horizon:
-                self._pass_horizon(slot, episode)
+                self._pass_horizon(env_index, episode)
 
-    def _pass_horizon(self, slot: int, episode: RunningEpisode) -> None:
+    def _pass_horizon(self, env_index: int, episode: RunningEpisode) -> None:
         """Start another episode at a soft horizon, without a reset."""
-        following = RunningEpisode(self.new_record(slot, next(self.ids)))
+        following = RunningEpisode(self.new_record(env_index, next(self.ids)))
         for agent, trajectory in episode.agents.items():
             lanes = self._policies[trajectory.policy_id]
             row = int(lanes.rows[trajectory.lane])
@@ -270,31 +272,31 @@ class AgentEpisodes:
             episode.returns[agent] = episode.returns.get(agent, 0.0) + pending
             following.returns[agent] = -pending
         self._batches.continue_as(episode, following)
-        self.records.call("on_episode_end", slot, episode)
+        self.records.call("on_episode_end", env_index, episode)
         for trajectory in following.agents.values():
             trajectory.episode = following
         following.record.continue_from(episode.record)
         following.history = {agent: list(past) for agent, past in episode.history.items()}
         self.ended.append(episode)
-        self.running[slot] = following
-        self.records.call("on_episode_start", slot, following)
+        self.running[env_index] = following
+        self.records.call("on_episode_start", env_index, following)
 
-    def _drop(self, slot: int, episode: RunningEpisode, step: MultiAgentStep) -> None:
+    def _drop(self, env_index: int, episode: RunningEpisode, step: MultiAgentStep) -> None:
         """Drop the episode of a failed environment, and start one in the environment that replaces
         it."""
         assert step.start is not None
         assert step.failed is not None
         self._batches.drop(episode, step.failed)
-        self.failed.add(slot)
+        self.failed.add(env_index)
         self.num_faulty += 1
         episode.record.is_faulty = True
         for trajectory in episode.agents.values():
-            trajectory.waits = False  # all have acted
-        self.records.call("on_episode_end", slot, episode)
+            trajectory.needs_action = False  # all have acted
+        self.records.call("on_episode_end", env_index, episode)
         self._remove(episode)
-        self.checks.forget(slot)
-        self.is_steady[slot] = False
-        self.begin(slot, step.start, step.start_infos, counts=False)
+        self.checks.forget(env_index)
+        self.is_steady[env_index] = False
+        self.begin(env_index, step.start, step.start_infos, counts=False)
 
     def _remove(self, episode: RunningEpisode) -> None:
         """Remove the rows of a running episode that are in no fragment."""
@@ -303,14 +305,14 @@ class AgentEpisodes:
         for trajectory in episode.agents.values():
             self._policies[trajectory.policy_id].drop(trajectory)
 
-    def restart(self, slot: int, observations: dict[AgentID, Any], infos: Any) -> None:
+    def restart(self, env_index: int, observations: dict[AgentID, Any], infos: Any) -> None:
         """Replace the episode of an environment that could not be restored."""
-        episode = self.running[slot]
+        episode = self.running[env_index]
         if episode is not None:
-            error = RuntimeError(f"sub-environment {slot} could not be restored")
+            error = RuntimeError(f"sub-environment {env_index} could not be restored")
             self._batches.drop(episode, error)
             self._remove(episode)
-        self.begin(slot, observations, infos, counts=False)
+        self.begin(env_index, observations, infos, counts=False)
 
     def last_observations(self) -> list[dict[AgentID, Any]]:
         """Return the latest observation of each agent in each environment."""

@@ -51,7 +51,7 @@ class AgentRecords:
             self.update(trajectory)
         return episode.record
 
-    def call(self, name: str, slot: int, episode: RunningEpisode) -> None:
+    def call(self, name: str, env_index: int, episode: RunningEpisode) -> None:
         """Call a callback with an episode, if it is overridden."""
         if name not in self._calls:
             return
@@ -62,7 +62,7 @@ class AgentRecords:
             base_env=self._base_env,
             policies=dict(self._worker.policy_map),
             episode=self.updated(episode),
-            env_index=slot,
+            env_index=env_index,
         )
 
     def update(self, trajectory: Trajectory) -> None:
@@ -78,7 +78,7 @@ class AgentRecords:
             add_rows(episode, record, columns, lane, first, end)
             infos = columns.get("infos")
             record.info = (None if infos is None else infos[columns.lookback + end - 1, lane]) or {}
-        if trajectory.alive and not trajectory.waits:  # its action has no outcome yet
+        if trajectory.alive and not trajectory.needs_action:  # its action has no outcome yet
             record.action = value_at(columns["actions"], (columns.lookback + end, lane))
             added = trajectory.pending_reward - record.pending_reward
             record.pending_reward = trajectory.pending_reward

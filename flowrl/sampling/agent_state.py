@@ -17,7 +17,7 @@ from flowrl.sampling.segments import Event
 
 _TRAJECTORY = (
     "age", "agent_id", "agent_index", "alive", "begin", "end", "end_time", "final",
-    "initial_states", "lane", "pending_reward", "policy_id", "recorded", "waits",
+    "initial_states", "lane", "pending_reward", "policy_id", "recorded", "needs_action",
 )  # fmt: skip
 _SEGMENT = ("age", "begin", "end", "final", "terminated", "truncated")
 

@@ -310,7 +310,7 @@ class CollectorSampler(MultiAgentSampler):
             policy_id: CollectorLanes(collectors, policy_id, policy, settings)
             for policy_id, policy in worker.policy_map.items()
         }
-        records = AgentRecords(worker, self.slots, policies, is_used=True)
+        records = AgentRecords(worker, self.multi_agent_env, policies, is_used=True)
         postprocess = SegmentPostprocessing(worker.policy_map, worker.callbacks, worker)
         return (
             policies,
@@ -318,5 +318,5 @@ class CollectorSampler(MultiAgentSampler):
             CollectorBatches(collectors, policies, checks, records, postprocess),
         )
 
-    def _is_regular(self, slot: int, sent: dict[AgentID, Any], step: MultiAgentStep) -> bool:
+    def _is_regular(self, env_index: int, sent: dict[AgentID, Any], step: MultiAgentStep) -> bool:
         return False  # rows are added one by one

@@ -65,15 +65,15 @@ _OPEN_STATE: Fields = {
 
 
 class ColumnSampler:
-    """Samples fragments of all environments of a stepper.
+    """Samples fragments of all environments of a vector environment.
 
     With `batch_mode="complete_episodes"`, a fragment has whole episodes; otherwise, episodes
     continue from one fragment to the next. If an environment fails, its episode's rows
-    that are in no fragment yet are dropped. After an exception the sampler can be used again: the
-    rows that are in no fragment are dropped and the next one starts new episodes.
+    that are in no fragment yet are dropped.After an exception, rows that are in no
+    fragment are dropped, and the next call of `collect` starts new episodes.
 
     Args:
-        stepper: the environments.
+        vector_env: the environments.
         worker: its policy acts and its callbacks are called.
         settings: the sampling settings.
         base_env: the environments, passed to callbacks.
@@ -85,7 +85,7 @@ class ColumnSampler:
 
     def __init__(
         self,
-        stepper: VectorEnv,
+        vector_env: VectorEnv,
         worker: SamplerWorker,
         settings: WorkerConfig,
         base_env: Any,
@@ -93,29 +93,29 @@ class ColumnSampler:
         first_id: int = 0,
         counts_lives: bool = False,
     ):
-        self.stepper, self.settings = stepper, settings
+        self.vector_env, self.settings = vector_env, settings
         self.policy = policy = worker.policy_map[DEFAULT_POLICY_ID]
         self.episodes: list[EpisodeMetrics] = []
         self.env_steps = self.faulty_episodes = 0
         self.timings = dict.fromkeys(TIMINGS, 0.0)
         self._whole = settings.batch_mode == "complete_episodes"
-        self._check = ObservationCheck(stepper.observation_space)
+        self._check = ObservationCheck(vector_env.observation_space)
         self._checks = StepChecks(self._check, settings.on_invalid_step, policy.worker_index)
-        self._separately = postprocesses_segments(policy)
-        self._builder = FragmentBuilder(policy, settings, unroll_ids, self._separately)
-        self._lost_lives = LostLives(stepper.num_envs) if counts_lives else None
+        self._by_segment = postprocesses_segments(policy)
+        self._builder = FragmentBuilder(policy, settings, unroll_ids, self._by_segment)
+        self._lost_lives = LostLives(vector_env.num_envs) if counts_lives else None
         horizon = settings.horizon if settings.soft_horizon else None
-        self._tracker = SegmentTracker(stepper.num_envs, first_id, horizon, self._whole)
+        self._tracker = SegmentTracker(vector_env.num_envs, first_id, horizon, self._whole)
         self._open = False
-        self._states = InitialStates(policy, stepper.num_envs)
+        self._states = InitialStates(policy, vector_env.num_envs)
         self._views = Views(policy, self._states)
         self._columns = FragmentColumns(
-            stepper.num_envs, settings.fragment_length, self._views.lookback
+            vector_env.num_envs, settings.fragment_length, self._views.lookback
         )
         self._allocate_inputs()
         # DirectVectorEnv checks the actions of a Discrete space itself
         discrete = isinstance(policy.action_space, spaces.Discrete)
-        check_actions = not (discrete and isinstance(stepper, DirectVectorEnv))
+        check_actions = not (discrete and isinstance(vector_env, DirectVectorEnv))
         self._outputs = PolicyOutputs(policy, self._columns, self._check, check_actions)
         self._callbacks: EpisodeCallbacks | None = None
         if overrides(worker.callbacks, *EPISODE_EVENTS):
@@ -125,14 +125,20 @@ class ColumnSampler:
         # was freed; afterwards the columns of fragments reuse mapped memory
         np.empty(16 << 20, np.uint8)
         # nested observations, which are not written to the columns directly
-        self._nested: list[Any] | None = None if self._check.is_array else [None] * stepper.num_envs
+        self._nested: list[Any] | None = (
+            None if self._check.is_array else [None] * vector_env.num_envs
+        )
         self._used = 0  # rows in the columns that are in no fragment yet
         self._infos: list[Any] = []  # of each of these rows
-        self._returns = EpisodeReturns(stepper.num_envs)
+        self._returns = EpisodeReturns(vector_env.num_envs)
 
     def _allocate_inputs(self) -> None:
         """Allocate the columns that the environments write."""
-        columns, space, envs = self._columns, self.stepper.observation_space, self.stepper.num_envs
+        columns, space, envs = (
+            self._columns,
+            self.vector_env.observation_space,
+            self.vector_env.num_envs,
+        )
         zeros = map_leaves(lambda z: np.broadcast_to(z, (envs, *z.shape)), zeros_of(space))
         columns.allocate_like("raw_obs", zeros)
         if self.policy.observation_filter is None:
@@ -185,7 +191,7 @@ class ColumnSampler:
         self._tracker.start()
         self._states.restart(slice(None))
         self._states.begin()
-        self.stepper.reset(columns.row("raw_obs", 0) if self._nested is None else self._nested)
+        self.vector_env.reset(columns.row("raw_obs", 0) if self._nested is None else self._nested)
         self._take_observations(0)
         if self._callbacks is not None:
             self._callbacks.start_all()
@@ -203,7 +209,12 @@ class ColumnSampler:
 
     def _roll(self, min_rows: int) -> None:
         """Act and step until the fragment is complete."""
-        columns, stepper, policy, settings = self._columns, self.stepper, self.policy, self.settings
+        columns, vector_env, policy, settings = (
+            self._columns,
+            self.vector_env,
+            self.policy,
+            self.settings,
+        )
         views, tracker, callbacks = self._views, self._tracker, self._callbacks
         normalize, shows_columns = policy.observation_filter, views.shows_columns
         act, act_on_views = policy.compute_actions, policy.compute_actions_from_input_dict
@@ -211,7 +222,7 @@ class ColumnSampler:
             act = policy.compute_actions_only
         if not settings.explore:
             act, act_on_views = partial(act, explore=False), partial(act_on_views, explore=False)
-        whole, nested, envs = self._whole, self._nested, stepper.num_envs
+        whole, nested, envs = self._whole, self._nested, vector_env.num_envs
         replace, shows_dones = settings.on_invalid_step == "replace", "dones" in views.sources
         lookback, first, t = columns.lookback, self._used, self._used
         closed = tracker.rows_closed
@@ -246,7 +257,7 @@ class ColumnSampler:
             acting += act_end - act_start
             target = raw[at + 1] if nested is None else nested
             try:
-                step = stepper.step(to_env, target, rewards[at], terminateds[at], truncateds[at])
+                step = vector_env.step(to_env, target, rewards[at], terminateds[at], truncateds[at])
             except Exception as error:
                 error.add_note(f"at step {t - first} of a fragment, {self.env_steps} steps sampled")
                 raise
@@ -263,7 +274,7 @@ class ColumnSampler:
             if len(step.ended) or len(step.skipped) or step.failed or settings.soft_horizon:
                 soft = self._note(t, step, states)
             if callbacks is not None:
-                callbacks.step(t, step, self._infos, soft, stepper.resets_in_next_step)
+                callbacks.step(t, step, self._infos, soft, vector_env.resets_in_next_step)
             t += 1
             closed = tracker.rows_closed if whole else closed + envs - len(step.skipped)
             if whole and not closed:
@@ -276,7 +287,7 @@ class ColumnSampler:
         self.timings["collection_s"] += clock() - start - stepping - acting
 
     def _inputs_from(self, t: int) -> list[Any]:
-        """Return the columns that the environments write, without ends from row t on."""
+        """Return the columns that the environments write; clear ends of episodes from row t on."""
         arrays = [self._columns[name] for name in INPUTS]
         for ends in arrays[3:]:
             ends[self._columns.lookback + t :] = False
@@ -293,7 +304,7 @@ class ColumnSampler:
         return soft
 
     def _warn_without_data(self, steps: int) -> None:
-        envs = self.stepper.num_envs
+        envs = self.vector_env.num_envs
         if (steps - 1) * envs < MAX_STEPS_WITHOUT_DATA <= steps * envs:
             log.warning(
                 "%d env steps without a finished episode; all of them stay in memory",
@@ -316,8 +327,8 @@ class ColumnSampler:
         self._checks.check(columns, used, raw_finals, segments)
         finals = raw_finals
         if policy.observation_filter is not None:
-            waits = self.stepper.resets_in_next_step
-            acted = segments.acted_rows(used, columns.lanes, waits)[before + 1 :]
+            resets_next = self.vector_env.resets_in_next_step
+            acted = segments.acted_rows(used, columns.lanes, resets_next)[before + 1 :]
             seen = columns.part("raw_obs", before + 1, used + 1)[acted]
             if len(seen):
                 policy.observation_filter.new_stats.update(seen)
@@ -325,15 +336,15 @@ class ColumnSampler:
         chosen = tracker.choose(segments, min_rows)
         returned = segments if chosen.all() else segments.select(chosen)
         batch = self._builder.build(columns, self._views, used, returned, finals, self._infos)
-        if self._separately and batch.count:
+        if self._by_segment and batch.count:
             parts = parts_of(batch, returned.lengths)
             batch = SampleBatch.concat_samples([postprocessed(policy, part) for part in parts])
         rewards = columns.part("rewards", 0, used)
         self.episodes += self._returns.end_fragment(returned, rewards, self._callbacks)
         lost = segments.lanes[segments.events == Event.LOST].tolist()
-        if self.stepper.resets_in_next_step:
+        if self.vector_env.resets_in_next_step:
             lost = []  # the steps that reset an environment
-        self.stepper.mark_healthy(set(range(self.stepper.num_envs)).difference(lost))
+        self.vector_env.mark_healthy(set(range(self.vector_env.num_envs)).difference(lost))
         first = tracker.keep(used, segments, chosen, raw_finals)
         if self._callbacks is not None:
             self._callbacks.update_all(used, self._infos)
@@ -364,7 +375,7 @@ class ColumnSampler:
         }
         if self._open:
             state["open"] = {
-                "envs": self.stepper.state_dict(),
+                "envs": self.vector_env.state_dict(),
                 "columns": self._columns.state_dict(self._used),
                 "states": self._states.state_dict(),
                 "returns": self._returns.so_far.copy(),
@@ -406,7 +417,7 @@ class ColumnSampler:
         observations: Any = columns.row("raw_obs", self._used)
         if self._nested is not None:
             observations = self._nested[:] = rows_of(observations)
-        restarted = self.stepper.load_state_dict(running["envs"], observations)
+        restarted = self.vector_env.load_state_dict(running["envs"], observations)
         if self._nested is not None:
             self._nested[:] = observations
             self._take_observations(self._used)
@@ -414,7 +425,7 @@ class ColumnSampler:
         self._states.restart(restarted)
         if self._callbacks is not None:
             without_record = running["callbacks"] is None
-            for env in range(self.stepper.num_envs) if without_record else restarted:
+            for env in range(self.vector_env.num_envs) if without_record else restarted:
                 self._callbacks.start(env, self._used)
         self._open = True
         return len(restarted)

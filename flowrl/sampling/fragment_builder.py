@@ -30,14 +30,15 @@ class FragmentBuilder:
         policy: postprocesses the rows.
         settings: the sampling settings.
         unroll_ids: the counter of the column `unroll_id`.
-        separately: whether each segment is postprocessed on its own afterwards.
+        by_segment: whether each segment is postprocessed on its own afterwards; batches then have
+            the column `next_values`.
     """
 
     def __init__(
-        self, policy: Policy, settings: WorkerConfig, unroll_ids: IdCounter, separately: bool
+        self, policy: Policy, settings: WorkerConfig, unroll_ids: IdCounter, by_segment: bool
     ):
         self.policy = policy
-        self._separately = separately
+        self._by_segment = by_segment
         self._unroll_ids = unroll_ids
         self._no_done_at_end = settings.no_done_at_end
         self._clip_rewards = settings.clip_rewards
@@ -213,7 +214,7 @@ class FragmentBuilder:
                     found = policy.compute_values_from_input_dict(inputs)
                 next_values[ends[cut] - 1, lanes[cut]] = found
             fragment["next_values"] = next_values
-        if self._separately:
+        if self._by_segment:
             return {"next_values": next_values} if "vf_preds" in grid else {}
         if type(policy).postprocess_fragment is Policy.postprocess_fragment:
             return {}

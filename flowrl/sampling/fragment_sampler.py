@@ -60,9 +60,9 @@ class FragmentSampler:
             remote=bool(worker.worker_index) and settings.output is None,
             collect_infos=settings.collect_infos,
         )
-        self._source: ColumnSampler | MultiAgentSampler | None = None
+        self._env_sampler: ColumnSampler | MultiAgentSampler | None = None
         # of an item of the sampler: a fragment, or one whole episode
-        self._min_rows = settings.fragment_length * envs.slots.num_envs
+        self._min_rows = settings.fragment_length * envs.multi_agent_env.num_envs
         if settings.batch_mode == "complete_episodes":
             self._min_rows = 1
         self._sampler: SamplerInput | None = None
@@ -90,11 +90,11 @@ class FragmentSampler:
         """Sample one item; runs in the sampler's thread if it has one."""
         policy_map = self._worker.policy_map
         with self._worker.lock:
-            if self._source is None:
-                self._source = self._make_source()
-            batch: Any = self._source.collect(self._min_rows)
+            if self._env_sampler is None:
+                self._env_sampler = self._make_source()
+            batch: Any = self._env_sampler.collect(self._min_rows)
             batches = self._shipping.prepare(batch.policy_batches)
-            episodes, self._source.episodes = self._source.episodes, []
+            episodes, self._env_sampler.episodes = self._env_sampler.episodes, []
             filters = {pid: policy.take_filter_updates() for pid, policy in policy_map.items()}
             return SampleResult(
                 batches[DEFAULT_POLICY_ID]
@@ -119,11 +119,13 @@ class FragmentSampler:
             )
         if kind == "rows":
             collector: Any = settings.sample_collector
-            return CollectorSampler(collector, envs.slots, worker, settings, *ids)
+            return CollectorSampler(collector, envs.multi_agent_env, worker, settings, *ids)
         if kind == "agents":
-            return MultiAgentSampler(envs.slots, worker, settings, *ids)
-        assert envs.stepper is not None
-        return ColumnSampler(envs.stepper, worker, settings, envs.slots, *ids, counts_lives)
+            return MultiAgentSampler(envs.multi_agent_env, worker, settings, *ids)
+        assert envs.vector_env is not None
+        return ColumnSampler(
+            envs.vector_env, worker, settings, envs.multi_agent_env, *ids, counts_lives
+        )
 
     def _kind(self) -> str:
         """Return how rows are sampled: "rows" one by one, in columns of "agents", or "columns" of
@@ -141,7 +143,7 @@ class FragmentSampler:
     def sample(self) -> SampleBatch | MultiAgentBatch:
         """Return one fragment; with `complete_episodes`, whole episodes of at least its length."""
         sampler, settings = self.sampler, self._settings
-        min_rows = settings.fragment_length * self._envs.slots.num_envs
+        min_rows = settings.fragment_length * self._envs.multi_agent_env.num_envs
         if settings.batch_mode == "truncate_episodes":
             return sampler.get_data()
         by_agent = settings.count_steps_by == "agent_steps"
@@ -165,7 +167,7 @@ class FragmentSampler:
 
     def episode(self, episode_id: int) -> MultiAgentEpisode | None:
         """Return the record of a running episode; None if no callback of episodes is overridden."""
-        return None if self._source is None else self._source.episode(episode_id)
+        return None if self._env_sampler is None else self._env_sampler.episode(episode_id)
 
     def get_metrics(self) -> list[EpisodeMetrics]:
         """Return the episodes that finished since the last call."""
@@ -173,7 +175,7 @@ class FragmentSampler:
 
     def reply_tags(self) -> dict[str, Any]:
         """Return the metadata of the last fragment: steps, episodes, timings, filter updates."""
-        if self._sampler is None or self._source is None:
+        if self._sampler is None or self._env_sampler is None:
             return {}
         filters, self._sampler.fresh_filters = self._sampler.fresh_filters, []
         env_steps, agent_steps = (
@@ -186,10 +188,10 @@ class FragmentSampler:
             "agent_steps": agent_steps,
             "weights_versions": self._sampler.weights_versions,
             "episodes": [tuple(episode) for episode in self.get_metrics()],
-            "timings": {**self._source.timings, "reset_s": self._envs.slots.reset_s},
+            "timings": {**self._env_sampler.timings, "reset_s": self._envs.multi_agent_env.reset_s},
             "filters": filters,
-            "faulty_episodes": self._source.faulty_episodes,
-            "env_restarts": self._envs.slots.num_restarts,
+            "faulty_episodes": self._env_sampler.faulty_episodes,
+            "env_restarts": self._envs.multi_agent_env.num_restarts,
         }
 
     # -- state ---------------------------------------------------------------------------------
@@ -200,11 +202,11 @@ class FragmentSampler:
         Items that an asynchronous sampler has ready are not included.
         """
         returned = list(self._returned_steps)
-        if self._settings.sample_async and self._source is not None:
-            returned[0] = self._source.env_steps  # includes the items that are lost
+        if self._settings.sample_async and self._env_sampler is not None:
+            returned[0] = self._env_sampler.env_steps  # includes the items that are lost
         return {
-            "num_envs": self._envs.slots.num_envs,
-            "source": None if self._source is None else self._source.state_dict(),
+            "num_envs": self._envs.multi_agent_env.num_envs,
+            "source": None if self._env_sampler is None else self._env_sampler.state_dict(),
             "kind": self._kind(),
             "batch_mode": self._settings.batch_mode,
             "next_unroll": self.unroll_ids.next_id,
@@ -215,7 +217,7 @@ class FragmentSampler:
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise KeyError or ValueError if `load_state_dict` could not load a state."""
-        num_envs, kind = self._envs.slots.num_envs, self._kind()
+        num_envs, kind = self._envs.multi_agent_env.num_envs, self._kind()
         batch_mode = self._settings.batch_mode
         check_state(state, _STATE, "sampling")
         if not len(state["returned_steps"]) == len(state["reported_steps"]) == 2:
@@ -256,12 +258,12 @@ class FragmentSampler:
             if state["source"] is not None:
                 source = self._make_source()
                 restarted = source.load_state_dict(state["source"])
-            elif self._source is not None:
+            elif self._env_sampler is not None:
                 self._envs.reopen()
         except Exception:
             self.unroll_ids = unroll_ids
             raise
-        self._source = source
+        self._env_sampler = source
         self._returned_steps = list(state["returned_steps"])
         self._reported_steps = list(state["reported_steps"])
         self._episodes_ready = list(state["episodes_ready"])
@@ -269,7 +271,7 @@ class FragmentSampler:
 
     def reset(self) -> None:
         """Return to the state after construction, with new environments; the lock must be held."""
-        self._source = None
+        self._env_sampler = None
         self._envs.reopen()
         self.unroll_ids = IdCounter(self._first_id)
         self._reset_counts()

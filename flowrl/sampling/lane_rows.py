@@ -158,7 +158,7 @@ class LaneRows:
         """
         self._complete(trajectory, t, info)
         self._write(trajectory, observation)
-        trajectory.waits = True
+        trajectory.needs_action = True
 
     def end(
         self,
@@ -216,7 +216,7 @@ class LaneRows:
         self.columns.allocate("infos", (), np.dtype(object))[at] = infos
 
     def _release(self, trajectory: Trajectory) -> None:
-        trajectory.alive = trajectory.waits = False
+        trajectory.alive = trajectory.needs_action = False
         self.free[int(self.envs[trajectory.lane])].append(trajectory.lane)
 
     def drop(self, trajectory: Trajectory) -> None:

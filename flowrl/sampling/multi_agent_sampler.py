@@ -64,11 +64,11 @@ class MultiAgentSampler:
 
     With `batch_mode="complete_episodes"`, a fragment has whole episodes; otherwise, episodes
     continue from one fragment to the next. If an environment fails, its episode's rows that are in
-    no fragment yet are dropped. After an exception the sampler can be used again: the rows that are
-    in no fragment are dropped and the next one starts new episodes.
+    no fragment yet are dropped.After an exception, rows that are in no
+    fragment are dropped, and the next call of `collect` starts new episodes.
 
     Args:
-        slots: the environments.
+        multi_agent_env: the environments.
         worker: its policies act and its callbacks are called.
         settings: the sampling settings.
         unroll_ids: the counter of the column `unroll_id`.
@@ -77,23 +77,30 @@ class MultiAgentSampler:
 
     def __init__(
         self,
-        slots: MultiAgentVectorEnv,
+        multi_agent_env: MultiAgentVectorEnv,
         worker: SamplerWorker,
         settings: WorkerConfig,
         unroll_ids: IdCounter,
         first_id: int = 0,
     ):
-        self.slots, self.worker, self.settings = slots, worker, settings
+        self.multi_agent_env, self.worker, self.settings = multi_agent_env, worker, settings
         self.episodes: list[EpisodeMetrics] = []
         self.env_steps = 0
         self.timings = dict.fromkeys(TIMINGS, 0.0)
         self._whole = settings.batch_mode == "complete_episodes"
         self._by_agent = settings.count_steps_by == "agent_steps"
         self._unroll_ids = unroll_ids
-        checks = AgentChecks(slots, settings.on_invalid_step, worker.worker_index)
+        checks = AgentChecks(multi_agent_env, settings.on_invalid_step, worker.worker_index)
         self._policies, records, self._batches = self._make_storage(checks)
         self._episodes = AgentEpisodes(
-            slots, worker, settings, self._policies, checks, records, self._batches, first_id
+            multi_agent_env,
+            worker,
+            settings,
+            self._policies,
+            checks,
+            records,
+            self._batches,
+            first_id,
         )
         self._time = 0  # env steps of each environment
         self._open = False
@@ -116,7 +123,7 @@ class MultiAgentSampler:
             lookback = max(lanes.columns.lookback for lanes in policies.values())
             for lanes in policies.values():
                 lanes.look_back(lookback)
-        records = AgentRecords(worker, self.slots, policies, postprocess.is_needed)
+        records = AgentRecords(worker, self.multi_agent_env, policies, postprocess.is_needed)
         return policies, records, AgentBatches(policies, checks, records, postprocess)
 
     @property
@@ -157,20 +164,20 @@ class MultiAgentSampler:
         """Start an episode in every environment."""
         for lanes in self._policies.values():
             lanes.clear()
-        self._batches.clear(self.slots.num_envs)
-        self._acting = [[] for _ in range(self.slots.num_envs)]
-        self._episodes.start(self.slots.reset())
+        self._batches.clear(self.multi_agent_env.num_envs)
+        self._acting = [[] for _ in range(self.multi_agent_env.num_envs)]
+        self._episodes.start(self.multi_agent_env.reset())
 
     def _roll(self, min_rows: int) -> None:
         """Act and step until the fragment is complete."""
-        clock, slots = time.perf_counter, self.slots
+        clock, multi_agent_env = time.perf_counter, self.multi_agent_env
         start, acting, stepping = clock(), 0.0, 0.0
         steps = skipped = room = 0
         self._num_ended = self._ended_rows = 0
-        self._episodes.changed.update(range(slots.num_envs))
+        self._episodes.changed.update(range(multi_agent_env.num_envs))
         while True:
             if not (self._whole or self._by_agent):
-                found = steps * slots.num_envs - skipped
+                found = steps * multi_agent_env.num_envs - skipped
             else:
                 found = self._rows_found()
                 self._warn_without_data(steps, found)
@@ -182,7 +189,7 @@ class MultiAgentSampler:
             actions = self._act()
             step_start = clock()
             try:
-                results = slots.step(actions)
+                results = multi_agent_env.step(actions)
                 stepped = clock()
                 self._store(actions, results)
             except Exception as error:
@@ -209,7 +216,7 @@ class MultiAgentSampler:
         return episode.new_rows if self._by_agent else episode.new_steps
 
     def _warn_without_data(self, steps: int, found: int) -> None:
-        envs, most = self.slots.num_envs, MAX_STEPS_WITHOUT_DATA
+        envs, most = self.multi_agent_env.num_envs, MAX_STEPS_WITHOUT_DATA
         if found:
             return
         if (steps - 1) * envs < most <= steps * envs:
@@ -226,17 +233,17 @@ class MultiAgentSampler:
     def _arrange(self) -> None:
         """Find the agents that act next, in the environments where they have changed."""
         running = self._episodes.running
-        for slot in self._episodes.changed:
+        for env_index in self._episodes.changed:
             parts: dict[PolicyID, tuple[PolicyLanes, list[AgentID], list[int]]] = {}
-            episode = running[slot]
+            episode = running[env_index]
             for agent, trajectory in episode.agents.items() if episode is not None else ():
-                if trajectory.waits:
+                if trajectory.needs_action:
                     policy_id = trajectory.policy_id
                     if policy_id not in parts:
                         parts[policy_id] = self._policies[policy_id], [], []
                     parts[policy_id][1].append(agent)
                     parts[policy_id][2].append(trajectory.lane)
-            self._acting[slot] = list(parts.values())
+            self._acting[env_index] = list(parts.values())
         self._episodes.changed.clear()
         waiting: dict[PolicyID, list[Trajectory]] = {pid: [] for pid in self._policies}
         for parts_of_slot, episode in zip(self._acting, running, strict=True):
@@ -277,17 +284,17 @@ class MultiAgentSampler:
             lanes.time = self._time
         many = {policy_id: _Results() for policy_id in self._policies}
         episodes = self._episodes
-        for slot, (sent, step) in enumerate(zip(actions, results, strict=True)):
-            if not self._is_regular(slot, sent, step):
-                episodes.changed.add(slot)
-                if episodes.running[slot] is not None and step.failed is None:
-                    episodes.store_agents(slot, sent, step)
+        for env_index, (sent, step) in enumerate(zip(actions, results, strict=True)):
+            if not self._is_regular(env_index, sent, step):
+                episodes.changed.add(env_index)
+                if episodes.running[env_index] is not None and step.failed is None:
+                    episodes.store_agents(env_index, sent, step)
                 continue
-            episode = episodes.running[slot]
+            episode = episodes.running[env_index]
             assert episode is not None
             obs, rewards, infos, length = step.obs, step.rewards, step.infos, episode.record.length
             has_infos = any(infos.values())
-            for lanes, agents, numbers in self._acting[slot]:
+            for lanes, agents, numbers in self._acting[env_index]:
                 of_policy, count = many[lanes.policy_id], len(agents)
                 of_policy.lanes += numbers
                 of_policy.observations += [obs[agent] for agent in agents]
@@ -311,15 +318,15 @@ class MultiAgentSampler:
                 infos_of = found.infos if found.has_infos else None
                 lanes.observe_many(found.lanes, observations, found.rewards, found.steps, infos_of)
         if episodes.changed or episodes.follows_steps:
-            for slot, step in enumerate(results):
-                if slot in episodes.changed or episodes.follows_steps:
-                    episodes.after_step(slot, step)
+            for env_index, step in enumerate(results):
+                if env_index in episodes.changed or episodes.follows_steps:
+                    episodes.after_step(env_index, step)
 
-    def _is_regular(self, slot: int, sent: dict[AgentID, Any], step: MultiAgentStep) -> bool:
+    def _is_regular(self, env_index: int, sent: dict[AgentID, Any], step: MultiAgentStep) -> bool:
         """Return whether exactly the agents that acted were observed, and none ended."""
         obs = step.obs
         return (
-            self._episodes.is_steady[slot]
+            self._episodes.is_steady[env_index]
             and bool(sent)
             and obs.keys() == sent.keys() == step.rewards.keys()
             and not any(step.terminateds.values())
@@ -347,14 +354,16 @@ class MultiAgentSampler:
             lanes.advance(trajectories_of(running, policy_id), past, since)
         if episodes.has_agent_views:
             episodes.forget(ended, lookback)
-        self.slots.mark_healthy(set(range(self.slots.num_envs)) - episodes.failed)
+        self.multi_agent_env.mark_healthy(
+            set(range(self.multi_agent_env.num_envs)) - episodes.failed
+        )
         episodes.failed.clear()
         return MultiAgentBatch(batches, steps)
 
     def _shown_since(self, running: list[RunningEpisode]) -> np.ndarray:
         """Return the first env step of each environment that views of other agents may show from
         rows that are in no fragment."""
-        since = np.full(self.slots.num_envs, self._time)
+        since = np.full(self.multi_agent_env.num_envs, self._time)
         for episode in running:
             for trajectory in episode.agents.values():
                 columns = self._policies[trajectory.policy_id].columns
@@ -399,7 +408,7 @@ class MultiAgentSampler:
         batches = self._batches.state_dict()
         if self._open and batches is not None:
             state["open"] = {
-                "envs": self.slots.state_dict(),
+                "envs": self.multi_agent_env.state_dict(),
                 "batches": batches,
                 **episodes_state_dict(self._episodes, self._policies, self._batches),
             }
@@ -426,9 +435,11 @@ class MultiAgentSampler:
             return 0
         self._batches.load_state_dict(running["batches"])
         load_episodes(running, episodes, self._policies, self._batches)
-        self._acting = [[] for _ in range(self.slots.num_envs)]
-        restarted = self.slots.load_state_dict(running["envs"], episodes.last_observations())
-        for slot, (observations, infos) in restarted.items():
-            episodes.restart(slot, observations, infos)
+        self._acting = [[] for _ in range(self.multi_agent_env.num_envs)]
+        restarted = self.multi_agent_env.load_state_dict(
+            running["envs"], episodes.last_observations()
+        )
+        for env_index, (observations, infos) in restarted.items():
+            episodes.restart(env_index, observations, infos)
         self._open = True
         return len(restarted)

@@ -29,7 +29,7 @@ class PolicyLanes(LaneRows):
     Args:
         policy_id, policy, settings: see LaneRows.
         unroll_ids: the counter of the column `unroll_id`.
-        separately: whether each segment is postprocessed on its own afterwards.
+        by_segment: whether each segment is postprocessed on its own afterwards.
         agent_views: finds the rows of other agents; None if no policy has such views.
     """
 
@@ -39,7 +39,7 @@ class PolicyLanes(LaneRows):
         policy: Policy,
         settings: WorkerConfig,
         unroll_ids: IdCounter,
-        separately: bool,
+        by_segment: bool,
         agent_views: AgentViews | None = None,
     ):
         super().__init__(policy_id, policy, settings, agent_views is not None)
@@ -51,7 +51,7 @@ class PolicyLanes(LaneRows):
             policy, self.columns, self._check, True, f"policy {policy_id!r}", self._describe_actor
         )
         self._is_first = True  # step of a fragment
-        self._builder = FragmentBuilder(policy, settings, unroll_ids, separately)
+        self._builder = FragmentBuilder(policy, settings, unroll_ids, by_segment)
 
     def _new_views(self) -> Views:
         return Views(self.policy, self.states, has_agents=self.shows_agents)

@@ -51,7 +51,7 @@ class Trajectory:
         begin: first row that is in no segment.
         age: number of rows before `begin`.
         alive: whether it has not ended.
-        waits: whether its latest observation has no action.
+        needs_action: whether its latest observation has no action.
         final: its final observation, once it has ended.
         end, end_time: the row after its last one, and the env step of its final observation, once
             it has ended.
@@ -60,9 +60,22 @@ class Trajectory:
     """
 
     __slots__ = (
-        "age", "agent_id", "agent_index", "alive", "begin", "check", "end", "end_time",
-        "episode", "final", "initial_states", "lane", "pending_reward", "policy_id", "recorded",
-        "waits",
+        "age",
+        "agent_id",
+        "agent_index",
+        "alive",
+        "begin",
+        "check",
+        "end",
+        "end_time",
+        "episode",
+        "final",
+        "initial_states",
+        "lane",
+        "needs_action",
+        "pending_reward",
+        "policy_id",
+        "recorded",
     )  # fmt: skip
 
     def __init__(
@@ -82,7 +95,7 @@ class Trajectory:
         self.begin = self.recorded = row
         self.age = 0
         self.initial_states = initial_states
-        self.alive = self.waits = True
+        self.alive = self.needs_action = True
         self.final: Any = None
         self.end = self.end_time = 0
         self.pending_reward = 0.0

@@ -18,8 +18,8 @@ from flowrl.settings import ConfigError
 class SampleCollector(ABC):
     """Stores the rows of all agents and episodes of a worker, and returns them as batches.
 
-    The setting `sample_collector` selects a subclass; the worker then steps its environments row by
-    row. It creates one collector, or one per environment for `batch_mode="complete_episodes"`
+    The setting `sample_collector` selects a subclass; the worker then passes it each row. It
+    creates one collector, or one per environment for `batch_mode="complete_episodes"`
     (`multiple_episodes_in_batch=False`).
 
     Args:

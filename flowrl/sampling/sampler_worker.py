@@ -14,7 +14,7 @@ from flowrl.sampling.episode import MultiAgentEpisode
 
 
 class SamplerWorker(CallbackWorker, Protocol):
-    """What sampling uses of a RolloutWorker."""
+    """The part of a RolloutWorker that samplers use."""
 
     callbacks: DefaultCallbacks
 

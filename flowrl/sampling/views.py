@@ -60,14 +60,19 @@ def max_seq_len(policy: Policy, views: Mapping[str, View]) -> int:
 class Views(ActingViews):
     """The views of one policy, for acting and training.
 
+    Args:
+        policy, states: see ActingViews.
+        has_agents: whether the caller adds the views of other agents, `agents_acting` and
+            `agents_training`.
+
     Attributes:
         shows_columns: whether every view is the column of the same name, so that the policy acts on
             `obs` alone.
         agents_acting, agents_training: the views of other agents for acting and training.
 
     Raises:
-        ConfigError: a view shows other agents, or `batch_repeat_value` is set for other views than
-            those of states.
+        ConfigError: a view shows other agents without `has_agents`, or `batch_repeat_value` is set
+            for other views than those of states.
     """
 
     policy: Policy

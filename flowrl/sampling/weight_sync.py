@@ -67,8 +67,8 @@ class ObservedLearner(Protocol):
     num_steps: int
 
     def observe(self, num_steps: int) -> int:
-        """Record how many steps the plan observes, and return the number; in a replay, return the
-        recorded number, after as many steps."""
+        """Record the number of steps that the plan observes, and return it. In a replay, make the
+        recorded number of steps and return that number."""
 
 
 class WeightSync:
@@ -117,9 +117,10 @@ class WeightSync:
         return published if published.learner_step == num_steps else self._published
 
     def observe_learner(self) -> None:
-        """Note that the plan will change policies that a learner thread may train.
+        """Record the steps of the learner thread before the plan changes policies that it trains.
 
-        The caller holds the lock of the local worker.
+        In a replay, the learner makes as many steps first. The caller holds the lock of the local
+        worker.
         """
         if self.learner is not None and current_metrics() is not None:
             self.learner.observe(self.learner.num_steps)
@@ -183,7 +184,7 @@ class WeightSync:
         return self._payload.content
 
     def update_only(self, indices: Iterable[int]) -> None:
-        """Send new weights only to these workers, once, and to new workers; calls accumulate."""
+        """Let only these workers and new ones receive the next version, once; calls accumulate."""
         self._selected = (self._selected or set()) | set(indices)
 
     def update_also(self, indices: Iterable[int]) -> None:
@@ -192,7 +193,7 @@ class WeightSync:
             self._selected |= set(indices)
 
     def update_all(self) -> None:
-        """Send new weights to every worker; undoes `update_only`."""
+        """Let every worker receive each new version; undoes `update_only`."""
         self._selected = None
 
     def mark_synced(self, indices: Iterable[int]) -> None:
@@ -201,11 +202,11 @@ class WeightSync:
             self._sent[index] = self._versions_of(self._observed())
 
     def forget(self, index: int) -> None:
-        """Send the weights to a worker again: it was replaced, or its weights are outdated."""
+        """Forget which version a worker has, so that its next request carries weights."""
         self._sent.pop(index, None)
 
     def invalidate(self) -> None:
-        """Send weights to every worker again: they changed without a new version."""
+        """Note that weights changed without a new version: the next requests carry them."""
         self.num_invalidations += 1
         self._sent.clear()
         self._payload = None
@@ -213,7 +214,7 @@ class WeightSync:
             self.publish()
 
     def clear(self) -> None:
-        """Note that all workers have stopped."""
+        """Forget the versions of all workers, which have stopped."""
         self._sent.clear()
 
 

@@ -172,7 +172,7 @@ class WorkerConfig(PolicyConfig):
             timeout_s=self.sample_timeout_s,
             max_restarts=self.max_num_worker_restarts,
             backoff_s=self.delay_between_worker_restarts_s,
-            waits=self.wait_for_replaced_workers or not self.recreate_failed_workers,
+            rounds_wait=self.wait_for_replaced_workers or not self.recreate_failed_workers,
         )
 
     @classmethod

@@ -58,10 +58,10 @@ def test_killed_shard_is_replaced_and_skips_received_items(ray_session, tmp_path
     assert stats["restarts"] == 1
     assert stats.get("shards_failed", 0) == 0
     if gather != "rounds":
-        killed = [source for source, _ in pairs if source.worker == 1]
+        killed = [source for source, _ in pairs if source.shard == 1]
         assert [source.seq for source in killed] == [0, 1, 2, 3, 4, 5]
         assert [source.incarnation for source in killed] == [0, 0, 0, 1, 1, 1]
-        assert {source.incarnation for source, _ in pairs if source.worker == 0} == {0}
+        assert {source.incarnation for source, _ in pairs if source.shard == 0} == {0}
 
 
 def test_shard_that_dies_repeatedly_fails(ray_session):
@@ -171,11 +171,11 @@ def test_other_shards_continue_during_the_back_off_of_one(ray_session, tmp_path)
         workers, started = [], time.monotonic()
         while time.monotonic() - started < 0.8 or len(workers) < 10:
             sources, _ = next(stream)
-            workers.append(sources[0].worker)
+            workers.append(sources[0].shard)
         assert workers.count(0) > 5
         while workers.count(1) < 4:
             sources, _ = next(stream)
-            workers.append(sources[0].worker)
+            workers.append(sources[0].shard)
 
 
 def test_stop_ends_all_actors_and_threads(ray_session):
@@ -297,7 +297,7 @@ def test_partition_that_dies_continues_where_the_others_are(ray_session):
 
 def test_rounds_continue_without_a_shard_until_its_replacement_has_started(ray_session, tmp_path):
     marker = str(tmp_path / "died")
-    leaves_out = Recovery(backoff_s=0.01, waits=False)
+    leaves_out = Recovery(backoff_s=0.01, rounds_wait=False)
     endless = Dies(10**6)
     rounds = from_iterators(
         [endless, Dies(6, 3, marker)], recovery=leaves_out
@@ -305,7 +305,7 @@ def test_rounds_continue_without_a_shard_until_its_replacement_has_started(ray_s
     sizes, items = [], []
     with rounds:
         for sources, (first, *others) in rounds.zip_with_source():
-            assert [source.worker for source in sources] == [0, 1][: len(sources)]
+            assert [source.shard for source in sources] == [0, 1][: len(sources)]
             assert first == len(sizes)  # each round has an item of the healthy shard
             sizes.append(len(sources))
             items += others
@@ -319,7 +319,7 @@ def test_rounds_continue_without_a_shard_until_its_replacement_has_started(ray_s
 
 
 def test_only_shard_is_waited_for(ray_session, tmp_path):
-    leaves_out = Recovery(backoff_s=0.01, waits=False)
+    leaves_out = Recovery(backoff_s=0.01, rounds_wait=False)
     shards = from_iterators([Dies(6, 3, str(tmp_path / "died"))], recovery=leaves_out)
     with shards.gather_sync() as stream:
         assert list(stream) == [0, 1, 2, 3, 4, 5]

@@ -53,7 +53,7 @@ def test_gather_async_returns_all_items_with_their_sources(in_process, ask_again
         pairs = list(stream)
     assert sorted(item for _, item in pairs) == list(range(20))
     # also for several items in one reply
-    assert all(sources[0].worker == item % 3 for sources, item in pairs)
+    assert all(sources[0].shard == item % 3 for sources, item in pairs)
     assert all(sources[0].seq == item // 3 for sources, item in pairs)
 
 
@@ -150,13 +150,13 @@ def test_items_have_the_sources_of_their_shards(in_process):
     with from_range(4, 2, in_process=in_process).gather_sync().zip_with_source() as stream:
         assert next(stream)[1] == 0
         sources, _ = next(stream)
-    assert [source.worker for source in sources] == [1]
+    assert [source.shard for source in sources] == [1]
     assert {source.seq for source in sources} == {0}
     it = from_range(8, 2, in_process=in_process)
     both = it.gather_sync().union(it.for_each(lambda x: -x).gather_async(), deterministic=True)
     with both.batch(3).zip_with_source() as stream:
         for sources, items in stream:
-            assert [source.worker for source in sources] == [abs(x) // 4 for x in items]
+            assert [source.shard for source in sources] == [abs(x) // 4 for x in items]
 
 
 def test_zip_with_source_actor_returns_the_actor_of_each_item(ray_session):

@@ -143,7 +143,7 @@ def test_processes_with_many_open_files_are_watched(raylet):
 def test_an_object_that_takes_longer_than_a_check_is_fetched(ray_session, monkeypatch):
     monkeypatch.setattr(ray_health, "CHECK_S", 0.01)
     slow = ray_session.remote(num_cpus=0)(lambda: time.sleep(0.3) or 7).remote()
-    assert ray_health.get(slow, waits=False) == 7
+    assert ray_health.get(slow, wait_first=False) == 7
     assert ray_health.get([slow]) == [7]
 
 

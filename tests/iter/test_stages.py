@@ -423,7 +423,7 @@ def test_gathers_return_all_items(items, shards, others):
 
 
 def sources_of(plan):
-    return [(item, [(s.worker, s.seq) for s in sources]) for sources, item in plan]
+    return [(item, [(s.shard, s.seq) for s in sources]) for sources, item in plan]
 
 
 PROVENANCE = {

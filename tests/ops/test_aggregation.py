@@ -41,7 +41,7 @@ def test_references_are_concatenated_without_fetching(monkeypatch):
     joined = [batch for ref in refs for batch in concat(ref)]
     assert [(type(ref), ref.count, len(ref.parts)) for ref in joined] == [(BatchRef, 6, 2)] * 2
     assert joined[1].steps_by_policy() == {"default_policy": 6}
-    assert [source.worker for source in joined[1].sources] == [2, 3]
+    assert [source.shard for source in joined[1].sources] == [2, 3]
     assert len(set(joined[0].nodes)) == 1
     assert joined[0].nodes[0] is not None
 
@@ -53,7 +53,7 @@ def test_batches_contain_all_rows_and_their_sources(tasks):
         batches = sorted(stream, key=lambda batch: batch["obs"][0])
     assert [type(batch) for batch in batches] == [SampleBatch] * 4
     np.testing.assert_array_equal(np.concatenate([b["obs"] for b in batches]), np.arange(24))
-    assert [[s.worker for s in b.sources] for b in batches] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [[s.shard for s in b.sources] for b in batches] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def test_batches_pass_unchanged_and_are_concatenated_with_references():

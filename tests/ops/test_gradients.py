@@ -138,7 +138,7 @@ def test_async_gradients_train_and_are_counted(num_workers, metrics):
         assert counters["num_env_steps_sampled"] == counters["num_env_steps_trained"] == 6 * 32
         assert counters["num_agent_steps_sampled/default_policy"] == 6 * 32
         for gradients, info in items:
-            assert [source.worker < max(num_workers, 1) for source in gradients.sources] == [True]
+            assert [source.shard < max(num_workers, 1) for source in gradients.sources] == [True]
             assert np.isfinite(info["default_policy"]["learner_stats"]["total_loss"])
         lags = [i["default_policy"]["learner_stats"]["policy_lag_max"] for _, i in items]
         assert max(lags) <= max(num_workers - 1, 0) * 3

@@ -57,7 +57,7 @@ def test_bulk_sync_concatenates_a_fragment_of_every_worker(workers):
     batch = next(rollouts)
     shards = max(1, workers.num_workers)
     assert batch.count == 20 * shards
-    assert [source.worker for source in batch.sources] == list(range(shards))
+    assert [source.shard for source in batch.sources] == list(range(shards))
     assert rollouts.metrics.counters["num_env_steps_sampled"] == 20 * shards
     assert rollouts.metrics.counters["num_agent_steps_sampled"] == 20 * shards
     assert len(PlanMetrics.of(rollouts.metrics).new_episodes) == 6 * shards
@@ -173,7 +173,7 @@ def test_saved_batches_keep_their_sources():
     (joined,) = restored(rows(2))
     for replayed in (joined, restored_mix(rows(2))[1]):
         (source,) = replayed.sources
-        assert (source.worker, source.tags) == (3, {"weights_versions": {"default_policy": 7}})
+        assert (source.shard, source.tags) == (3, {"weights_versions": {"default_policy": 7}})
 
 
 def test_train_batch_waits_for_a_second_round_after_lost_steps():

@@ -74,7 +74,7 @@ def test_plan_over_shards_keeps_the_replay_ratio(actors):
     plan = Concurrently([store, Replay(actors=actors)], mode="async", output_indexes=[1])
     drawn = plan.take(40)
     assert [batch.count for batch in drawn] == [4] * 40
-    assert {batch.sources[0].worker for batch in drawn} == {0, 1}
+    assert {batch.sources[0].shard for batch in drawn} == {0, 1}
     ratio = actors.ratio
     assert ratio.drawn <= 2 * (ratio.stored - 12) <= ratio.drawn + 4 * 4 + 2 * 5 * 9
     assert min(wait_until_stored(actors)) > 0
@@ -211,7 +211,7 @@ def test_one_request_returns_several_batches(actors):
     assert request.number == 3
     batches = actors.receive_batches(request)
     assert [batch.count for batch in batches] == [4, 4, 4]
-    assert {batch.sources[0].worker for batch in batches} == {request.shard}
+    assert {batch.sources[0].shard for batch in batches} == {request.shard}
     pending = actors.request_batches(100)
     assert pending.number == 11  # 2 x (40 - 12) rows are due
     assert not actors.can_draw()

@@ -26,7 +26,7 @@ def train(algorithm, iterations):
 
 
 def workers_in(stream, batches):
-    return [[source.worker for source in next(stream).sources] for _ in range(batches)]
+    return [[source.shard for source in next(stream).sources] for _ in range(batches)]
 
 
 def live_shards(stream):
@@ -43,7 +43,7 @@ def test_added_workers_join_the_next_round_with_the_newest_weights():
         policy.set_weights(policy.get_weights())
         workers.add(2)
         batch = next(stream)
-        assert [source.worker for source in batch.sources] == [0, 1, 2]
+        assert [source.shard for source in batch.sources] == [0, 1, 2]
         assert [source.tags["weights_versions"] for source in batch.sources] == [
             {"default_policy": policy.version}
         ] * 3
@@ -58,14 +58,14 @@ def test_removed_worker_gets_no_requests():
     with make_config(num_workers=2).build() as algorithm:
         workers = algorithm.workers
         stream = ParallelRollouts(workers, mode="async", num_async=2)
-        while {source.worker for source in next(stream).sources} != {1}:
+        while {source.shard for source in next(stream).sources} != {1}:
             pass
         workers.remove()
         assert workers_in(stream, 4) == [[0]] * 4
         workers.add()
         incarnations = set()
         while len(incarnations) < 2:
-            incarnations |= {(s.worker, s.incarnation) for s in next(stream).sources}
+            incarnations |= {(s.shard, s.incarnation) for s in next(stream).sources}
         assert incarnations == {(0, 0), (1, 1)}
         assert stream.metrics.counters["num_shard_restarts"] == 0
         assert live_shards(stream) == [2]
@@ -89,7 +89,7 @@ def test_selected_shards_ignore_added_workers():
         next(single), next(selected)
         algorithm.workers.add()
         for stream in (single, selected):
-            assert [sources[0].worker for sources, _ in stream.take(3)] == [0, 0, 0]
+            assert [sources[0].shard for sources, _ in stream.take(3)] == [0, 0, 0]
             assert live_shards(stream) == [1]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from flowrl.iter.errors import OnError, Retry, Skip, check_policy, note_origin, operator_error
+from flowrl.iter.errors import OnError, Retry, Skip, check_on_error, note_origin, operator_error
 from flowrl.iter.metrics import current_metrics
 from flowrl.iter.stage import Stage, describe, function_title
 from flowrl.state_schema import Fields, Natural, check_own_state
@@ -61,7 +61,7 @@ class FunctionStage(Stage):
         super().__init__(parent)
         self.name = f"{self.name}({getattr(fn, '__name__', None) or type(fn).__name__})"
         self.fn = fn
-        self.on_error = check_policy(on_error)
+        self.on_error = check_on_error(on_error)
         self.skipped = 0
         self._title: str | None = None
 

@@ -20,7 +20,7 @@ from flowrl.iter.stages.function_stage import DROPPED, FunctionStage
 from flowrl.iter.waiting import ready_refs, wait_for_any
 from flowrl.state_schema import Fields
 
-UNBOUNDED = 1000  # maximum tasks in flight for max_concurrency=0: a stream may be infinite
+MAX_TASKS = 1000  # in flight for max_concurrency=0, because a stream may be infinite
 
 
 class _Task(NamedTuple):
@@ -35,7 +35,7 @@ class ForEachConcurrent(FunctionStage):
     `fn` runs on a copy in another process: changes to it are lost, and it has no metrics context.
 
     Args:
-        max_concurrency: maximum number of tasks in flight; 0 means UNBOUNDED.
+        max_concurrency: maximum number of tasks in flight; 0 for MAX_TASKS.
         resources: options of a task for `ray.remote` (`num_cpus`, `num_gpus`, `resources`, …).
     """
 
@@ -54,7 +54,7 @@ class ForEachConcurrent(FunctionStage):
         super().__init__(parent, fn, on_error)
         if max_concurrency < 0:
             raise ValueError(f"for_each: max_concurrency must be >= 0, got {max_concurrency}")
-        self.max_concurrency = max_concurrency or UNBOUNDED
+        self.max_concurrency = max_concurrency or MAX_TASKS
         self.title = f"for_each({function_title(fn)}, max_concurrency={self.max_concurrency})"
         self._resources = dict(resources or {})
         self._remote_fn: Any = None

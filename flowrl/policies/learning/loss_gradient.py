@@ -90,7 +90,7 @@ class LossGradient:
             FloatingPointError: the gradient of some process is not finite.
         """
         policy = self._policy
-        if group.shares_rows and batch is not None:
+        if group.splits_rows and batch is not None:
             batch = share_of(batch, group.rank, group.size)
         stats: Stats = {}
         policy.flat.gradient.zero_()

@@ -21,7 +21,7 @@ class ProcessGroup(Protocol):
 
     rank: int
     size: int
-    shares_rows: bool
+    splits_rows: bool
 
     def average_gradient(self, gradient: torch.Tensor, rows: int) -> int: ...
     def mean(self, value: float | None) -> float | None: ...

@@ -154,7 +154,7 @@ class TorchLearner:
 
     def _minibatches_of_group(self, batch: SampleBatch, size: int) -> Iterator[Any]:
         group, minibatches = self.process_group, self.minibatches(batch, size)
-        if group is None or group.shares_rows:
+        if group is None or group.splits_rows:
             return minibatches
         return group.pad_minibatches(minibatches)
 
