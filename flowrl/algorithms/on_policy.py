@@ -8,15 +8,14 @@ import numpy as np
 import torch
 
 from flowrl.data import SampleBatch
-from flowrl.policies.models.fcnet import uses_numpy
+from flowrl.policies.models.fcnet import acts_by_numpy
 from flowrl.policies.returns import discounted_returns, generalized_advantages
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TorchPolicy
 from flowrl.settings import ConfigError, Fraction
 from flowrl.trainer.config import AlgorithmConfig
 
-# methods that may not be overridden if values are to be computed separately
-_ACTING = ("compute_actions", "_act", "extra_action_out", "compute_values")
+_ACTING = {"compute_actions", "_act", "extra_action_out", "compute_values"}
 
 
 class OnPolicyConfig(AlgorithmConfig):
@@ -46,23 +45,23 @@ class OnPolicyPolicy(TorchPolicy):
     config: OnPolicyConfig
 
     @property
-    def has_separate_values(self) -> bool:
-        """Whether the values have a network of their own that computes with numpy, and no subclass
-        computes actions or values differently."""
-        cls, model = type(self), self.model
-        own = all(getattr(cls, name) is getattr(TorchPolicy, name) for name in _ACTING)
-        return own and uses_numpy(model) and not model.shares_layers
+    def defers_values(self) -> bool:
+        """Whether a fully connected network of its own computes the values with numpy, and neither
+        the policy nor the network replaces a method that it acts with."""
+        cls = type(self)
+        is_own = all(getattr(cls, name) is getattr(TorchPolicy, name) for name in _ACTING)
+        model = self.model
+        return (
+            is_own
+            and not _ACTING & vars(self).keys()
+            and acts_by_numpy(model)
+            and not model.shares_layers
+        )
 
     def compute_actions_only(
         self, obs_batch: Any, explore: bool = True
     ) -> tuple[Any, list[np.ndarray], dict[str, np.ndarray]]:
-        outputs = self._computed(self._outputs_numpy, {"obs": obs_batch})
-        actions, logp = self.exploration.act(outputs, self, explore)
-        return actions, [], {"action_logp": logp, "action_dist_inputs": outputs}
-
-    def _outputs_numpy(self, inputs: dict[str, Any]) -> np.ndarray:
-        assert uses_numpy(self.model)
-        return self.model.outputs_numpy(inputs["obs"])
+        return self._act_by_numpy({"obs": obs_batch}, explore)
 
     def postprocess_fragment(self, fragment: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Compute advantages and value targets [T, N] from time-major columns [T, N]."""

@@ -13,7 +13,7 @@ from flowrl.algorithms.async_learner import AsyncLearnerConfig
 from flowrl.data import SampleBatch
 from flowrl.ops import StalenessLimit
 from flowrl.policies.learning.torch_learner import TorchLearner
-from flowrl.policies.models.fcnet import uses_numpy
+from flowrl.policies.models.fcnet import acts_by_numpy
 from flowrl.policies.returns import vtrace
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
@@ -136,12 +136,10 @@ class VTracePolicy(TorchPolicy):
     ) -> tuple[Any, list[np.ndarray], dict[str, np.ndarray]]:
         """Compute actions; skip values where they cost extra, because the learner recomputes
         them."""
-        model = self.model
-        if not uses_numpy(model) or set(input_dict) != {"obs"}:
+        if not acts_by_numpy(self.model) or set(input_dict) != {"obs"}:
             return super()._act(input_dict, explore)
-        outputs = self._computed(lambda inputs: model.outputs_numpy(inputs["obs"]), input_dict)
-        actions, logp = self.exploration.act(outputs, self, explore)
-        return actions, [], {"action_logp": logp}
+        actions, states, extra = self._act_by_numpy(input_dict, explore)
+        return actions, states, {"action_logp": extra["action_logp"]}
 
     def postprocess_fragment(self, fragment: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Add the values [T, N] of next states, to bootstrap from, for recurrent networks."""

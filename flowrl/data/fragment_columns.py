@@ -60,6 +60,10 @@ class FragmentColumns:
         rows = slice(self.lookback + begin, self.lookback + end)
         return map_leaves(lambda array: array[rows], self.arrays[name])
 
+    def drop(self, name: str) -> None:
+        """Drop a column, if there is one."""
+        self.arrays.pop(name, None)
+
     def allocate(self, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """Return a column for values [N, *shape]; an equal one keeps its rows."""
         array = self.arrays.get(name)

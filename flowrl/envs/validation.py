@@ -17,7 +17,6 @@ OnInvalidStep = Literal["warn", "raise", "drop", "replace"]
 
 LARGEST_REWARD = float(np.finfo(np.float32).max)  # rewards are stored as float32
 TOLERANCE = 1e-4  # relative slack of float bounds, for rounding errors of environments
-_MANY_VALUES = 10_000
 
 OUTSIDE_WARNING = (
     "worker %d: sub-environment %d returned %s. Such observations are used as they are and not "
@@ -327,8 +326,8 @@ def _in_bounds(array: np.ndarray, bounds: tuple[Any, Any] | None) -> bool:
     if bounds is None:
         return True
     low, high = bounds
-    if array.ndim > 2 and array.size > _MANY_VALUES and np.ndim(low) == 1:
-        # numpy compares rows as short as an observation several times slower
+    if array.ndim > 2 and array.size > 10_000 and np.ndim(low) == 1:
+        # comparing with short rows takes numpy several times as long
         low, high = (np.broadcast_to(limits, array.shape[1:]).copy() for limits in bounds)
     # float bounds are finite, so these two comparisons also reject inf and NaN
     return bool(((array >= low) & (array <= high)).all())

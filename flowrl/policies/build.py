@@ -272,7 +272,8 @@ class BuiltTorchPolicy(TorchPolicy):
         outputs, dist_class, _ = self._call_distribution_fn(inputs, explore=False)
         with torch.inference_mode():
             dist = dist_class(outputs, self.model)
-            logp: np.ndarray = dist.logp(torch.as_tensor(actions)).numpy()
+            on_device = torch.as_tensor(actions, device=outputs.device)
+            logp: np.ndarray = dist.logp(on_device).cpu().numpy()
         return logp
 
     def export(self, path: Any, format: str | None = None) -> Any:

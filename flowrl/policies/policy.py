@@ -132,15 +132,19 @@ class Policy(ActsOnObservations):
         return self.compute_actions(input_dict["obs"], explore=explore)
 
     @property
-    def has_separate_values(self) -> bool:
-        """Whether values need not be computed with the actions: samplers then call
-        `compute_actions_only` in each step, and `compute_values` for all rows of a fragment."""
+    def defers_values(self) -> bool:
+        """Whether samplers compute the values at the end of a fragment, for all rows at once, and
+        act with `compute_actions_only`."""
         return False
 
     def compute_actions_only(
         self, obs_batch: np.ndarray, explore: bool = True
     ) -> tuple[np.ndarray, list[np.ndarray], dict[str, np.ndarray]]:
-        """Compute actions as `compute_actions`, without `vf_preds`; see `has_separate_values`."""
+        """Compute actions as `compute_actions`, which may leave out `vf_preds`.
+
+        Called instead of `compute_actions` if `defers_values` is True; the sampler then adds the
+        column `vf_preds` with the results of `compute_values`.
+        """
         return self.compute_actions(obs_batch, explore=explore)
 
     def compute_values_from_input_dict(self, input_dict: dict[str, Any]) -> np.ndarray | None:

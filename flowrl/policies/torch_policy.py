@@ -215,6 +215,15 @@ class TorchPolicy(Policy):
             extra |= self.extra_action_out(input_dict, states, outputs)
         return actions, states, extra
 
+    def _act_by_numpy(
+        self, input_dict: dict[str, Any], explore: bool
+    ) -> tuple[Any, list[np.ndarray], dict[str, np.ndarray]]:
+        """Compute actions without values; only for networks for which `acts_by_numpy`."""
+        model: Any = self.model
+        outputs = self._computed(lambda inputs: model.outputs_numpy(inputs["obs"]), input_dict)
+        actions, logp = self.exploration.act(outputs, self, explore)
+        return actions, [], {"action_logp": logp, "action_dist_inputs": outputs}
+
     def _computed(self, compute: Callable[[Any], T], input_dict: dict[str, Any]) -> T:
         """Return compute(input_dict); check the inputs only if that fails."""
         try:

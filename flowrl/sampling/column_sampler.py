@@ -128,6 +128,7 @@ class ColumnSampler:
         self._nested: list[Any] | None = (
             None if self._check.is_array else [None] * vector_env.num_envs
         )
+        self._defers_values = False  # in the current fragment
         self._used = 0  # rows in the columns that are in no fragment yet
         self._infos: list[Any] = []  # of each of these rows
         self._returns = EpisodeReturns(vector_env.num_envs)
@@ -168,6 +169,9 @@ class ColumnSampler:
         if self._views.signature != signature_of(self.policy.view_requirements):
             self._views = Views(self.policy, self._states)
             self._columns.look_back(self._views.lookback)
+        self._defers_values = self._views.defer_values
+        if self._defers_values:
+            self._columns.drop("vf_preds")
         self._states.begin()
         if not self._open:
             self._start()
@@ -179,7 +183,9 @@ class ColumnSampler:
         self._open = True
         self.env_steps += batch.count
         finished = time.perf_counter()
-        self.timings["postprocess_s"] += finished - rolled
+        values_s, self._builder.values_s = self._builder.values_s, 0.0
+        self.timings["inference_s"] += values_s
+        self.timings["postprocess_s"] += finished - rolled - values_s
         self.timings["sample_s"] += finished - started
         return batch
 
@@ -218,7 +224,7 @@ class ColumnSampler:
         views, tracker, callbacks = self._views, self._tracker, self._callbacks
         normalize, shows_columns = policy.observation_filter, views.shows_columns
         act, act_on_views = policy.compute_actions, policy.compute_actions_from_input_dict
-        if views.separates_values:
+        if self._defers_values:
             act = policy.compute_actions_only
         if not settings.explore:
             act, act_on_views = partial(act, explore=False), partial(act_on_views, explore=False)
@@ -248,7 +254,7 @@ class ColumnSampler:
                 raise
             act_end = clock()
             if t == first:
-                self._outputs.allocate(envs, outputs)
+                self._outputs.allocate(envs, outputs, continues=t > 0)
                 if shows_dones:
                     columns.allocate("dones", (), np.dtype(bool))
             actions, states, extra = outputs
@@ -335,7 +341,10 @@ class ColumnSampler:
             finals = policy.observation_filter(raw_finals)
         chosen = tracker.choose(segments, min_rows)
         returned = segments if chosen.all() else segments.select(chosen)
-        batch = self._builder.build(columns, self._views, used, returned, finals, self._infos)
+        batch = self._builder.build(
+            columns, self._views, used, returned, finals, self._infos,
+            adds_values=self._defers_values,
+        )  # fmt: skip
         if self._by_segment and batch.count:
             parts = parts_of(batch, returned.lengths)
             batch = SampleBatch.concat_samples([postprocessed(policy, part) for part in parts])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from flowrl.sampling.views import Views, not_for_training
 from flowrl.sampling.worker_config import WorkerConfig
 
 _OBJECT = np.dtype(object)
+_ROWS_AT_A_TIME = 1024  # for which values are computed; their layers fit into the processor's cache
 _NOT_IN_BATCHES = ("raw_obs", "dones", "unseen", "time")  # batches derive dones
 
 
@@ -32,12 +34,16 @@ class FragmentBuilder:
         unroll_ids: the counter of the column `unroll_id`.
         by_segment: whether each segment is postprocessed on its own afterwards; batches then have
             the column `next_values`.
+
+    Attributes:
+        values_s: seconds in which `vf_preds` were computed.
     """
 
     def __init__(
         self, policy: Policy, settings: WorkerConfig, unroll_ids: IdCounter, by_segment: bool
     ):
         self.policy = policy
+        self.values_s = 0.0
         self._by_segment = by_segment
         self._unroll_ids = unroll_ids
         self._no_done_at_end = settings.no_done_at_end
@@ -52,6 +58,7 @@ class FragmentBuilder:
         finals: Any,
         infos: list[Any] | None = None,
         more_inputs: Callable[[np.ndarray], dict[str, Any]] | None = None,
+        adds_values: bool = False,
     ) -> SampleBatch:
         """Return the rows of segments, in their order; with `next_values` if each segment is
         postprocessed afterwards.
@@ -65,6 +72,7 @@ class FragmentBuilder:
             infos: the infos of each row, by lane; an empty list for rows without infos. None: they
                 are a column.
             more_inputs: returns the views of other agents after segments, from their indices.
+            adds_values: compute the column `vf_preds`, which was not stored with the actions.
         """
         policy, lanes = self.policy, columns.lanes
         lengths = segments.lengths
@@ -79,14 +87,16 @@ class FragmentBuilder:
             if name not in _NOT_IN_BATCHES
         }
         obs = grid.pop("obs")
-        if views.separates_values:
-            grid["vf_preds"] = self._values(obs, order, (used, lanes))
         recorded: dict[str, Any] = {name: grid.pop(name) for name in ("infos", "t") if name in grid}
         if order is not None:
             real = np.zeros((used, lanes), bool)
             real.reshape(-1)[order] = True
             # sums and estimates must not depend on rows that are not returned
             grid = {name: map_leaves(lambda a: _masked(a, real), a) for name, a in grid.items()}
+        if adds_values:
+            started = time.perf_counter()
+            grid["vf_preds"] = values_of(policy, obs, order)
+            self.values_s += time.perf_counter() - started
         life_lost = grid.pop("life_lost", None)
         if life_lost is not None:
             grid["terminateds"] = grid["terminateds"] | life_lost
@@ -120,17 +130,6 @@ class FragmentBuilder:
             LazyColumn("infos", make, (count,), _OBJECT), np.arange(count)
         )
         return SampleBatch.unchecked(rows)
-
-    def _values(self, obs: Any, order: np.ndarray | None, shape: tuple[int, int]) -> np.ndarray:
-        """Return the values [rows, N] of observations [rows, N, …], zeros where `order` does not
-        select the row."""
-        values = np.zeros(shape[0] * shape[1], np.float32)
-        rows = map_leaves(lambda array: array.reshape(-1, *array.shape[2:]), obs)
-        if order is None:
-            values[:] = self.policy.compute_values(rows)
-        elif len(order):
-            values[order] = self.policy.compute_values(map_leaves(lambda array: array[order], rows))
-        return values.reshape(shape)
 
     def _ids(self, segments: Segments) -> dict[str, np.ndarray]:
         """Return episode step, episode, unroll, agent and environment ids, [rows]."""
@@ -225,6 +224,35 @@ class FragmentBuilder:
         dones[segments.begins[later] - 1, segments.lanes[later]] = True
         fragment["dones"] = dones
         return policy.postprocess_fragment(fragment)
+
+
+def values_of(policy: Policy, obs: Any, order: np.ndarray | None = None) -> np.ndarray:
+    """Return the policy's values [T, N], float32, of observations [T, N, …].
+
+    Args:
+        policy: the policy; its `compute_values` is called for some rows at a time.
+        obs: the observations.
+        order: indices of the time-major rows [T * N] to compute; the others are 0. None: all.
+
+    Raises:
+        ValueError: `compute_values` did not return one value per row.
+    """
+    shape = optree.tree_leaves(obs)[0].shape[:2]
+    rows = map_leaves(lambda array: array.reshape(-1, *array.shape[2:]), obs)
+    values = np.zeros(shape[0] * shape[1], np.float32)
+    count = len(values) if order is None else len(order)
+    for begin in range(0, count, _ROWS_AT_A_TIME):
+        part: Any = slice(begin, min(begin + _ROWS_AT_A_TIME, count))
+        part = part if order is None else order[part]
+        found: Any = policy.compute_values(map_leaves(lambda a, part=part: a[part], rows))
+        if np.shape(found) != values[part].shape:
+            what = "None" if found is None else f"values of shape {np.shape(found)}"
+            raise ValueError(
+                f"{type(policy).__name__}.compute_values() returned {what} for "
+                f"{len(values[part])} observations"
+            )
+        values[part] = found
+    return values.reshape(shape)
 
 
 def clipped_rewards(rewards: np.ndarray, clip: bool | float | None) -> np.ndarray:

@@ -156,7 +156,9 @@ class MultiAgentSampler:
         self._open = True
         self.env_steps += batch.env_steps()
         finished = time.perf_counter()
-        self.timings["postprocess_s"] += finished - rolled
+        values_s = sum(lanes.take_values_s() for lanes in self._policies.values())
+        self.timings["inference_s"] += values_s
+        self.timings["postprocess_s"] += finished - rolled - values_s
         self.timings["sample_s"] += finished - started
         return self.worker.to_sample(batch)
 

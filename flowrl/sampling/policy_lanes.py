@@ -94,7 +94,7 @@ class PolicyLanes(LaneRows):
         """Store actions, states and extra outputs; return the actions for the environments."""
         lanes = self._lanes
         if self._is_first:
-            self._outputs.allocate(len(lanes), outputs)
+            self._outputs.allocate(len(lanes), outputs, continues=bool(self.rows.any()))
             self._is_first = False
         at = self.columns.lookback + self.rows[lanes], lanes
         to_env = self._outputs.store(at, *outputs)
@@ -119,8 +119,16 @@ class PolicyLanes(LaneRows):
             self.columns.look_back(max(self._least_lookback, self._views.lookback))
         self.states.begin()
         self._is_first = True
-        policy, separates = self.policy, self._views.separates_values
-        self._compute_actions = policy.compute_actions_only if separates else policy.compute_actions
+        policy, self._defers_values = self.policy, self._views.defer_values
+        self._compute_actions = policy.compute_actions
+        if self._defers_values:
+            self._compute_actions = policy.compute_actions_only
+            self.columns.drop("vf_preds")
+
+    def take_values_s(self) -> float:
+        """Return the seconds in which values were computed since the last call."""
+        seconds, self._builder.values_s = self._builder.values_s, 0.0
+        return seconds
 
     def normalize_current(self) -> None:
         """Normalize the current rows of all lanes, which follow the segments."""
@@ -141,7 +149,9 @@ class PolicyLanes(LaneRows):
             self._write_flags(segments, arrays)
         views, agent_views = self._views, self._agent_views
         if agent_views is None:
-            return self._builder.build(columns, views, used, arrays, final)
+            return self._builder.build(
+                columns, views, used, arrays, final, adds_values=self._defers_values
+            )
 
         def more_inputs(index: np.ndarray) -> dict[str, Any]:
             after = [segments[i] for i in index]

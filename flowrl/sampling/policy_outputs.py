@@ -11,6 +11,7 @@ import optree
 from flowrl.data.fragment_columns import FragmentColumns, map_leaves, write
 from flowrl.envs.validation import ObservationCheck
 from flowrl.policies.policy import Policy
+from flowrl.sampling.fragment_builder import values_of
 from flowrl.sampling.output_checks import (
     check_actions,
     check_extra_columns,
@@ -49,13 +50,15 @@ class PolicyOutputs:
         self._dtype: Any = None
         self._extra: list[tuple[str, Any]] = []
 
-    def allocate(self, expected: int, outputs: Any) -> None:
+    def allocate(self, expected: int, outputs: Any, continues: bool) -> None:
         """Check what the policy returned for a step, the first one of a fragment, and allocate its
         columns.
 
         Args:
             expected: number of observations.
             outputs: (actions, states, extra), as `Policy.compute_actions` returns them.
+            continues: whether the fragment has rows already. If they have no values (see
+                `Policy.defers_values`), these are computed.
 
         Raises:
             TypeError, ValueError: an output has another type, shape, dtype or number of rows.
@@ -64,6 +67,9 @@ class PolicyOutputs:
         actions, states, extra = outputs
         check_extra_columns(self._name, extra, expected)
         check_actions(self._name, self._policy.action_space, actions, expected)
+        if continues and "vf_preds" in extra and self._columns.get("vf_preds") is None:
+            values = values_of(self._policy, self._columns["obs"])
+            self._columns.allocate("vf_preds", (), values.dtype)[:] = values
         named = {f"state_out_{i}": np.asarray(state) for i, state in enumerate(states)}
         for name, value in {"actions": actions, **extra, **named}.items():
             self._columns.allocate_like(name, value)

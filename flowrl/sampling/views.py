@@ -103,12 +103,10 @@ class Views(ActingViews):
         self._use([*self._acting.values(), *self._training.values(), *of_agents.values()])
 
     @property
-    def separates_values(self) -> bool:
-        """Whether values are computed at the end of the fragment, for all rows at once.
-
-        Only if no view can show them before, not even one of another policy's agents.
-        """
-        return self.shows_columns and not self._has_agents and self.policy.has_separate_values
+    def defer_values(self) -> bool:
+        """Whether values are computed at the end of a fragment: the policy allows that, and no view
+        shows them before, not even one of another policy's agents."""
+        return self.shows_columns and not self._has_agents and self.policy.defers_values
 
     @property
     def replace_observations(self) -> bool:

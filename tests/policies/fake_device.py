@@ -14,18 +14,8 @@ from torch.utils import _pytree as pytree
 
 DEVICE, CPU = torch.device("cuda"), torch.device("cpu")
 
-_FORBIDDEN = {torch.Tensor.numpy, torch.Tensor.__array__}
-_MIXING = {
-    torch.Tensor.copy_,
-    torch.Tensor.__getitem__,
-    torch.Tensor.__setitem__,
-    torch.Tensor.to,
-    torch._has_compatible_shallow_copy_type,
-    torch.Tensor.data.__set__,
-    torch.Tensor.grad.__set__,
-    torch._VF.lstm,  # the numbers of sequences per step are on the CPU
-    torch._VF.gru,
-}
+_FORBIDDEN = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
+_MIXING = {torch.Tensor.copy_, torch.Tensor.to, torch._has_compatible_shallow_copy_type}
 
 
 class DeviceTensor(torch.Tensor):
@@ -40,9 +30,8 @@ class DeviceTensor(torch.Tensor):
             raise TypeError("can't convert a CUDA tensor to numpy: call cpu() first")
         if _target(func, args, kwargs) == CPU:
             return args[0].as_subclass(torch.Tensor).clone()
-        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        mixed = [t for t in tensors if not isinstance(t, DeviceTensor) and t.dim()]
-        if mixed and func not in _MIXING:
+        mixed = [] if func in _MIXING else _on_cpu(_operands(func, args, kwargs))
+        if mixed:
             raise RuntimeError(
                 f"{func}: expected all tensors on one device, got one of shape "
                 f"{list(mixed[0].shape)} on the CPU"
@@ -66,6 +55,28 @@ class _Device(TorchFunctionMode):
         return _on_device(result.clone() if func is torch.Tensor.to else result)
 
 
+def _operands(func, args, kwargs):
+    """Return the arguments of a call that must be on one device."""
+    if func in (torch._VF.lstm, torch._VF.gru) and isinstance(args[1], torch.Tensor):
+        return args[0], args[2:], kwargs  # without the numbers of sequences per step
+    if func is torch.Tensor.__getitem__:
+        return args[0]
+    if func is torch.Tensor.__setitem__ and not _tensors(args[1]):
+        return args[0]  # a copy
+    if func is torch.Tensor.__setitem__:
+        return args[0], args[2]
+    return args, kwargs
+
+
+def _tensors(values):
+    return [t for t in pytree.tree_leaves(values) if isinstance(t, torch.Tensor)]
+
+
+def _on_cpu(values):
+    """Return the tensors of the CPU, without single numbers."""
+    return [t for t in _tensors(values) if not isinstance(t, DeviceTensor) and t.dim()]
+
+
 def _target(func, args, kwargs):
     """Return the device that a call names; None if it names none."""
     if func is torch.Tensor.cpu:
@@ -73,11 +84,19 @@ def _target(func, args, kwargs):
     device = kwargs.get("device")
     if device is None and func is torch.Tensor.to:
         device = next((a for a in args[1:] if isinstance(a, (str, torch.device))), None)
+        if len(args) > 1 and isinstance(args[1], torch.Tensor):
+            device = args[1].device
     return None if device is None else torch.device(device)
 
 
 def _without_device(values):
-    return pytree.tree_map(lambda v: CPU if isinstance(v, torch.device) else v, values)
+    def replaced(value):
+        is_device = isinstance(value, torch.device) or (
+            isinstance(value, str) and value == DEVICE.type
+        )
+        return CPU if is_device else value
+
+    return pytree.tree_map(replaced, values)
 
 
 def _on_device(result):

@@ -18,18 +18,21 @@ from flowrl.algorithms.ppo import PPOTorchPolicy
 from flowrl.algorithms.r2d2 import R2D2TorchPolicy
 from flowrl.algorithms.sac import SACTorchPolicy
 from flowrl.algorithms.td3 import TD3TorchPolicy
+from flowrl.policies import build_torch_policy
+from flowrl.policies.distributions import Categorical
 from flowrl.sampling import RolloutWorker
 from flowrl.trainer.plan_settings import plan_config
 
 from .fake_device import fake_device
 
 LSTM = {"model": {"use_lstm": True, "lstm_cell_size": 8}}
-GRU = {"model": {"use_lstm": True, "lstm_cell_size": 8, "lstm_type": "gru"}}
+GRU = {"model": {"use_lstm": True, "lstm_cell_size": 8, "lstm_cell_type": "gru"}}
 ATTENTION = {"model": {"use_attention": True, "attention_dim": 8, "attention_memory": 3}}
 CASES = {
     "ppo": (PPOTorchPolicy, "CartPole-v1", {}),
     "ppo continuous": (PPOTorchPolicy, "Pendulum-v1", {"kl_coeff": 0.2, "vf_clip_param": 1.0}),
     "ppo lstm": (PPOTorchPolicy, "CartPole-v1", LSTM),
+    "ppo gru": (PPOTorchPolicy, "CartPole-v1", GRU),
     "ppo attention": (PPOTorchPolicy, "CartPole-v1", ATTENTION),
     "a2c": (A2CTorchPolicy, "CartPole-v1", {"entropy_coeff": 0.01}),
     "impala": (IMPALATorchPolicy, "CartPole-v1", {}),
@@ -56,7 +59,9 @@ def cuda(request):
         return
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
+    before, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
     yield
+    torch.backends.cudnn.allow_tf32 = before
 
 
 def worker(case, **settings):
@@ -88,7 +93,7 @@ def test_updates_equal_those_of_the_cpu(case, cuda):
     for _ in range(3):
         batch = train_batch(case, on_cpu)
         stats = on_cpu.policy.learn_on_batch(batch), policy.learn_on_batch(batch)
-        assert stats[0].keys() == stats[1].keys()
+        assert_close(*stats)
         assert_close(on_cpu.policy.get_weights(), policy.get_weights())
         policy.set_weights(on_cpu.policy.get_weights())
 
@@ -97,12 +102,13 @@ def test_updates_equal_those_of_the_cpu(case, cuda):
 def test_samples_equal_those_of_the_cpu(case, cuda):
     on_cpu, on_gpu = worker(case), worker(case, device="cuda")
     a, b = on_cpu.sample(), on_gpu.sample()
-    for name in ("obs", "actions", "rewards", "action_logp", "vf_preds", "advantages"):
-        if name in a and name in b:
-            np.testing.assert_allclose(a[name], b[name], rtol=1e-3, atol=1e-5, err_msg=name)
+    more = {"action_dist_inputs", "vf_preds"} if case in ("impala", "appo") else set()
+    assert set(b) - set(a) == more  # networks that act with numpy leave out what is not needed
+    names = set(a) - {"infos"}
+    assert_close({name: a[name] for name in names}, {name: b[name] for name in names})
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["ppo", "ppo lstm", "rainbow", "sac"])
 def test_states_move_between_devices(case, cuda):
     on_cpu, on_gpu = worker(case), worker(case, device="cuda")
     batch = train_batch(case, on_cpu)
@@ -116,12 +122,11 @@ def test_states_move_between_devices(case, cuda):
     assert_close(on_cpu.policy.get_weights(), restored.get_weights())
 
 
-@pytest.mark.parametrize("plan", ["ppo", "a2c", "dqn", "rainbow", "sac", "td3"])
+@pytest.mark.parametrize("plan", ["ppo", "dqn", "sac"])
 def test_plans_train(plan, cuda):
-    env = "Pendulum-v1" if plan in ("sac", "td3") else "CartPole-v1"
+    env = "Pendulum-v1" if plan == "sac" else "CartPole-v1"
     small = {"train_batch_size": 32, "min_sample_timesteps_per_iteration": 64}
-    replays = plan not in ("ppo", "a2c")
-    small |= {"learning_starts": 32} if replays else {"sgd_minibatch_size": 16}
+    small |= {"sgd_minibatch_size": 16} if plan == "ppo" else {"learning_starts": 32}
     config = plan_config(plan, env).updated(device="cuda", num_workers=0, seed=1, **small)
     with config.build(plan=plan) as algorithm:
         before = algorithm.get_policy().version
@@ -129,6 +134,26 @@ def test_plans_train(plan, cuda):
         assert result["timesteps_total"] >= 64
         assert algorithm.get_policy().version > before
         assert algorithm.evaluate(1)["episodes"] == 1
+
+
+def test_a_built_policy_computes_log_likelihoods(cuda):
+    def distribution(policy, model, inputs, **kwargs):
+        return model(inputs, [], None)[0], Categorical, []
+
+    policy_class = build_torch_policy(
+        name="Built", loss_fn=lambda *args: None, action_distribution_fn=distribution
+    )
+    space, observations = Box(-1.0, 1.0, (3,)), np.ones((2, 3), np.float32)
+    on_cpu, on_gpu = (
+        policy_class(space, Discrete(2), {"seed": 1, "device": device})
+        for device in ("cpu", "cuda")
+    )
+    actions = np.array([0, 1])
+    np.testing.assert_allclose(
+        on_cpu.compute_log_likelihoods(actions, observations),
+        on_gpu.compute_log_likelihoods(actions, observations),
+        rtol=1e-4,
+    )
 
 
 def test_a_network_of_images(cuda):

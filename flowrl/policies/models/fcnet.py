@@ -19,7 +19,8 @@ from flowrl.policies.models.flatten import flatten, flatten_numpy, nested_size
 from flowrl.policies.models.matrix_products import matmul_for
 
 MIN_TORCH_RELU_SIZE = 4096  # elements
-MAX_NUMPY_ROWS = 1024  # at a time, so that the outputs of the layers stay in the processor's cache
+
+_ACTING = {"compute_outputs", "compute_values", "forward_numpy", "outputs_numpy", "values_numpy"}
 
 Layer = tuple[nn.Parameter, nn.Parameter]  # weight, bias
 NumpyLayer = tuple[np.ndarray, np.ndarray]
@@ -209,15 +210,8 @@ class FullyConnectedNetwork(ModelV2):
 
     def values_numpy(self, observations: Any) -> np.ndarray:
         """Return values [B] only."""
-        features = self.features_numpy(observations)
-        if len(features) <= MAX_NUMPY_ROWS:
-            return self._values_of_features(features)
-        begins = range(0, len(features), MAX_NUMPY_ROWS)
-        parts = [self._values_of_features(features[b : b + MAX_NUMPY_ROWS]) for b in begins]
-        return np.concatenate(parts)
-
-    def _values_of_features(self, features: np.ndarray) -> np.ndarray:
         assert self._numpy is not None
+        features = self.features_numpy(observations)
         return self._value_head_numpy(self._run_numpy(features, self._numpy["value"][:-1]))
 
     def features_numpy(self, observations: Any) -> np.ndarray:
@@ -261,6 +255,12 @@ class FullyConnectedNetwork(ModelV2):
 def uses_numpy(model: Any) -> TypeGuard[FullyConnectedNetwork]:
     """Return whether a model is a FullyConnectedNetwork that acts with numpy."""
     return isinstance(model, FullyConnectedNetwork) and model.uses_numpy
+
+
+def acts_by_numpy(model: Any) -> TypeGuard[FullyConnectedNetwork]:
+    """Return whether a model acts with numpy, and no method that it acts with is replaced."""
+    is_own = type(model) is FullyConnectedNetwork and not _ACTING & vars(model).keys()
+    return is_own and uses_numpy(model)
 
 
 def numpy_views(layers: list[Layer]) -> list[NumpyLayer]:
