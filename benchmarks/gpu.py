@@ -106,13 +106,12 @@ def main() -> None:
         return
     if torch.cuda.is_available():
         print(torch.cuda.get_device_name(), flush=True)
-    print(
-        f"\n| env steps/s | {' | '.join(options.devices)} | {options.devices[-1]} / {options.devices[0]} |"
-    )
-    print(f"|---|{'---:|' * (len(options.devices) + 1)}")
+    devices = options.devices
+    print(f"\n| env steps/s | {' | '.join(devices)} | {devices[-1]} / {devices[0]} |")
+    print(f"|---|{'---:|' * (len(devices) + 1)}")
     for name, make in WORKLOADS.items():
-        rates: dict[str, list[float]] = {device: [] for device in options.devices}
-        algorithms = {device: make(device) for device in options.devices}
+        rates: dict[str, list[float]] = {device: [] for device in devices}
+        algorithms = {device: make(device) for device in devices}
         for algorithm in algorithms.values():
             while algorithm.env_steps < WARM_UP:
                 algorithm.train()
