@@ -485,7 +485,7 @@ class _VTraceConfigTraining(_AsyncLearnerConfigTraining, total=False):
     )
     """Weight of the value loss: a number, or a schedule as for `lr`."""
     max_policy_lag: int | None
-    """Maximum age of a fragment's weights, in updates; None for no limit."""
+    """Maximum age of a fragment's weights, in updates (optimizer steps); None for no limit."""
     stale_policy: Literal["drop", "wait"]
     """Drop fragments that exceed `max_policy_lag`, or make workers wait so that none does."""
     broadcast_interval: int

@@ -42,7 +42,7 @@ class VTraceConfig(AsyncLearnerConfig):
     vf_loss_coeff: Schedule = 0.5
     """Weight of the value loss: a number, or a schedule as for `lr`."""
     max_policy_lag: NotNegativeInt | None = None
-    """Maximum age of a fragment's weights, in updates; None for no limit."""
+    """Maximum age of a fragment's weights, in updates (optimizer steps); None for no limit."""
     stale_policy: Literal["drop", "wait"] = "drop"
     """Drop fragments that exceed `max_policy_lag`, or make workers wait so that none does."""
     broadcast_interval: Count = 1

@@ -21,11 +21,7 @@ class GatherAsync(Gather):
     Args:
         shards: the shards to read.
         num_async: requests in flight per shard.
-        ask_again: when the next request is sent to a shard. "after": when the item after the
-            returned one is pulled; the consumer has then finished with it, and an item is at most
-            `num_async - 1` items of its own shard old. "before": before the item is returned; the
-            shard works meanwhile, and an item is at most `num_async` items old. With `batch_ms`
-            these limits count replies, of any number of items: `max_lag` is None.
+        ask_again: see ParallelIterator.gather_async. With `batch_ms`, `max_lag` is None.
         limit: limits the requests in flight.
         options: see Gather.
     """

@@ -156,7 +156,7 @@ class LocalIterator(Generic[T]):
 
         Args:
             n: number of children.
-            max_buffered: items that a child may be ahead of the slowest one.
+            max_buffered: capacity of the buffer of each child, in items.
             when_full: policy for a child with a full buffer, one for all or one per child: "block"
                 makes the other children wait for that child, "drop_oldest" and "drop_newest" drop
                 one of its items, counted as `dropped`.

@@ -213,10 +213,11 @@ class ParallelIterator(Generic[T]):
         Args:
             batch_ms: milliseconds for which a shard collects items before it replies.
             num_async: requests in flight per shard.
-            ask_again: when the next request is sent to a shard: "after" the consumer has finished
-                with the returned item (it pulls the next one), or "before" the item is returned. An
-                item is at most `num_async - 1` ("after") or `num_async` ("before") items of its own
-                shard old (with `batch_ms`: replies, of any number of items).
+            ask_again: when a shard gets its next request. "after": in the pull after its item was
+                returned; the consumer has then finished with that item, and an item is at most
+                `num_async - 1` items of its own shard old. "before": before its item is returned,
+                so that the shard works meanwhile; an item is at most `num_async` items old. With
+                `batch_ms`, these limits count replies, of any number of items.
             on_error: "raise", Skip(max), or Retry(times), for exceptions in the code of a shard.
                 Retry requests the shard again, and the item that failed is lost; to retry items,
                 chain `for_each(fn, on_error=Retry(n))`.

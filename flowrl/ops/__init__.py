@@ -16,7 +16,8 @@ By kind:
 - recorded experience: ReadParquet, ReadMinari, WriteParquet;
 - learning: TrainOneStep, MultiGPUTrainOneStep, TrainOnWorkers, LearnerThread, UpdateTargetNetwork;
 - gradients: ComputeGradients, AsyncGradients, AverageGradients, ApplyGradients;
-- replay: StoreToReplayBuffer, Replay, MixInReplay, UpdateReplayPriorities, ReplayActors;
+- replay: StoreToReplayBuffer, Replay, MixInReplay, UpdateReplayPriorities, ReplayActors,
+  SimpleReplayBuffer, MinibatchBuffer;
 - weights: UpdateWorkerWeights, BroadcastUpdateLearnerWeights;
 - order and time: Concurrently, Enqueue, Dequeue, StalenessLimit, WaitUntilTimestepsElapsed,
   OncePerTimestepsElapsed, OncePerTimeInterval;

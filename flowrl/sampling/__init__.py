@@ -1,4 +1,12 @@
-"""Sampling: collectors, samplers, rollout workers, worker sets."""
+"""Sampling: rollout workers and what they consist of.
+
+Workers: worker_set, rollout_worker, rollout_pool, weight_sync, placement. Samplers, of which
+fragment_sampler chooses one: column_sampler (one agent per environment), multi_agent_sampler
+(several), collector_sampler (a user's SampleCollector). Rows: lane_rows, policy_lanes, segments,
+running_episodes. Batches: fragment_builder, agent_batches, views, column_shipping. Callbacks:
+callbacks, episode, episode_callbacks, agent_records. Checks: step_checks, agent_checks,
+output_checks.
+"""
 
 from flowrl.data.types import AgentID, EpisodeID, PolicyID, TensorType
 from flowrl.sampling.callbacks import DefaultCallbacks, override

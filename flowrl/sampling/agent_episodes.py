@@ -29,7 +29,7 @@ class AgentEpisodes:
 
     Args:
         multi_agent_env: the environments.
-        worker: its callbacks are called.
+        worker: passed to the records of episodes; maps agents to policies.
         settings: the sampling settings.
         policies: the rows of each policy.
         checks: checks what the environments return.

@@ -20,7 +20,8 @@ _ALWAYS_SHIPPED = SAMPLER_COLUMNS - {"infos"}
 
 
 class ColumnShipping:
-    """Ships the columns that policies read; the others stay on the actor until they are accessed.
+    """Ships the columns that policies read, and small ones; the others stay on the actor until they
+    are accessed.
 
     The columns that a policy reads are detected on its first fragment (`Policy.columns_read`).
     `infos` is built only if a policy reads it or `collect_infos` is set.

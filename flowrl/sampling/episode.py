@@ -40,7 +40,7 @@ class AgentRecord:
     """One agent in an episode."""
 
     __slots__ = (
-        "action", "agent_index", "alive", "extra", "info", "last_action", "last_reward", "obs",
+        "action", "agent_index", "alive", "info", "last_action", "last_reward", "obs",
         "pending_reward", "policy_id", "prev_action", "prev_reward", "raw_obs", "total_reward",
     )  # fmt: skip
 
@@ -49,7 +49,6 @@ class AgentRecord:
         self.agent_index = agent_index
         self.alive = False  # observed and not done
         self.action: Any = None  # waits for its reward and next observation
-        self.extra: dict[str, Any] = {}
         self.pending_reward = 0.0
         self.total_reward = 0.0
         self.obs: Any = None
@@ -176,8 +175,8 @@ class MultiAgentEpisode:
             setattr(self, name, state[name])
         for agent, fields in state["records"].items():
             record = self.records[agent] = AgentRecord(fields["policy_id"], fields["agent_index"])
-            for name, value in fields.items():
-                setattr(record, name, value)
+            for name in AgentRecord.__slots__:
+                setattr(record, name, fields[name])
         self._policy_ids, self._next_index = dict(state["policy_ids"]), state["next_index"]
 
     def get_agents(self) -> list[AgentID]:

@@ -80,7 +80,7 @@ class FragmentSampler:
 
     @property
     def sampler(self) -> SamplerInput:
-        """The source of items; created on the first access."""
+        """The SyncSampler or AsyncSampler that calls `_collect`; created on the first access."""
         if self._sampler is None:
             sampler_class = AsyncSampler if self._settings.sample_async else SyncSampler
             self._sampler = sampler_class(self._collect)
@@ -128,8 +128,8 @@ class FragmentSampler:
         )
 
     def _kind(self) -> str:
-        """Return how rows are sampled: "rows" one by one, in columns of "agents", or "columns" of
-        environments."""
+        """Return which sampler is used: "rows" (CollectorSampler), "agents" (MultiAgentSampler) or
+        "columns" (ColumnSampler)."""
         worker = self._worker
         if self._settings.sample_collector is not None:
             return "rows"

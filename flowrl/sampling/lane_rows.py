@@ -42,7 +42,8 @@ class LaneRows:
         free: lanes without a trajectory, by environment.
         states: the initial states of the lanes.
         waiting: the trajectories that act in the next step.
-        time: env steps of each environment so far.
+        time: number of steps that all environments have made together; unlike `t`, it does not
+            start again with an episode.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ class LocalRolloutPool(Pool):
 
     Args:
         local_worker: returns the worker.
-        weight_sync: notes how far a learner thread is that trains the policies of the worker.
+        weight_sync: records the progress of a learner thread that trains the worker's policies.
     """
 
     def __init__(self, local_worker: Callable[[], RolloutWorker], weight_sync: WeightSync):

@@ -73,10 +73,16 @@ class SampleCollector(ABC):
 
     @abstractmethod
     def total_env_steps(self) -> int:
-        """Return the env steps since the last batch, regardless of which agents acted."""
+        """Return the env steps since the last batch, regardless of which agents acted.
+
+        Part of RLlib's interface; flowrl does not call it.
+        """
 
     def total_agent_steps(self) -> int:
-        """Return the number of rows of all agents since the last batch."""
+        """Return the number of rows of all agents since the last batch.
+
+        Part of RLlib's interface; flowrl does not call it.
+        """
         return self.total_env_steps()
 
     @abstractmethod
@@ -92,7 +98,10 @@ class SampleCollector(ABC):
 
     @abstractmethod
     def has_non_postprocessed_data(self) -> bool:
-        """Return whether there are rows that are not postprocessed."""
+        """Return whether there are rows that are not postprocessed.
+
+        Part of RLlib's interface; flowrl does not call it.
+        """
 
     @abstractmethod
     def postprocess_trajectories_so_far(self, episode: MultiAgentEpisode | None = None) -> None:

@@ -13,9 +13,9 @@ from flowrl.state_schema import Fields, Natural, check_state
 
 
 class Event:
-    """What follows a row of a lane: integers, because arrays are compared with them.
+    """What follows a row of a lane.
 
-    (The members of an enum take longer to access than such a comparison.)
+    Plain integers: arrays are compared with them, and members of an enum take longer to access.
     """
 
     ENDED = 0  # the end of the episode

@@ -50,10 +50,12 @@ RESULT_METRICS = {
     "num_faulty_episodes": Metric("episodes", "Episodes of which rows were dropped."),
     "num_episodes_restarted": Metric("episodes", "Episodes that a checkpoint could not resume."),
     "env_runners/policy_lag_mean": Metric(
-        "updates", "Mean age of the weights that sampled the fragments trained on."
+        "updates",
+        "Mean age of the weights that sampled the fragments trained on; 0 if there are none.",
     ),
     "env_runners/policy_lag_max": Metric(
-        "updates", "Largest age of the weights that sampled the fragments trained on."
+        "updates",
+        "Largest age of the weights that sampled the fragments trained on; 0 if there are none.",
     ),
     "diagnosis": Metric("text", "What limited the training in its last ten seconds."),
     "time_this_iter_s": Metric("seconds", "Duration of this iteration, without evaluation."),

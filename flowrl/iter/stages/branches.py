@@ -261,7 +261,7 @@ class Duplicate(Stage):
 
     Args:
         n: number of children.
-        max_buffered: items that a child may be behind the fastest one.
+        max_buffered: capacity of the buffer of each child, in items.
         when_full: per child, what happens to an item if its buffer is full: "block" stops the
             other children, "drop_oldest" and "drop_newest" drop an item, counted as `dropped`.
     """
@@ -384,7 +384,7 @@ class DuplicateChild(Stage):
 
     @property
     def siblings(self) -> list[DuplicateChild]:
-        """All children of the duplicate."""
+        """All children of the duplicate, this one included."""
         return self._duplicate.children
 
     def leave(self) -> None:
