@@ -1,4 +1,4 @@
-"""Ape-X: workers fill replay buffers on actors, an asynchronous learner trains on draws."""
+"""Ape-X: workers fill replay buffers on actors, an asynchronous learner trains on samples."""
 
 from flowrl.algorithms.apex import APEXConfig
 from flowrl.ops import (

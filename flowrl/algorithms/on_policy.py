@@ -46,8 +46,8 @@ class OnPolicyPolicy(TorchPolicy):
 
     @property
     def defers_values(self) -> bool:
-        """Whether a fully connected network of its own computes the values with numpy, and neither
-        the policy nor the network replaces a method that it acts with."""
+        """Whether the model is a FullyConnectedNetwork without shared layers that acts with numpy,
+        and no method that it or the policy acts with is replaced."""
         cls = type(self)
         is_own = all(getattr(cls, name) is getattr(TorchPolicy, name) for name in _ACTING)
         model = self.model

@@ -105,9 +105,8 @@ class TrainOnWorkersStage(Stage):
         host = ray.util.get_node_ip_address()
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self._learn.store_address = host, self._store.port
-        if (
-            self.workers.config.recovery.rounds_wait
-        ):  # the group must be known before the new worker asks
+        # the group must be known before the new worker asks
+        if self.workers.config.recovery.rounds_wait:
             self.workers.on_recreate.append(self._form_group_again)
         self._form_group()
 
