@@ -183,7 +183,7 @@ class ColumnSampler:
         self._open = True
         self.env_steps += batch.count
         finished = time.perf_counter()
-        values_s, self._builder.values_s = self._builder.values_s, 0.0
+        values_s = self._builder.take_values_s()
         self.timings["inference_s"] += values_s
         self.timings["postprocess_s"] += finished - rolled - values_s
         self.timings["sample_s"] += finished - started

@@ -34,16 +34,13 @@ class FragmentBuilder:
         unroll_ids: the counter of the column `unroll_id`.
         by_segment: whether each segment is postprocessed on its own afterwards; batches then have
             the column `next_values`.
-
-    Attributes:
-        values_s: seconds in which `vf_preds` were computed.
     """
 
     def __init__(
         self, policy: Policy, settings: WorkerConfig, unroll_ids: IdCounter, by_segment: bool
     ):
         self.policy = policy
-        self.values_s = 0.0
+        self._values_s = 0.0
         self._by_segment = by_segment
         self._unroll_ids = unroll_ids
         self._no_done_at_end = settings.no_done_at_end
@@ -96,7 +93,7 @@ class FragmentBuilder:
         if adds_values:
             started = time.perf_counter()
             grid["vf_preds"] = values_of(policy, obs, order)
-            self.values_s += time.perf_counter() - started
+            self._values_s += time.perf_counter() - started
         life_lost = grid.pop("life_lost", None)
         if life_lost is not None:
             grid["terminateds"] = grid["terminateds"] | life_lost
@@ -130,6 +127,11 @@ class FragmentBuilder:
             LazyColumn("infos", make, (count,), _OBJECT), np.arange(count)
         )
         return SampleBatch.unchecked(rows)
+
+    def take_values_s(self) -> float:
+        """Return the seconds in which `vf_preds` were computed since the last call."""
+        seconds, self._values_s = self._values_s, 0.0
+        return seconds
 
     def _ids(self, segments: Segments) -> dict[str, np.ndarray]:
         """Return episode step, episode, unroll, agent and environment ids, [rows]."""

@@ -127,8 +127,7 @@ class PolicyLanes(LaneRows):
 
     def take_values_s(self) -> float:
         """Return the seconds in which values were computed since the last call."""
-        seconds, self._builder.values_s = self._builder.values_s, 0.0
-        return seconds
+        return self._builder.take_values_s()
 
     def normalize_current(self) -> None:
         """Normalize the current rows of all lanes, which follow the segments."""
