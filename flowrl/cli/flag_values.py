@@ -42,7 +42,9 @@ def value_rules(import_code: bool) -> Iterator[list[str]]:
         def parse(args: list[str]) -> Any:
             if record is None:
                 return _json_object(args[0])
-            return None if args[0].lower() in ("none", "null") else record(**_json_object(args[0]))
+            if (word := args[0].lower()) in ("none", "null", "false"):
+                return None
+            return record() if word == "true" else record(**_json_object(args[0]))
 
         return PrimitiveConstructorSpec(
             nargs=1,

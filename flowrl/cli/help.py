@@ -93,7 +93,8 @@ def _of_record(record: Settings, prefix: str, path: str, group: str | None) -> l
     entries = []
     for info in record.describe():
         value, name = record[info.name], f"{path}{info.name}"
-        if isinstance(value, Settings):
+        annotation = type(record).model_fields[info.name].annotation
+        if isinstance(annotation, type) and issubclass(annotation, Settings):
             inner = {"model": "network"}.get(info.name, info.group)
             entries += _of_record(value, prefix, f"{name}.", group or inner)
         elif info.name not in _NOT_FLAGS and info.type != "Any":
@@ -121,7 +122,7 @@ def metavar(info: SettingInfo) -> str:
         return "NUMBER|SCHEDULE"
     if "Callable" in kind or kind == "type" or info.name == "custom_model":
         return "MODULE:NAME"
-    if kind.startswith(("dict", "Any")) or kind.endswith("Config"):
+    if kind.startswith(("dict", "Any")) or kind.endswith(("Config", "Settings")):
         return "JSON"
     if kind.startswith("list"):
         return "VALUE …"

@@ -7,6 +7,7 @@ Mnih et al. 2015 for lost lives. gymnasium's AtariPreprocessing makes the frames
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -72,7 +73,8 @@ def register_atari(env_id: str) -> None:
     Raises:
         ConfigError: the extra `atari` is not installed.
     """
-    check_installed("ale_py", f"env: the Atari environment {env_id!r}", extra="atari")
+    for package in ("ale_py", "cv2"):  # gymnasium's preprocessing needs OpenCV
+        check_installed(package, f"env: the Atari environment {env_id!r}", extra="atari")
     import ale_py
 
     if env_id not in gym.registry:
@@ -96,9 +98,7 @@ def make_atari(env_id: str, settings: AtariSettings | None = None, **kwargs: Any
     """
     register_atari(env_id)
     settings = settings or AtariSettings()
-    own = {"frameskip", "repeat_action_probability", "full_action_space"} & set(kwargs)
-    if own:
-        raise ConfigError(f"env_config: {min(own)!r} is a setting of atari, atari={{…}}")
+    check_env_config(kwargs, {"frameskip", "repeat_action_probability", "full_action_space"})
     if "obs_type" in kwargs:
         raise ConfigError(
             "env_config: 'obs_type' is for games without preprocessing: set atari=None"
@@ -117,6 +117,16 @@ def make_atari(env_id: str, settings: AtariSettings | None = None, **kwargs: Any
     game: Any = env.unwrapped
     has_fire = game.get_action_meanings()[FIRE:][:1] == ["FIRE"]
     return FireAfterReset(env) if settings.fire_on_reset and has_fire else env
+
+
+def check_env_config(env_config: Mapping[str, Any], arguments: Collection[str]) -> None:
+    """Raise ConfigError if `env_config` has one of the arguments that the preprocessing sets."""
+    own = set(arguments) & set(env_config)
+    if own:
+        raise ConfigError(
+            f"env_config: {min(own)!r} is set by the preprocessing of Atari games: use the setting "
+            "`atari`, or atari=None to leave the preprocessing out"
+        )
 
 
 def for_vector_entry_point(settings: AtariSettings) -> dict[str, Any]:

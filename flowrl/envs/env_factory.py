@@ -17,6 +17,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from flowrl.envs.atari import (
     AtariSettings,
+    check_env_config,
     for_envpool,
     for_vector_entry_point,
     is_atari,
@@ -33,6 +34,7 @@ from flowrl.envs.registry import (
     apply_horizon,
     creator_name,
     env_id_of,
+    find_env_spec,
 )
 from flowrl.envs.restarting_envs import RestartingEnvs
 from flowrl.envs.single_agent_adapter import SingleAgentAdapter
@@ -204,9 +206,8 @@ class EnvFactory:
             raise ConfigError(f'vectorization_mode="{self._mode}" needs an env id')
         self._check_horizon()
         if self._mode == "vector_entry_point":
-            settings = self._env_config
-            if self._atari is not None and self.is_atari:
-                settings = {**for_vector_entry_point(self._atari), **settings}
+            find_env_spec(env_id)  # a worker has not registered it yet
+            settings = self._with_atari(for_vector_entry_point)
             try:
                 env = gym.make_vec(
                     env_id, self._num_envs, vectorization_mode=self._mode, **settings
@@ -215,21 +216,51 @@ class EnvFactory:
                 raise missing_package_error(error) from error
             except gym.error.Error as error:
                 raise ConfigError(f"env: {env_id!r} has no vector entry point: {error}") from error
+            except TypeError as error:
+                raise self._env_config_error(env_id, error) from error
             return GymnasiumVectorEnv(env, self._seed)
         check_installed("envpool", 'vectorization_mode="envpool"', extra="envpool")
         import envpool
 
-        settings = {"num_threads": 1, **self._env_config}
-        if self._atari is not None and self.is_atari:
-            settings = {**for_envpool(env_id, self._atari), **settings}
+        settings = {"num_threads": 1}
+        if self.is_atari:
+            find_env_spec(env_id)
+            settings |= self._with_atari(partial(for_envpool, env_id))
             env_id = env_id.removeprefix("ALE/")
+        settings |= self._env_config
         if env_id not in envpool.list_all_envs():
             raise ConfigError(f"env: EnvPool has no environment {env_id!r}")
         seed = derive_seed(self._seed, "envpool")
-        pool = envpool.make_gymnasium(
-            env_id, num_envs=self._num_envs, seed=0 if seed is None else seed % 2**31, **settings
-        )
+        try:
+            pool = envpool.make_gymnasium(
+                env_id,
+                num_envs=self._num_envs,
+                seed=0 if seed is None else seed % 2**31,
+                **settings,
+            )
+        except TypeError as error:
+            raise self._env_config_error(env_id, error) from error
         return GymnasiumVectorEnv(cast(gym.vector.VectorEnv, pool), None)  # already seeded
+
+    def _with_atari(
+        self, arguments_of: Callable[[AtariSettings], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Return `env_config` with the arguments that preprocess Atari games.
+
+        Raises:
+            ConfigError: `env_config` has one of these arguments.
+        """
+        if self._atari is None or not self.is_atari:
+            return self._env_config
+        arguments = arguments_of(self._atari)
+        check_env_config(self._env_config, arguments)
+        return {**arguments, **self._env_config}
+
+    def _env_config_error(self, env_id: str, error: TypeError) -> ConfigError:
+        return ConfigError(
+            f'env_config: {env_id} with vectorization_mode="{self._mode}" does not accept '
+            f"{self._env_config}: {error}"
+        )
 
 
 class _CopyFinalObservation(gym.Wrapper):

@@ -102,7 +102,7 @@ def register_env(name: str, creator: EnvCreator) -> None:
     _CREATORS[name] = _creator_of_function(creator)
 
 
-def _find_spec(env_id: str) -> None:
+def find_env_spec(env_id: str) -> None:
     """Find an id in gymnasium's registry; register those of other packages if they are needed.
 
     Raises:
@@ -117,7 +117,7 @@ def _find_spec(env_id: str) -> None:
         from minatar.gym import register_envs
 
         register_envs()
-    if env_id.startswith("MiniGrid-") and env_id not in gym.registry:
+    if env_id.startswith(("MiniGrid-", "BabyAI-")) and env_id not in gym.registry:
         check_installed("minigrid", f"env: the environment {env_id!r}", extra="minigrid")
         import minigrid
 
@@ -152,12 +152,13 @@ def _find_spec(env_id: str) -> None:
 
 
 def _make_by_id(env_id: str, context: EnvContext) -> gym.Env:
-    _find_spec(env_id)
+    find_env_spec(env_id)
     try:
         if context.atari is not None and is_atari(env_id):
             return make_atari(env_id, context.atari, **context)
         env = gym.make(env_id, disable_env_checker=True, **context)
-        if env_id.startswith("MiniGrid-"):  # a network has no use for the text of the mission
+        if str(gym.spec(env_id).entry_point).startswith("minigrid."):
+            # a network has no use for the text of the mission
             return FilterObservation(env, ["image", "direction"])
         return env
     except TypeError as error:
@@ -350,7 +351,7 @@ def env_creator_for(env: Any) -> EnvCreator:
             return _CREATORS[env]
         if ":" in env:
             return _creator_of_import(env)
-        _find_spec(env)
+        find_env_spec(env)
         return partial(_make_by_id, env)
     if isinstance(env, type):
         _check_methods(env)

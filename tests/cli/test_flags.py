@@ -3,8 +3,11 @@
 import pytest
 
 from flowrl.algorithms.ppo import PPOConfig
-from flowrl.cli.flags import settings_from_flags
+from flowrl.cli.flags import flag_names, settings_from_flags
+from flowrl.cli.help import _entries
 from flowrl.cli.saved_runs import open_run
+from flowrl.trainer.plan_files import shipped_plans
+from flowrl.trainer.plan_settings import plan_config
 from tests.cli.helpers import TWO_ITERATIONS, read_settings
 
 
@@ -179,3 +182,13 @@ def test_counts_are_whole_numbers_in_any_notation(cli, tmp_path):
     assert settings["model"]["fcnet_hiddens"] == [8, 10]
     config = PPOConfig(total_timesteps=1e5, train_batch_size=4e3)
     assert (config.total_timesteps, config.train_batch_size) == (100_000, 4000)
+
+
+@pytest.mark.parametrize("plan", sorted(shipped_plans()))
+def test_every_flag_in_the_help_is_accepted(plan):
+    config = plan_config(plan)
+    accepted = set(flag_names(type(config)))
+    for entry in _entries(config):
+        name = entry.name.rstrip("_").replace("_", "-")
+        if not name.startswith("policies."):
+            assert name in accepted

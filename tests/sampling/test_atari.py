@@ -1,8 +1,12 @@
 """Atari games: preprocessing, lost lives, clipped rewards, frame stacks."""
 
+import subprocess
+import sys
+
 import gymnasium as gym
 import numpy as np
 import pytest
+import ray.cloudpickle
 
 from tests.extras import require_extra
 
@@ -229,7 +233,15 @@ def test_resumed_game_keeps_its_lives(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"env_config": {"frameskip": 4}}, "env_config: 'frameskip' is a setting of atari"),
+        ({"env_config": {"frameskip": 4}}, "env_config: 'frameskip' is set by the preprocessing"),
+        (
+            {"env_config": {"frameskip": 4}, "vectorization_mode": "vector_entry_point"},
+            "env_config: 'frameskip' is set by the preprocessing",
+        ),
+        (
+            {"env_config": {"colour": 1}, "vectorization_mode": "vector_entry_point"},
+            'with vectorization_mode="vector_entry_point" does not accept',
+        ),
         ({"atari": {"frame_skip": 0}}, "atari.frame_skip"),
         ({"atari": {"noop": 3}}, "unknown setting 'atari.noop'"),
         (
@@ -244,6 +256,40 @@ def test_invalid_settings_are_rejected(changes, message):
             algorithm.train()
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [({"stack_num": 4}, "'stack_num' is set by"), ({"colour": 1}, "does not accept")],
+)
+def test_invalid_arguments_of_envpool_are_rejected(config, message):
+    require_extra("envpool")
+    settings = {**SMALL, "vectorization_mode": "envpool", "env_config": config}
+    with pytest.raises(ConfigError, match=f"env_config: .*{message}"):  # noqa: SIM117
+        with PPO(PONG, **settings) as algorithm:
+            algorithm.train()
+
+
+ON_WORKER = """
+import pickle, sys
+from flowrl.envs.atari import AtariSettings
+from flowrl.envs.env_factory import EnvFactory
+creator = pickle.loads(sys.stdin.buffer.read())
+factory = EnvFactory(creator, {}, 2, vectorization_mode=sys.argv[1], atari=AtariSettings())
+vector_env = factory.make_vector_env()
+print([result[0]["agent0"].shape for result in vector_env.reset()])
+vector_env.close()
+"""
+
+
+@pytest.mark.parametrize("mode", ["vector_entry_point", "envpool"])
+def test_vector_environment_is_created_in_a_process_without_registered_games(mode):
+    if mode == "envpool":
+        require_extra("envpool")
+    creator = ray.cloudpickle.dumps(env_creator_for(PONG))
+    command = [sys.executable, "-c", ON_WORKER, mode]
+    done = subprocess.run(command, input=creator, capture_output=True, check=False)
+    assert done.stdout.decode().strip() == "[(1, 84, 84), (1, 84, 84)]", done.stderr.decode()
+
+
 def test_frames_without_preprocessing_are_a_warning(caplog):
     _warn_of_unprocessed_frames.cache_clear()
     env_creator_for(PONG)
@@ -256,10 +302,10 @@ def test_frames_without_preprocessing_are_a_warning(caplog):
     assert caplog.text.count("the frames of this Atari game are not preprocessed") == 1
 
 
-@pytest.mark.parametrize("value", [None, False, "null"])
+@pytest.mark.parametrize("value", [None, False, "null", "false"])
 def test_preprocessing_can_be_switched_off(value):
-    if value == "null":
-        config = settings_from_flags(PPOConfig(env=PONG), ["--atari", "null"], "flowrl", {})
+    if isinstance(value, str):
+        config = settings_from_flags(PPOConfig(env=PONG), ["--atari", value], "flowrl", {})
     else:
         config = PPOConfig(env=PONG, atari=value)
     assert config.atari is None
