@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +13,7 @@ import yaml
 
 from flowrl.setting_values import nearest
 from flowrl.settings import ConfigError
-from flowrl.trainer.tuned_examples import tuned_folder
+from flowrl.trainer.tuned_examples import tuned_example, tuned_folder
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class BenchmarkRow:
         plan, env: of the tuned example.
         env_steps: length of each run.
         anchors: source -> known score, the mean return of evaluation episodes.
-        threshold: mean return of 100 training episodes whose first time is reported; None: none.
+        threshold: mean return of 100 training episodes; the result reports when a run first reaches
+            it. None reports nothing.
         explore: sample actions in the evaluation instead of taking the best ones.
     """
 
@@ -55,6 +58,32 @@ class BenchmarkRow:
         """Return the name of the file with the result of a seed."""
         return f"{self.file_stem(library)}-seed{seed}.json"
 
+    def settings(self, library: str = "flowrl") -> dict[str, Any]:
+        """Return the settings with which a library is trained: those of the tuned example, or those
+        of another library in `tuned_examples/<library>.yaml`.
+
+        Raises:
+            ConfigError: the row has none.
+        """
+        if library == "flowrl":
+            example = tuned_example(self.plan, self.env)
+            return {} if example is None else example.settings
+        file = tuned_folder() / f"{library}.yaml"
+        shipped: dict[str, dict[str, Any]] = yaml.safe_load(file.read_text())
+        if self.name not in shipped:
+            raise ConfigError(
+                f"benchmark: --against {library} has no settings for {self.name}; those of "
+                f"{', '.join(shipped)} are in tuned_examples/{library}.yaml"
+            )
+        return shipped[self.name]
+
+    def checksum(self, library: str = "flowrl") -> str:
+        """Return a checksum of the length of the training and of the settings; a result has it, so
+        that results of other settings are noticed."""
+        trained_with = [self.env_steps, self.explore, self.settings(library)]
+        text = json.dumps(trained_with, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
     def result_files(self, folder: Path, library: str = "flowrl") -> list[Path]:
         """Return the files with the results of a library, by seed."""
         found = folder.glob(f"{self.file_stem(library)}-seed*.json")
@@ -70,17 +99,24 @@ def benchmark_rows(file: Path) -> list[BenchmarkRow]:
     """Return the rows of a file: table -> list of the fields of BenchmarkRow.
 
     Raises:
-        ConfigError: the file cannot be read, or has something else.
+        ConfigError: the file cannot be read, or does not contain tables of rows.
     """
     try:
         tables: dict[str, list[dict[str, Any]]] = yaml.safe_load(file.read_text())
-        return [BenchmarkRow(table, **row) for table, rows in tables.items() for row in rows]
+        found = [BenchmarkRow(table, **row) for table, rows in tables.items() for row in rows]
     except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise ConfigError(f"benchmark: {file} has no tables of rows: {error}") from None
+    for row in found:
+        if type(row.env_steps) is not int or row.env_steps < 1:
+            raise ConfigError(
+                f"benchmark: {file}: env_steps of {row.name} must be an int of at least 1, got "
+                f"{row.env_steps!r}"
+            )
+    return found
 
 
 def rows_named(names: Sequence[str], file: Path) -> list[BenchmarkRow]:
-    """Return the rows of a file by the names of tables and rows; all rows without a name.
+    """Return the rows with these names or in tables with these names; all rows if `names` is empty.
 
     Raises:
         ConfigError: a name is unknown; see `benchmark_rows`.

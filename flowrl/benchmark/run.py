@@ -14,19 +14,18 @@ import sys
 import time
 from dataclasses import dataclass
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from flowrl.benchmark.rows import BenchmarkRow, rows_named
-from flowrl.benchmark.sb3 import run_process, train_sb3
+from flowrl.benchmark.sb3 import PACKAGES, installed_version, run_process, train_sb3
 from flowrl.process_usage import num_cores
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.whole_files import write_whole
 
 EVALUATION_EPISODES = 100
 MAX_POINTS = 100  # of a learning curve
-PACKAGES = ("gymnasium", "numpy", "torch")
+VERSIONS = ("flowrl-dataflow", "torch", *PACKAGES)  # in the result, of what is installed
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def train_flowrl(row: BenchmarkRow, seed: int, run_dir: Path) -> Outcome:
         evaluation["episode_reward_mean"],
         evaluation["episode_reward_std"],
         seconds,
-        {name: version(name) for name in PACKAGES},
+        {name: number for name in VERSIONS if (number := installed_version(name))},
     )
 
 
@@ -91,12 +90,15 @@ def learning_curve(run_dir: Path) -> list[tuple[int, float, float]]:
     return [point for point in points if math.isfinite(point[1])]
 
 
-def result_of(row: BenchmarkRow, seed: int, outcome: Outcome) -> dict[str, Any]:
+def result_of(
+    row: BenchmarkRow, seed: int, outcome: Outcome, library: str = "flowrl"
+) -> dict[str, Any]:
     """Return the result of a training for its file.
 
     Keys: those of `Outcome`, the curve with at most MAX_POINTS; `best`, highest mean return of 100
     training episodes; `steps_to_threshold`, `seconds_to_threshold`: at the first point of the curve
-    that reaches the row's threshold (None: never); where and when the training was run.
+    that reaches the row's threshold (None: never); `settings`, see BenchmarkRow.checksum; where and
+    when the training was run.
 
     Raises:
         ValueError: no episode has ended.
@@ -107,7 +109,7 @@ def result_of(row: BenchmarkRow, seed: int, outcome: Outcome) -> dict[str, Any]:
     first = None
     if row.threshold is not None:
         first = next((point for point in curve if point[1] >= row.threshold), None)
-    step = -(-len(curve) // MAX_POINTS)
+    step = max(1, -(-(len(curve) - 1) // (MAX_POINTS - 1)))
     shown = [*curve[:-1:step], curve[-1]]
     return {
         "plan": row.plan,
@@ -124,6 +126,7 @@ def result_of(row: BenchmarkRow, seed: int, outcome: Outcome) -> dict[str, Any]:
         "date": date.today().isoformat(),
         "machine": machine(),
         "python": platform.python_version(),
+        "settings": row.checksum(library),
         "versions": outcome.versions,
         "commit": commit(),
     }
@@ -145,11 +148,16 @@ def processor() -> str:
 
 
 def commit() -> str | None:
-    """Return the commit of flowrl's checkout; None outside of one."""
-    folder = Path(__file__).parent
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, text=True
-    )
+    """Return the commit of flowrl's checkout, with `-dirty` if a file differs from it; None outside
+    of a checkout, or without git."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    except OSError:
+        return None
     return done.stdout.strip() or None
 
 
@@ -160,7 +168,7 @@ def main() -> None:
         outcome = Outcome(**train_sb3(row, int(seed), Path(run_dir), EVALUATION_EPISODES))
     else:
         outcome = train_flowrl(row, int(seed), Path(run_dir))
-    write_whole(Path(result), json.dumps(result_of(row, int(seed), outcome)) + "\n")
+    write_whole(Path(result), json.dumps(result_of(row, int(seed), outcome, library)) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,33 +10,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from flowrl.benchmark.rows import BenchmarkRow
 from flowrl.errors import ConfigError
-from flowrl.trainer.tuned_examples import tuned_folder
 
 REQUIREMENTS = ("stable-baselines3==2.9.2", "sb3-contrib==2.9.2")
 ENVIRONMENT = "sb3-environment"  # folder of the virtual environment, among those of the rows
 # Packages that both environments have in the same versions, where they are installed.
-SHARED = (
+PACKAGES = (
     "numpy", "gymnasium", "box2d", "mujoco", "ale-py", "opencv-python-headless", "minatar",
 )  # fmt: skip
-
-
-def settings_of(row: BenchmarkRow) -> dict[str, Any]:
-    """Return the settings of Stable-Baselines3 for a row, from `tuned_examples/sb3.yaml`.
-
-    Raises:
-        ConfigError: the file has none.
-    """
-    shipped: dict[str, dict[str, Any]] = yaml.safe_load((tuned_folder() / "sb3.yaml").read_text())
-    if row.name not in shipped:
-        raise ConfigError(
-            f"benchmark: --against sb3 has no settings for {row.name}; those of "
-            f"{', '.join(shipped)} are in tuned_examples/sb3.yaml"
-        )
-    return shipped[row.name]
 
 
 def install(folder: Path) -> None:
@@ -50,10 +32,12 @@ def install(folder: Path) -> None:
     if (folder / "ready").exists():
         return
     print(f"installing Stable-Baselines3 into {folder} …", flush=True)
-    packages = [f"{name}=={installed}" for name in SHARED if (installed := _installed(name))]
+    packages = [
+        f"{name}=={installed}" for name in PACKAGES if (installed := installed_version(name))
+    ]
     commands = [
         [sys.executable, "-m", "venv", str(folder)],
-        [*_pip(folder), f"torch=={_installed('torch')}"],
+        [*_pip(folder), f"torch=={installed_version('torch')}"],
         [*_pip(folder), *REQUIREMENTS, *packages],
     ]
     for command in commands:
@@ -67,7 +51,7 @@ def _pip(folder: Path) -> list[str]:
     return [str(folder / "bin" / "python"), "-m", "pip", "install", "-q"]
 
 
-def _installed(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
     """Return the version of an installed package without its build, such as +cpu, which the package
     index chooses; None: it is not installed."""
     try:
@@ -77,7 +61,7 @@ def _installed(package: str) -> str | None:
 
 
 def run_process(command: list[str]) -> None:
-    """Run a process and wait for its end, also after Ctrl-C, which it receives, too.
+    """Run a process and wait until it ends. Ctrl-C reaches the process, too; then also wait.
 
     Raises:
         subprocess.CalledProcessError: the process failed.
@@ -113,7 +97,7 @@ def train_sb3(row: BenchmarkRow, seed: int, run_dir: Path, episodes: int) -> dic
             "seed": seed,
             "episodes": episodes,
             "explore": row.explore,
-            "settings": settings_of(row),
+            "settings": row.settings("sb3"),
             "started": time.time(),  # the seconds include the start of the process
         })
     )  # fmt: skip

@@ -38,7 +38,10 @@ def interval(scores: Sequence[float]) -> tuple[float, float]:
 
 
 def score_text(scores: Sequence[float]) -> str:
-    """Return the interquartile mean of scores with its interval, as tables show it."""
+    """Return the interquartile mean of scores with its interval, as tables show it; without an
+    interval if there are fewer than three scores."""
+    if len(scores) < 3:
+        return f"{interquartile_mean(scores):.1f}"
     low, high = interval(scores)
     return f"{interquartile_mean(scores):.1f} ({low:.1f} to {high:.1f})"
 
@@ -59,7 +62,8 @@ def cells(
 ) -> list[str]:
     """Return the cells of a row of a table with the results of a library; see COLUMNS.
 
-    Seconds and env steps to the threshold are medians over the seeds that reached it.
+    `seconds` is the median duration of all runs; env steps to the threshold are the median over the
+    runs that reached it.
     """
     start = [row.env, row.plan + LIBRARIES[library], f"{row.env_steps:,}", row.known_scores]
     if not results:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from flowrl.benchmark.summary import COLUMNS, cells, read_results, write_tables
 from flowrl.cli.arguments import Parser, count
 from flowrl.errors import check_installed
 from flowrl.settings import ConfigError
+from flowrl.trainer.runs.formatting import format_count
 
 
 def benchmark_command(arguments: list[str]) -> int:
@@ -40,8 +42,7 @@ def benchmark_command(arguments: list[str]) -> int:
         "installs it into RUNS/sb3-environment; its runs start again if they are interrupted",
     )  # fmt: skip
     parser.add_argument(
-        "--results", type=Path, default=Path("benchmarks/results"),
-        help="folder of the results (default: benchmarks/results)",
+        "--results", type=Path, help="folder of the results (default: RUNS/results)"
     )  # fmt: skip
     parser.add_argument(
         "--runs", type=Path, default=Path("runs/benchmark"),
@@ -60,7 +61,7 @@ def benchmark_command(arguments: list[str]) -> int:
             print(f"{row.table:8} {row.name:30} {steps}   {row.known_scores}")
         return 0
     check_installed("matplotlib", "flowrl benchmark", extra="plot")
-    results: Path = options.results
+    results: Path = options.results or options.runs / "results"
     try:
         for folder in (results, options.runs):
             folder.mkdir(parents=True, exist_ok=True)
@@ -69,16 +70,21 @@ def benchmark_command(arguments: list[str]) -> int:
     libraries = ["flowrl"]
     if options.against:
         for row in rows:
-            sb3.settings_of(row)  # raises before anything is trained
+            row.settings(options.against)  # raises before anything is trained
         sb3.install(options.runs / sb3.ENVIRONMENT)
         libraries.append(options.against)
-    missing = [
-        (row, seed, library)
-        for row in rows
-        for seed in range(options.seeds)
-        for library in libraries
-        if not (results / row.file_name(seed, library)).exists()
-    ]
+    missing = []
+    for row in rows:
+        to_train = [
+            (row, seed, library)
+            for seed in range(options.seeds)
+            for library in libraries
+            if not _is_trained(row, results / row.file_name(seed, library), library)
+        ]
+        existing = options.seeds * len(libraries) - len(to_train)
+        if existing:
+            print(f"{row.name}: {format_count(existing, 'result')} in {results}, not repeated")
+        missing += to_train
     interrupted = threading.Event()
     train = partial(
         _train, tables=tables, runs=options.runs, results=results, interrupted=interrupted
@@ -99,6 +105,24 @@ def benchmark_command(arguments: list[str]) -> int:
             named = zip(COLUMNS, texts, strict=True)
             print("  ".join(f"{column}: {text}" for column, text in named if text))
     return 0 if all(ended) else 1
+
+
+def _is_trained(row: BenchmarkRow, file: Path, library: str) -> bool:
+    """Return whether a run has a result.
+
+    Raises:
+        ConfigError: the result is of another length, or of other settings.
+    """
+    if not file.exists():
+        return False
+    result = json.loads(file.read_text())
+    is_same = result.get("settings", row.checksum(library)) == row.checksum(library)
+    if not is_same or result["env_steps"] < row.env_steps:
+        raise ConfigError(
+            f"benchmark: {file} is of a training with other settings or fewer env steps: remove it "
+            "to train again, or choose another folder (--results)"
+        )
+    return True
 
 
 def _train(

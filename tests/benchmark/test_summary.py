@@ -48,6 +48,16 @@ def test_interval_contains_what_its_resamples_can_be(scores):
     assert min(scores) - 1e-9 <= low <= high <= max(scores) + 1e-9
 
 
+def test_interval_equals_the_percentile_bootstrap_of_scipy():
+    stats = pytest.importorskip("scipy.stats")
+    scores = np.random.default_rng(1).normal(100, 20, 10)
+    expected = stats.bootstrap(
+        (scores,), interquartile_mean, n_resamples=20_000, vectorized=False, method="percentile",
+        random_state=0,
+    ).confidence_interval  # fmt: skip
+    assert np.allclose(interval(scores), expected, atol=1.0)  # of two random resamplings
+
+
 def test_interval_narrows_with_more_runs():
     rng = np.random.default_rng(0)
     few, many = (interval(rng.normal(size=n)) for n in (5, 200))

@@ -1,13 +1,14 @@
 """`flowrl benchmark`: train rows with several seeds, continue interrupted runs, write tables."""
 
 import json
+import re
 import subprocess
 
 import pytest
 
 from flowrl.benchmark import sb3
 from flowrl.benchmark.rows import BenchmarkRow, benchmark_rows, shipped_tables
-from flowrl.benchmark.run import learning_curve, result_of, train_flowrl
+from flowrl.benchmark.run import commit, learning_curve, result_of, train_flowrl
 from tests.extras import require_extra
 
 TABLES = """
@@ -47,7 +48,7 @@ def test_rows_are_trained_once_and_tables_written(cli, tmp_path, tiny_table):
     require_extra("plot")
     code, out, err = cli("benchmark", "tiny", "--seeds", "2", "--jobs", "2", *tiny_table)
     assert (code, err) == (0, "")
-    folder = tmp_path / "benchmarks" / "results"
+    folder = tmp_path / "runs" / "benchmark" / "results"
     names = sorted(path.name for path in folder.iterdir())
     assert names == [
         "a2c-CartPole-v1-seed0.json", "a2c-CartPole-v1-seed1.json", "tiny.md", "tiny.svg",
@@ -58,6 +59,13 @@ def test_rows_are_trained_once_and_tables_written(cli, tmp_path, tiny_table):
     code, out, _ = cli("benchmark", "tiny", "--seeds", "2", *tiny_table)
     assert code == 0
     assert "seed 0" not in out
+    assert "a2c/CartPole-v1: 2 results in runs/benchmark/results, not repeated" in out
+    text = (tmp_path / "tables.yaml").read_text()
+    for changed in (text.replace("256", "512"), text.replace("256", "128")):
+        (tmp_path / "tables.yaml").write_text(changed)
+        code, _, err = cli("benchmark", "tiny", "--seeds", "2", *tiny_table)
+        assert code == 2
+        assert "seed0.json is of a training with other settings or fewer env steps" in err
 
 
 def test_interrupted_benchmark_trains_no_other_seed(cli, tmp_path, tiny_table, monkeypatch):
@@ -115,10 +123,10 @@ def test_other_library_is_trained_beside(cli, tmp_path, monkeypatch):
     spec = json.loads((tmp_path / "spec.json").read_text())
     assert (spec["algorithm"], spec["env"], spec["env_steps"]) == ("ppo", "CartPole-v1", 256)
     assert spec["settings"]["n_envs"] == 8
-    table = (tmp_path / "benchmarks/results/tiny.md").read_text().splitlines()
+    table = (tmp_path / "runs/benchmark/results/tiny.md").read_text().splitlines()
     assert [line.split(" | ")[1] for line in table[2:]] == ["ppo", "ppo of SB3"]
     assert "77.5" in table[3]
-    drawing = tmp_path / "benchmarks/results/tiny.svg"
+    drawing = tmp_path / "runs/benchmark/results/tiny.svg"
     assert drawing.stat().st_size > 1000
 
 
@@ -131,7 +139,7 @@ def test_row_without_settings_of_the_other_library_is_rejected(cli, tiny_table, 
 
 def test_shipped_rows_have_settings_of_the_other_library():
     for row in benchmark_rows(shipped_tables()):
-        assert sb3.settings_of(row)
+        assert row.settings("sb3")
 
 
 def test_rows_are_listed(cli):
@@ -141,6 +149,20 @@ def test_rows_are_listed(cli):
     code, _, err = cli("benchmark", "clasic")
     assert code == 2
     assert "Did you mean 'classic'" in err
+
+
+def test_commit_is_that_of_the_checkout(monkeypatch):
+    assert commit() is None or re.fullmatch(r"[0-9a-f]{7,}(-dirty)?", commit())
+    monkeypatch.setenv("PATH", "")  # without git
+    assert commit() is None
+
+
+@pytest.mark.parametrize("text", ["a: [{plan: ppo, env: e, env_steps: 0, anchors: {}}]"])
+def test_number_of_env_steps_is_checked(text, cli, tmp_path):
+    (tmp_path / "tables.yaml").write_text(text)
+    code, _, err = cli("benchmark", "--list", "--tables", "tables.yaml")
+    assert code == 2
+    assert "env_steps of ppo/e must be an int of at least 1, got 0" in err
 
 
 @pytest.mark.parametrize("text", ["[1]", "a: [{plan: ppo}]", "a: {b"])
