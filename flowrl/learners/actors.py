@@ -22,6 +22,7 @@ from flowrl.learners.learner import (
     select_rows,
     update_policies,
 )
+from flowrl.policies.learning.epochs import mean_stats
 from flowrl.policies.policy import Policy
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.threads import Threads, limit_threads
@@ -336,11 +337,8 @@ def _merge_updates(by_learner: list[Updates]) -> Updates:
     """Return the updates of a group as one: statistics averaged, row statistics concatenated."""
     merged: Updates = {}
     for policy_id, first in by_learner[0].items():
-        names = [set(updates[policy_id].stats) for updates in by_learner]
-        stats = {
-            name: sum(updates[policy_id].stats[name] for updates in by_learner) / len(by_learner)
-            for name in sorted(set.intersection(*names))
-        }
+        # a learner without rows reports only some of the statistics
+        stats = mean_stats([updates[policy_id].stats for updates in by_learner])
         merged[policy_id] = PolicyUpdate(stats, first.rows, first.replayed_rows)
         merged[policy_id].policy_lags = first.policy_lags
         row_stats = [u[policy_id].row_stats for u in by_learner if u[policy_id].row_stats]

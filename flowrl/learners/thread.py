@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -19,6 +20,8 @@ from flowrl.learners.learner import LocalLearner, PolicyUpdate, Updates
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.state_schema import Amount, Fields, Positive, check_own_state, check_state
 
+log = logging.getLogger("flowrl")
+
 JOIN_TIMEOUT_S = 30.0  # that stop() waits for the running update
 
 
@@ -34,8 +37,12 @@ _LEARNED: Fields = {
 class LearnedBatch(NamedTuple):
     """A batch that the learner has learned from.
 
-    `learn_s` is the time spent learning [s]; `idle_s` the time without a batch before that;
-    `ended_at` when it ended, in seconds since 1970.
+    Attributes:
+        batch: the batch.
+        updates: policy id -> PolicyUpdate.
+        learn_s: seconds of learning since the previous result.
+        idle_s: seconds without a batch since the previous result.
+        ended_at: end of the update, in seconds since 1970.
     """
 
     batch: Batch
@@ -129,7 +136,7 @@ class LearnerThread:
         num_learners, num_gpus: learn on that many Ray actors instead; see `make_learner`.
 
     Attributes:
-        num_steps: passes over a batch so far, in this process.
+        num_steps: calls of `learner.update` so far, in this process.
 
     Raises:
         ValueError: a number is out of range.
@@ -176,7 +183,7 @@ class LearnerThread:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._stop_signal = Signal()
-        self._idle_s = 0.0
+        self._learn_s = self._idle_s = 0.0  # since the last result
         self._has_learned = False  # waiting for the first batch does not count as idle
         self.num_steps = 0
         self._has_taken = False  # the batches of the next step
@@ -228,9 +235,14 @@ class LearnerThread:
         self.learner.stop()  # so that the thread does not wait for actors
         if thread is not None:
             thread.join(JOIN_TIMEOUT_S)
-            if not thread.is_alive():
+            if thread.is_alive():
+                log.warning(
+                    "the learner thread is still in an update after %d s; it ends after the update",
+                    JOIN_TIMEOUT_S,
+                )
+            else:
                 self._thread = None
-            self.workers.weight_sync.unpublish()
+                self.workers.weight_sync.unpublish()
 
     def _run(self) -> None:
         waiter = Waiter()
@@ -243,9 +255,10 @@ class LearnerThread:
             with lock:  # so that a checkpoint contains the batch in use
                 progressed = self._step()
             if not progressed:
+                lacks_batch = self._has_learned and not self.outqueue.full()
                 started = time.perf_counter()
                 waiter.wait(signals)
-                if self._has_learned:
+                if lacks_batch:
                     self._idle_s += time.perf_counter() - started
 
     def _step(self) -> bool:
@@ -271,8 +284,9 @@ class LearnerThread:
             error.add_note(f"raised in the learner thread, on a {describe(batch)}")
             self.outqueue.put_nowait(LearnFailure(batch, error))
             return True
-        learn_s = time.perf_counter() - started
+        self._learn_s += time.perf_counter() - started
         if is_last_pass:
+            learn_s, self._learn_s = self._learn_s, 0.0
             idle_s, self._idle_s = self._idle_s, 0.0
             self._total_learn_s += learn_s
             self._total_idle_s += idle_s
@@ -358,8 +372,8 @@ class LearnerThread:
     # -- inspection ------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Return the queue sizes, the seconds of learning and of waiting for a batch, and the share
-        of the latter; all since the first batch."""
+        """Return the sizes of both queues, the seconds of learning (`learn_s`) and without a batch
+        (`learner_idle_s`), and the share of the latter (`learner_idle`), since the first batch."""
         total = self._total_learn_s + self._total_idle_s
         return {
             "inqueue_size": self.inqueue.qsize(),

@@ -255,9 +255,7 @@ def take_snapshot(
         outside_s=outside_s,
         policy_lag_mean=runners.get("policy_lag_mean", 0.0),
         policy_lag_max=runners.get("policy_lag_max", 0.0),
-        episodes_total=result["episodes_total"] + len(plan_metrics.new_episodes)
-        if result
-        else None,
+        episodes_total=result["episodes_total"] + plan_metrics.num_new_episodes if result else None,
         callback_s=dict(callback_seconds(workers.local_worker().callbacks)),
     )
 

@@ -51,7 +51,9 @@ class PlanMetrics:
     """Metrics of one plan besides counters and timers; `PlanMetrics.of(context)` returns them.
 
     Attributes:
-        new_episodes: (worker index, episode) of episodes that ended since the last report.
+        new_episodes: (worker index, episode) of episodes that ended since the last report; the
+            last MAX_EPISODES.
+        num_new_episodes: number of all episodes that ended since the last report.
         worker_health: (worker index, incarnation) -> WorkerHealth.
         sampler_timings: worker index -> seconds per part of sampling.
         trainers: name -> metrics of each training operator, in the order of their first updates.
@@ -59,6 +61,7 @@ class PlanMetrics:
     """
 
     new_episodes: deque[tuple[int, Any]] = field(default_factory=lambda: deque(maxlen=MAX_EPISODES))
+    num_new_episodes: int = 0
     worker_health: dict[tuple[int, int], WorkerHealth] = field(default_factory=dict)
     sampler_timings: dict[int, dict[str, float]] = field(default_factory=dict)
     trainers: dict[str, TrainerMetrics] = field(default_factory=dict)

@@ -80,7 +80,7 @@ class StoreToReplayBuffer:
 
     def extra_stats(self) -> dict[str, Any]:
         """Return additional entries of `stats()`."""
-        return {"rows": len(self.buffer)}
+        return _size_stats(self.buffer)
 
     def state_dict(self) -> dict[str, Any]:
         return {"buffer": self.buffer.state_dict()}
@@ -167,7 +167,7 @@ class ReplayStage(Stage):
         return "" if self._is_due() else str(self.buffer.missing_stores())
 
     def extra_stats(self) -> dict[str, Any]:
-        return {"rows": len(self.buffer)}
+        return _size_stats(self.buffer)
 
 
 class ReplayActorsStage(ReplayStage):
@@ -289,7 +289,7 @@ class UpdateReplayPriorities:
                         f"this batch has {len(batch.sources)} sources: do not concatenate batches"
                     )
                 (source,) = batch.sources
-                self.buffer.update_priorities(source.shard, *update)
+                self.buffer.update_priorities(source, *update)
             else:
                 self.buffer.update_priorities(*update)
         return item
@@ -401,7 +401,7 @@ class MixInReplay:
         if len(self.buffer):  # before the new batch is added, so it is not replayed right away
             while self._batches_due >= 1 - 1e-9:
                 batches.append(self.buffer.sample())
-                self._batches_due -= 1
+                self._batches_due = max(0.0, self._batches_due - 1)
         if self.replay_proportion:
             self.buffer.add(batch)
         return batches
@@ -411,12 +411,21 @@ class MixInReplay:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if not 0 <= state["batches_due"] <= self.replay_proportion + 1:
-            raise StateError(f"MixInReplay/batches_due: got {state['batches_due']!r}")
+            raise StateError(
+                "MixInReplay/batches_due: must be between 0 and "
+                f"{self.replay_proportion + 1:g}, got {state['batches_due']!r}"
+            )
         self.buffer.load_state_dict(state["buffer"])
         self._batches_due = state["batches_due"]
 
     def __repr__(self) -> str:
         return f"MixInReplay({self.buffer.num_slots}, {self.replay_proportion})"
+
+
+def _size_stats(buffer: Any) -> dict[str, int]:
+    """Return the size of a buffer for `stats()`."""
+    unit = "batches" if isinstance(buffer, SimpleReplayBuffer) else "rows"
+    return {unit: len(buffer)}
 
 
 def _one_of(local_buffer: Any, actors: Any, operator: str) -> Any:
@@ -427,7 +436,8 @@ def _one_of(local_buffer: Any, actors: Any, operator: str) -> Any:
         TypeError: the buffer is of another type.
     """
     if (local_buffer is None) == (actors is None):
-        raise ValueError(f"{operator} takes one of local_buffer and actors")
+        found = "neither" if actors is None else "both"
+        raise ValueError(f"{operator}: give local_buffer or actors, got {found}")
     if actors is not None:
         if not isinstance(actors, (ReplayActors, MultiAgentReplayBuffer)):
             raise TypeError(

@@ -141,6 +141,7 @@ class ReplayActors:
         self._node: str | None = None
         self._nodes: list[str | None] = [None] * num_shards
         self._handles: list[Any] = []
+        self._restarts = [0] * num_shards
         self._pending_adds: list[deque[_PendingAdd]] = [deque() for _ in range(num_shards)]
         self._updates: list[list[Update]] = [[] for _ in range(num_shards)]
         self._in_flight = 0  # batches requested but not received
@@ -184,6 +185,7 @@ class ReplayActors:
         self._count("num_replay_rows_lost", self.rows[index])
         self.rows[index], self._has_items[index] = 0, False
         self._updates[index].clear()
+        self._restarts[index] += 1
         self._handles[index] = self._start_shard(index)
         unstored, self._pending_adds[index] = self._pending_adds[index], deque()
         self._pending_adds[index].extend(self._send_batch(index, *add[1:]) for add in unstored)
@@ -318,7 +320,8 @@ class ReplayActors:
         self._in_flight += number
         updates, self._updates[index] = self._updates[index], []
         handle = self.handles()[index]
-        return PendingDraw(index, handle.serve.remote(updates, number), number, handle)
+        source = Source(index, self._restarts[index], origin=ORIGIN)
+        return PendingDraw(source, handle.serve.remote(updates, number), number)
 
     def receive_batches(self, request: PendingDraw) -> list[Batch]:
         """Return the batches of a finished request; none if the shard is empty or has died.
@@ -328,29 +331,47 @@ class ReplayActors:
         """
         from ray.exceptions import RayActorError
 
-        index, ref, number, handle = request
+        source, ref, number = request
+        index = source.shard
         self._in_flight -= number
         batches: list[Batch] = []
+        node = None
         try:
-            reply: DrawReply = fetch(ref)
-            batches, self.rows[index], self._has_items[index], self._nodes[index] = reply
+            batches, rows, has_items, node = fetch(ref)
+            if not self._is_replaced(source):
+                self.rows[index], self._has_items[index], self._nodes[index] = rows, has_items, node
         except RayActorError as error:
-            if handle is self._handles[index]:  # not replaced yet
+            if not self._is_replaced(source):
                 self._replace_shard(index, error)
         finally:
             for _ in range(number - len(batches)):
                 self.ratio.note_drawn(-self.batch_rows, batches=-1)
         for batch in batches:
             self.ratio.note_drawn(loss_rows(batch) - self.batch_rows, batches=0)
-            batch.sources = (Source(index, origin=ORIGIN),)
-            if self._nodes[index] != self._node:
+            batch.sources = (source,)
+            if node != self._node:
                 count_bytes_between_nodes(batch.size_bytes())
         return batches
 
+    def _is_replaced(self, source: Source) -> bool:
+        """Return whether the shard that a batch was drawn from has died since."""
+        return source.incarnation < self._restarts[source.shard]
+
     def update_priorities(
-        self, shard: int, policy_id: str, batch_indexes: np.ndarray, priorities: np.ndarray
+        self, source: Source, policy_id: str, batch_indexes: np.ndarray, priorities: np.ndarray
     ) -> None:
-        """Set priorities of rows of a shard; they are sent with the next request to it."""
+        """Set priorities of rows of a shard; they are sent with the next request to it.
+
+        Those of rows of a shard that has died since are dropped.
+
+        Args:
+            source: the source of the batch with the rows.
+            policy_id: the policy of the rows.
+            batch_indexes, priorities: see ReplayBuffer.update_priorities.
+        """
+        if self._is_replaced(source):
+            return
+        shard = source.shard
         self._updates[shard].append((policy_id, batch_indexes, priorities))
         if len(self._updates[shard]) >= UPDATES_KEPT:  # without draws, no request has sent them
             self._send_updates(shard)
@@ -436,10 +457,9 @@ class ReplayActors:
 class PendingDraw(NamedTuple):
     """A request for batches."""
 
-    shard: int
+    source: Source  # of the batches
     ref: Any  # of a DrawReply
     number: int  # of batches
-    handle: Any  # of the shard's actor
 
 
 class _PendingAdd(NamedTuple):

@@ -235,7 +235,7 @@ class CollectMetrics:
         context = _get_shared_metrics()
         counters, plan = context.counters, PlanMetrics.of(context)
         selected = self._selected
-        finished = len(plan.new_episodes)
+        finished, plan.num_new_episodes = plan.num_new_episodes, 0
         self._window.extend(
             episode
             for worker, episode in plan.new_episodes

@@ -167,6 +167,7 @@ class CountRollouts:
         for source in sources:
             ended = source.tags.get("episodes", ())
             plan.new_episodes.extend((source.shard, episode) for episode in ended)
+            plan.num_new_episodes += len(ended)
             plan.sampler_timings[source.shard] = source.tags.get("timings", {})
             for filters in source.tags.get("filters", ()):
                 with worker.lock:
@@ -266,10 +267,10 @@ class ConcatBatches:
             self._steps += batch.agent_steps() if by_agent else batch.env_steps()
         if self._steps < self.min_batch_size:
             return []
-        has_refs = any(isinstance(pending, BatchRef) for pending in self._pending)
-        result = (BatchRef if has_refs else SampleBatch).concat_samples(self._pending)
-        self._pending, self._steps = [], 0
-        return [result]
+        # if the batches do not fit together, all of them are dropped
+        pending, self._pending, self._steps = self._pending, [], 0
+        has_refs = any(isinstance(one, BatchRef) for one in pending)
+        return [(BatchRef if has_refs else SampleBatch).concat_samples(pending)]
 
     def state_dict(self) -> dict[str, Any]:
         pending = [[batch, sources_to_list(batch.sources)] for batch in self._pending]

@@ -174,8 +174,8 @@ def test_shard_of_a_batch_receives_its_priorities(actors):
     update((batch, {"default_policy": {"rows": row_stats}}))
     states = actors.state_dict()["shards"]
     weights = [shard["buffers"]["default_policy"]["weights"] for shard in states]
-    assert weights[request.shard].max() > 2
-    assert weights[1 - request.shard].max() == 1.0
+    assert weights[request.source.shard].max() > 2
+    assert weights[1 - request.source.shard].max() == 1.0
 
 
 def test_dead_shard_is_replaced(actors):
@@ -198,9 +198,12 @@ def test_dead_shard_is_replaced(actors):
     assert actors.ratio.drawn == 4
 
 
+SHARD_0 = Source(0, origin="replay")
+
+
 def update_priorities(actors, times):
     for _ in range(times):
-        actors.update_priorities(0, "default_policy", np.array([0]), np.array([1.0]))
+        actors.update_priorities(SHARD_0, "default_policy", np.array([0]), np.array([1.0]))
 
 
 def test_one_request_returns_several_batches(actors):
@@ -211,7 +214,7 @@ def test_one_request_returns_several_batches(actors):
     assert request.number == 3
     batches = actors.receive_batches(request)
     assert [batch.count for batch in batches] == [4, 4, 4]
-    assert {batch.sources[0].shard for batch in batches} == {request.shard}
+    assert {batch.sources[0].shard for batch in batches} == {request.source.shard}
     pending = actors.request_batches(100)
     assert pending.number == 11  # 2 x (40 - 12) rows are due
     assert not actors.can_draw()
@@ -261,19 +264,43 @@ def test_dead_shard_is_replaced_only_once(actors):
         assert metrics.counters["num_replay_shard_restarts"] <= 1
 
 
+def test_priorities_of_rows_that_died_with_their_shard_are_dropped(actors):
+    for i in range(8):
+        actors.add(rows(5, i))
+    wait_until_stored(actors)
+    with metrics_scope(MetricsContext()):
+        batches = [actors.receive_batches(actors.request_batches())[0] for _ in range(2)]
+        late = actors.request_batches()
+        kill(actors.handles()[0])
+        assert actors.receive_batches(actors.request_batches()) != []  # of shard 1
+        assert actors.receive_batches(actors.request_batches()) == []  # replaces shard 0
+        while actors.rows[0] < 10:
+            actors.add(rows(5))
+            wait_until_stored(actors)
+        stored = list(actors.rows)
+        actors.receive_batches(late)
+        assert actors.rows == stored  # not those of the dead shard
+        operator = UpdateReplayPriorities(actors=actors)
+        for batch in batches:
+            values = {"td_error": np.full(4, 9.0), "batch_indexes": batch["batch_indexes"]}
+            operator((batch, {"default_policy": {"rows": values}}))
+    states = [shard["buffers"]["default_policy"] for shard in actors.state_dict()["shards"]]
+    assert [bool(state["weights"].max() > 2) for state in states] == [False, True]
+
+
 def test_errors_of_priority_updates_are_raised(actors):
     for _ in range(6):
         actors.add(rows(4))
     wait_until_stored(actors)
     drawn = actors.ratio.drawn
-    actors.update_priorities(0, "unknown", np.array([0]), np.array([1.0]))
-    actors.update_priorities(0, "default_policy", np.array([0]), np.array([7.0]))
+    actors.update_priorities(SHARD_0, "unknown", np.array([0]), np.array([1.0]))
+    actors.update_priorities(SHARD_0, "default_policy", np.array([0]), np.array([7.0]))
     with pytest.raises(KeyError, match="unknown"):
         actors.receive_batches(actors.request_batches(2))
     assert actors.ratio.drawn == drawn  # the failed request does not count
     weights = actors.state_dict()["shards"][0]["buffers"]["default_policy"]["weights"]
     assert weights.max() > 2  # the valid update was applied
-    actors.update_priorities(0, "unknown", np.array([0]), np.array([1.0]))
+    actors.update_priorities(SHARD_0, "unknown", np.array([0]), np.array([1.0]))
     with pytest.raises(KeyError, match="unknown"):  # sent without a draw after 64 updates
         update_priorities(actors, 63)
     batch = rows(2)
@@ -320,7 +347,7 @@ def test_invalid_arguments_are_rejected():
     with pytest.raises(ValueError, match="num_shards must be an int of at least 1"):
         make(0)
     for operator in (StoreToReplayBuffer, Replay, UpdateReplayPriorities):
-        with pytest.raises(ValueError, match="one of local_buffer and actors"):
+        with pytest.raises(ValueError, match="give local_buffer or actors, got neither"):
             operator()
         with pytest.raises(TypeError, match="actors must be a ReplayActors, got a dict"):
             operator(actors={})

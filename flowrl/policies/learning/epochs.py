@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,7 +38,7 @@ def run_epochs(
         sgd_minibatch_size: rows per minibatch; 0 for the whole batch.
 
     Returns:
-        the means of the last pass's statistics, and those of `end_learning`.
+        the means of the last pass's statistics (see `mean_stats`), and those of `end_learning`.
 
     Raises:
         ValueError: the minibatch is larger than the batch.
@@ -54,11 +54,16 @@ def run_epochs(
         updates = [policy.learn_on_batch(rows) for rows in minibatches(batch, size)]
         stats = [_numbers(policy, update) for update in updates if update is not None]
         stats = [one for one in stats if one]  # skipped updates report nothing
-        names = stats[0] if stats else {}
-        means = {name: float(np.mean([one[name] for one in stats])) for name in names}
+        means = mean_stats(stats)
         if policy.end_epoch(batch, means):
             break
     return {**means, **policy.end_learning(batch, means)}
+
+
+def mean_stats(stats: Sequence[Stats]) -> Stats:
+    """Return the mean of each statistic over the updates or processes that report it."""
+    names = dict.fromkeys(name for one in stats for name in one)
+    return {name: float(np.mean([one[name] for one in stats if name in one])) for name in names}
 
 
 def _numbers(policy: LearningPolicy, stats: Any) -> Stats:

@@ -93,21 +93,23 @@ class LossGradient:
         if group.splits_rows and batch is not None:
             batch = share_of(batch, group.rank, group.size)
         stats: Stats = {}
+        cause: FloatingPointError | None = None
         policy.flat.gradient.zero_()
         if batch is None:
             policy.loss_without_rows()
         else:
             try:
                 stats = self.compute(batch)
-            except FloatingPointError:  # so that every process notices
-                policy.flat.gradient.fill_(torch.nan)
+            except FloatingPointError as error:
+                cause = error
+                policy.flat.gradient.fill_(torch.nan)  # so that every process raises
         group.average_gradient(policy.flat.gradient, 0 if batch is None else batch.count)
         norm = float(torch.linalg.vector_norm(policy.flat.gradient))
         if not np.isfinite(norm):
             raise FloatingPointError(
                 f"the gradient of {type(policy).__name__} over {group.size} processes is not "
                 "finite: the update was refused and the weights are unchanged"
-            )
+            ) from cause
         return {**stats, "grad_norm": norm}
 
     def clip(self, norm: float) -> None:
@@ -198,9 +200,11 @@ class LossGradient:
             return dict(zip(named, torch.stack(tensors).tolist(), strict=True))
         except (RuntimeError, TypeError, ValueError) as error:
             wrong = [name for name, value in named.items() if not _is_number(value)]
+            if not wrong:  # an error of the device
+                raise
             raise ConfigError(
-                f"{type(self._policy).__name__}: statistics are numbers or tensors without axes, "
-                f"but {', '.join(wrong)} is {[named[name] for name in wrong]}"
+                f"{type(self._policy).__name__}: the statistic {wrong[0]!r} must be a number or a "
+                f"tensor without axes, got {named[wrong[0]]!r}"
             ) from error
 
     def _raise_nonfinite(self, stats: Stats, batch: SampleBatch) -> None:
