@@ -68,9 +68,9 @@ class ColumnSampler:
     """Samples fragments of all environments of a vector environment.
 
     With `batch_mode="complete_episodes"`, a fragment has whole episodes; otherwise, episodes
-    continue from one fragment to the next. If an environment fails, its episode's rows
-    that are in no fragment yet are dropped.After an exception, rows that are in no
-    fragment are dropped, and the next call of `collect` starts new episodes.
+    continue from one fragment to the next. If an environment fails, the rows of its episode that
+    are in no fragment yet are dropped. After an exception, all rows that are in no fragment are
+    dropped, and the next call of `collect` starts new episodes.
 
     Args:
         vector_env: the environments.

@@ -63,9 +63,9 @@ class MultiAgentSampler:
     """Samples fragments of all environments, with a batch of each policy.
 
     With `batch_mode="complete_episodes"`, a fragment has whole episodes; otherwise, episodes
-    continue from one fragment to the next. If an environment fails, its episode's rows that are in
-    no fragment yet are dropped.After an exception, rows that are in no
-    fragment are dropped, and the next call of `collect` starts new episodes.
+    continue from one fragment to the next. If an environment fails, the rows of its episode that
+    are in no fragment yet are dropped. After an exception, all rows that are in no fragment are
+    dropped, and the next call of `collect` starts new episodes.
 
     Args:
         multi_agent_env: the environments.
