@@ -33,6 +33,13 @@ def whole_number(value: Any) -> int | None:
     return int(value) if math.isfinite(value) and value == int(value) else None
 
 
+def check_int(name: str, value: Any, minimum: int = 1) -> None:
+    """Raise ValueError unless an argument is an int, not a bool, and at least `minimum`."""
+    is_int = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not is_int or value < minimum:
+        raise ValueError(f"{name} must be an int of at least {minimum}, got {value!r}")
+
+
 def nearest_name(name: str, known: list[str], similarity: float = 0.6) -> str | None:
     """Return the known name that is most similar, or None if none is similar.
 

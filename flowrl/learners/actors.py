@@ -7,8 +7,6 @@ import sys
 from collections.abc import Collection
 from typing import Any
 
-import numpy as np
-
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import Source, ray_health
 from flowrl.iter.ray_runtime import actor_class, leave_ray, start_ray
@@ -22,9 +20,10 @@ from flowrl.learners.learner import (
     select_rows,
     update_policies,
 )
-from flowrl.policies.learning.epochs import mean_stats
+from flowrl.policies.learning.epochs import concat_row_stats, mean_stats
 from flowrl.policies.policy import Policy
 from flowrl.sampling.worker_set import WorkerSet
+from flowrl.setting_values import check_int
 from flowrl.threads import Threads, limit_threads
 
 log = logging.getLogger("flowrl")
@@ -296,8 +295,7 @@ def make_learner(
         ValueError: both numbers are given, or one is negative.
     """
     for name, value in (("num_gpus", num_gpus), ("num_learners", num_learners)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"{name} must be an int of at least 0, got {value!r}")
+        check_int(name, value, 0)
     if num_gpus and num_learners:
         raise ValueError("give num_gpus (learners with a GPU each) or num_learners, not both")
     options = workers, policies, num_sgd_iter, sgd_minibatch_size
@@ -319,7 +317,10 @@ def check_distributable(policy: Policy) -> None:
             f"{type(policy).__name__} cannot learn in several processes: it is not a TorchPolicy"
         )
     if policy.config.microbatch_size:
-        raise ValueError("microbatch_size cannot be combined with several learning processes")
+        raise ValueError(
+            f"microbatch_size={policy.config.microbatch_size} cannot be combined with several "
+            "learning processes: set microbatch_size=0, or learn in one process"
+        )
 
 
 def _get_all_or_first_error(refs: list[Any]) -> list[Any]:
@@ -341,9 +342,6 @@ def _merge_updates(by_learner: list[Updates]) -> Updates:
         stats = mean_stats([updates[policy_id].stats for updates in by_learner])
         merged[policy_id] = PolicyUpdate(stats, first.rows, first.replayed_rows)
         merged[policy_id].policy_lags = first.policy_lags
-        row_stats = [u[policy_id].row_stats for u in by_learner if u[policy_id].row_stats]
-        if row_stats:  # each learner reports its own share
-            merged[policy_id].row_stats = {
-                name: np.concatenate([one[name] for one in row_stats]) for name in row_stats[0]
-            }
+        # each learner reports its own share
+        merged[policy_id].row_stats = concat_row_stats([u[policy_id].row_stats for u in by_learner])
     return merged

@@ -118,7 +118,7 @@ class LearnOnWorker:
                 for name in sorted(weights):
                     weights_checksum = zlib.crc32(weights[name].tobytes(), weights_checksum)
             state = None
-            if self._rank == 0:
+            if self._group_name and self._rank == 0:
                 from flowrl.learners.process_group import learning_state
 
                 state = learning_state(worker.policy_map)

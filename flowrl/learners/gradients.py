@@ -10,6 +10,7 @@ import numpy as np
 import optree
 
 from flowrl.iter import Source
+from flowrl.policies.learning.epochs import concat_row_stats
 
 
 @dataclass
@@ -85,7 +86,5 @@ class Gradients:
             mean.rows[policy_id] = total
             row_stats = [item.row_stats[policy_id] for item in group if policy_id in item.row_stats]
             if row_stats:
-                mean.row_stats[policy_id] = {
-                    name: np.concatenate([one[name] for one in row_stats]) for name in row_stats[0]
-                }
+                mean.row_stats[policy_id] = concat_row_stats(row_stats)
         return mean

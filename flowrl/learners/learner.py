@@ -15,6 +15,7 @@ from flowrl.learners.gradients import Gradients
 from flowrl.policies.policy import Policy
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.worker_set import WorkerSet
+from flowrl.setting_values import check_int
 
 OnLearn = Callable[[Policy, SampleBatch, dict[str, float]], None]
 """Callback before a policy learns: (policy, its rows, dict that takes more statistics)."""
@@ -110,10 +111,10 @@ class Learner:
         sgd_minibatch_size: int | None = None,
     ):
         check_policy_ids(policies)
-        if num_sgd_iter is not None and num_sgd_iter < 1:
-            raise ValueError(f"num_sgd_iter must be at least 1, got {num_sgd_iter}")
-        if sgd_minibatch_size is not None and sgd_minibatch_size < 0:
-            raise ValueError(f"sgd_minibatch_size must be at least 0, got {sgd_minibatch_size}")
+        if num_sgd_iter is not None:
+            check_int("num_sgd_iter", num_sgd_iter)
+        if sgd_minibatch_size is not None:
+            check_int("sgd_minibatch_size", sgd_minibatch_size, 0)
         self.workers = workers
         self.global_vars = workers.global_vars
         self.policies = policies

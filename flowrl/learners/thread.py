@@ -18,6 +18,7 @@ from flowrl.iter.waiting import Signal, Waiter, queue_signal
 from flowrl.learners.actors import make_learner
 from flowrl.learners.learner import LocalLearner, PolicyUpdate, Updates
 from flowrl.sampling.worker_set import WorkerSet
+from flowrl.setting_values import check_int
 from flowrl.state_schema import Amount, Fields, Positive, check_own_state, check_state
 
 log = logging.getLogger("flowrl")
@@ -75,9 +76,8 @@ class MinibatchBuffer:
     state_fields: ClassVar[Fields] = {"batches": list[list[Any]]}
 
     def __init__(self, size: int = 1, num_passes: int = 1):
-        for name, value in (("size", size), ("num_passes", num_passes)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"MinibatchBuffer: {name} must be an int from 1, got {value!r}")
+        check_int("MinibatchBuffer: size", size)
+        check_int("MinibatchBuffer: num_passes", num_passes)
         self.size, self.num_passes = size, num_passes
         self._batches: deque[tuple[Batch, int]] = deque()  # with the remaining passes
 
@@ -163,8 +163,7 @@ class LearnerThread:
         num_learners: int = 0,
         num_gpus: int = 0,
     ):
-        if queue_size < 1:
-            raise ValueError(f"queue_size must be at least 1, got {queue_size}")
+        check_int("queue_size", queue_size)
         cycles = isinstance(minibatch_buffer_size, int) and minibatch_buffer_size > 1
         self._minibatches = MinibatchBuffer(minibatch_buffer_size, num_sgd_iter if cycles else 1)
         self.learner = make_learner(

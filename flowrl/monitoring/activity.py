@@ -39,20 +39,20 @@ class StageActivity:
     """One stage of the plan in a period.
 
     Attributes:
-        id: its number in `LocalIterator.stats`.
-        title: its display text.
-        name: the name of its operator.
-        line: `file:line` where it was chained.
+        id: number of the stage in `LocalIterator.stats`.
+        title: display text of the stage.
+        name: name of the stage's operator.
+        line: `file:line` where the operator was chained.
         kind: "sampling" (a gather of workers), "rollouts" (concatenates their fragments), "store",
             "replay", "training", "enqueue", "dequeue" (of a learner thread), "report" or
             "operator".
-        parents: ids of the stages that it pulls.
-        items: items that it returned.
-        busy, waiting, blocked: shares of the period: in its own code, waiting for its parents, not
-            pulled.
-        grown_bytes: by how much the memory of the process grew in its own code.
+        parents: ids of the stages that the stage pulls.
+        items: number of items that the stage returned.
+        busy, waiting, blocked: shares of the period: in the stage's own code, waiting for the
+            parents, not pulled.
+        grown_bytes: growth of the process's memory during the stage's own code [bytes].
         is_own: whether the operator is the user's, not one of flowrl's.
-        values: its other values in `stats()`: queue sizes, and differences of seconds.
+        values: the other values of the stage in `stats()`: queue sizes, and differences of seconds.
     """
 
     id: int
@@ -75,12 +75,14 @@ class WorkerActivity:
     """One worker in a period.
 
     Attributes:
-        index: its `worker_index`: 0 in process, from 1 on actors.
-        restarts: its restarts in the period.
-        period_s: seconds that the figures are about: between the ends of its last fragments; in
-            process, where it works in turn with the rest of the plan, the whole period.
-        fragments, env_steps, num_bytes: what it returned.
-        seconds: seconds per part of its work: `sample_s` in total, and in it `env_step_s` (with
+        index: `worker_index` of the worker: 0 in process, from 1 on actors.
+        restarts: restarts of the worker in the period.
+        period_s: length of the measured period [s]: between the ends of the newest fragments of two
+            measurements; of the worker in process, which works in turn with the rest of the plan,
+            the whole period.
+        fragments, env_steps, num_bytes: counts of the returned fragments, their env steps and their
+            bytes.
+        seconds: seconds per part of the work: `sample_s` in total, and in it `env_step_s` (with
             `reset_s`), `inference_s`, `collection_s`, `postprocess_s`; `weights_s`, loading
             weights.
         callback_s: seconds in each callback, by its name.

@@ -33,8 +33,8 @@ class Monitor:
 
     Attributes:
         diagnosis: of the last WINDOW_S seconds; without findings before the second measurement.
-        activity: of the same seconds, but with the increases of counters since the measurement
-            before; None before the second one.
+        activity: of the same seconds, except for `counters`, which are the increases since the
+            previous measurement; None before the second measurement.
         listeners: functions that the thread calls with each new activity.
     """
 

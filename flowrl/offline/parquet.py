@@ -135,7 +135,7 @@ def read_run_id(path: Path | str) -> str:
     Raises:
         OfflineDataError: the file cannot be read.
     """
-    return str(_read_metadata(path).get("run", ""))
+    return str(_read_metadata(path)["run"])
 
 
 def read_policy_id(path: Path | str) -> str:
@@ -144,14 +144,16 @@ def read_policy_id(path: Path | str) -> str:
     Raises:
         OfflineDataError: the file cannot be read.
     """
-    return str(_read_metadata(path).get("policy_id", ""))
+    return str(_read_metadata(path)["policy_id"])
 
 
 def _read_metadata(path: Path | str) -> dict[str, Any]:
     pa = import_pyarrow()
 
     try:
-        encoded = (pa.parquet.read_schema(path).metadata or {}).get(_METADATA_KEY, b"{}")
+        encoded = (pa.parquet.read_schema(path).metadata or {}).get(_METADATA_KEY)
+        if encoded is None:  # written by another program
+            return {"run": "", "policy_id": ""}
         return dict(json.loads(encoded))
     except (OSError, ValueError, TypeError, pa.ArrowException) as error:
         raise OfflineDataError(f"{path}: cannot be read: {error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import re
 import secrets
 import time
 from pathlib import Path
@@ -16,9 +17,18 @@ import optree
 
 from flowrl.data.sample_batch import MultiAgentBatch, SampleBatch
 from flowrl.data.sequences import without_padding
-from flowrl.offline.parquet import import_pyarrow, to_json_value, write_parquet
+from flowrl.offline.parquet import (
+    OfflineDataError,
+    import_pyarrow,
+    read_run_id,
+    to_json_value,
+    write_parquet,
+)
+from flowrl.setting_values import check_int
 
 log = logging.getLogger("flowrl")
+
+_NAME = re.compile(r"(.+)-(\d{8}T\d{6}-[0-9a-f]{6})-(\d+)")  # of a file: policy, tag, number
 
 _UNFLUSHED: dict[int, tuple[int, ParquetWriter]] = {}  # by id: process id and writer
 
@@ -26,9 +36,9 @@ _UNFLUSHED: dict[int, tuple[int, ParquetWriter]] = {}  # by id: process id and w
 class ParquetWriter:
     """Write batches to `<folder>/<policy id>-<timestamp and token>-<number>.parquet`.
 
-    Remaining rows are written when the process exits. Writers never share a file. A writer
-    that loads a state starts new files; those that the saved writer has written since are its
-    `newer_files`.
+    Remaining rows are written when the process exits. Writers never share a file. A writer that
+    loads a state starts new files; the files that others have written since are
+    its `newer_files`.
 
     Args:
         folder: folder of the files, created if necessary.
@@ -40,9 +50,7 @@ class ParquetWriter:
     """
 
     def __init__(self, folder: Path | str, rows_per_file: int = 50_000):
-        is_int = isinstance(rows_per_file, int) and not isinstance(rows_per_file, bool)
-        if not is_int or rows_per_file < 1:
-            raise ValueError(f"rows_per_file must be at least 1, got {rows_per_file!r}")
+        check_int("rows_per_file", rows_per_file)
         import_pyarrow()  # now, because it cannot be imported at exit
         self.folder = Path(folder).expanduser()
         path = self.folder.absolute()
@@ -52,7 +60,8 @@ class ParquetWriter:
         self._pending: dict[str, list[SampleBatch]] = {}  # by policy, as the next two
         self._pending_rows: dict[str, int] = {}
         self._next_number: dict[str, int] = {}
-        self._loaded: tuple[str, dict[str, int]] | None = None  # tag and next numbers
+        # next numbers of the writers before this one, by tag; None: no state was loaded
+        self._loaded: dict[str, dict[str, int]] | None = None
         self._used = False
 
     def add(self, batch: SampleBatch | MultiAgentBatch) -> None:
@@ -108,25 +117,30 @@ class ParquetWriter:
         del self._pending[policy_id], self._pending_rows[policy_id]
 
     def newer_files(self) -> list[Path]:
-        """Return the files that the saved writer wrote after the loaded state.
+        """Return the files of this run that others wrote after the loaded state.
 
         A resumed run records their rows again.
         """
         if self._loaded is None:
             return []
-        tag, next_number = self._loaded
         files = []
-        for path in sorted(self.folder.glob(f"*-{tag}-*.parquet")):
-            policy_id, _, number = path.stem.rpartition(f"-{tag}-")
-            if int(number) >= next_number.get(unquote(policy_id), 0):
+        for path in sorted(self.folder.glob("*.parquet")):
+            name = _NAME.fullmatch(path.stem)
+            if name is None:
+                continue
+            policy_id, tag, number = name.groups()
+            if tag == self._tag:
+                continue
+            next_number = self._loaded.get(tag, {}).get(unquote(policy_id), 0)
+            if int(number) >= next_number and _is_of_run(path, self._run):
                 files.append(path)
         return files
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rows that are not written yet, and the run id, tag and next file numbers."""
+        """Return the rows that are not written yet, the run id and the next file numbers by tag."""
         pending = {policy_id: list(batches) for policy_id, batches in self._pending.items()}
-        files = {"run": self._run, "tag": self._tag, "next": dict(self._next_number)}
-        return {"pending": pending, **files}
+        files = {**(self._loaded or {}), self._tag: dict(self._next_number)}
+        return {"pending": pending, "run": self._run, "files": files}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state with new files."""
@@ -137,8 +151,8 @@ class ParquetWriter:
             policy_id: sum(batch.count for batch in batches)
             for policy_id, batches in self._pending.items()
         }
-        self._loaded = state["tag"], dict(state["next"])
-        self._run = state.get("run", state["tag"])
+        self._loaded = {tag: dict(numbers) for tag, numbers in state["files"].items()}
+        self._run = state["run"]
         self._tag, self._next_number, self._used = _new_tag(), {}, False
 
 
@@ -152,6 +166,13 @@ def _flush_all_at_exit() -> None:
             writer.flush_at_exit()
         except Exception as error:  # an exit handler has no caller to raise to
             log.error("%s: the rows recorded last are lost: %s", writer.folder, error)
+
+
+def _is_of_run(path: Path, run: str) -> bool:
+    try:
+        return read_run_id(path) == run
+    except OfflineDataError:  # damaged
+        return False
 
 
 def _new_tag() -> str:

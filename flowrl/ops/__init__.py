@@ -22,7 +22,10 @@ By kind:
 - order and time: Concurrently, Enqueue, Dequeue, StalenessLimit, WaitUntilTimestepsElapsed,
   OncePerTimestepsElapsed, OncePerTimeInterval;
 - debugging: Print, Breakpoint, Record;
-- results: StandardMetricsReporting, CollectMetrics.
+- results: StandardMetricsReporting, CollectMetrics;
+- plans as functions (`training_step`): TrainingSteps, synchronous_parallel_sample, train_one_step,
+  multi_gpu_train_one_step, ResultDict;
+- items: BatchRef, Gradients.
 
 Importing this package loads neither torch nor Ray.
 """

@@ -8,6 +8,7 @@ from flowrl.data import BatchRef
 from flowrl.iter import LocalIterator, Retry, _get_shared_metrics
 from flowrl.iter.metrics import count_bytes_between_nodes
 from flowrl.iter.ray_runtime import node_id
+from flowrl.setting_values import check_int
 
 if TYPE_CHECKING:
     from flowrl.data import Batch
@@ -45,10 +46,7 @@ class AggregateBatches(LocalIterator[Any]):
     """
 
     def __init__(self, batches: LocalIterator[Any], num_tasks: int = 0):
-        if isinstance(num_tasks, bool) or not isinstance(num_tasks, int) or num_tasks < 0:
-            raise ValueError(
-                f"AggregateBatches: num_tasks must be an int of at least 0, got {num_tasks!r}"
-            )
+        check_int("AggregateBatches: num_tasks", num_tasks, 0)
         if not isinstance(batches, LocalIterator):
             raise TypeError(f"AggregateBatches takes a LocalIterator, got {batches!r}")
         joined: Any

@@ -36,7 +36,8 @@ class Concurrently(LocalIterator[Any]):
             replay buffer.
 
     Raises:
-        TypeError: an element of `ops` is not a LocalIterator.
+        TypeError: an element of `ops` is not a LocalIterator, or `output_indexes` is not a list of
+            ints.
         ValueError: fewer than two branches, no index or one out of range, invalid weights, or a
             `transform` in a branch that may have to wait (for workers or a queue with "async", for
             a sibling with "round_robin").
@@ -59,13 +60,21 @@ class Concurrently(LocalIterator[Any]):
             raise ValueError(f'Concurrently: mode is "round_robin" or "async", got {mode!r}')
         if mode == "async" and round_robin_weights is not None:
             raise ValueError('Concurrently: round_robin_weights need mode="round_robin"')
+        if output_indexes is not None and not isinstance(output_indexes, Sequence):
+            raise TypeError(
+                "Concurrently: output_indexes must be a list of ints, such as "
+                f"[{output_indexes!r}], got {output_indexes!r}"
+            )
         if output_indexes is not None and not len(output_indexes):
             raise ValueError("Concurrently: output_indexes is empty, so no item would be returned")
         for index in output_indexes or ():
             if not isinstance(index, int):
                 raise TypeError(f"Concurrently: output_indexes are ints, got {index!r}")
             if not 0 <= index < len(ops):
-                raise ValueError(f"Concurrently: no branch {index} among {len(ops)} (from 0)")
+                raise ValueError(
+                    f"Concurrently: output_indexes contains {index}, but the {len(ops)} branches "
+                    f"have the indexes 0 to {len(ops) - 1}"
+                )
         stage = ConcurrentlyStage(
             [op.stage for op in ops],
             round_robin_weights,
@@ -181,7 +190,13 @@ class Dequeue(LocalIterator[Any]):
 
 
 class UpdateSpan(NamedTuple):
-    """When a learner thread has learned: the end [s since 1970], the duration [s], the rows."""
+    """One update of a learner thread.
+
+    Attributes:
+        ended_at: end of the update, in seconds since 1970.
+        learn_s: duration [s].
+        rows: rows of the batch.
+    """
 
     ended_at: float
     learn_s: float
@@ -240,7 +255,8 @@ class DequeueStage(Stage):
             item = self._get()  # the thread may have put an item before it ended
             if item is NOT_READY:
                 raise RuntimeError(
-                    "Dequeue: the queue is empty and check() returned False: nothing will fill it"
+                    "Dequeue: the queue is empty, and the thread that fills it has ended (check() "
+                    "returned False): start the thread again, or look for its error in the log"
                 )
         if isinstance(item, BaseException):
             item.add_note("raised in the thread that fills the queue of Dequeue")

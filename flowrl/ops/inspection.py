@@ -14,6 +14,7 @@ from flowrl.data.columns import leaves_of
 from flowrl.iter import Source
 from flowrl.iter.stage import describe
 from flowrl.sampling.worker_set import WorkerSet
+from flowrl.setting_values import check_int
 
 ColumnsOrFunction = Collection[str] | Callable[[Any], Any]
 
@@ -52,8 +53,7 @@ class Print:
         name: str = "Print",
         workers: WorkerSet | None = None,
     ):
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"Print: every must be an int of at least 1, got {every!r}")
+        check_int("Print: every", every)
         if isinstance(what, str):
             raise TypeError(
                 f"Print: `what` must be a list of columns, such as [{what!r}], or a function"
@@ -120,8 +120,7 @@ class Record:
     chained_with: ClassVar[str] = "for_each"
 
     def __init__(self, n: int):
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ValueError(f"Record: n must be an int of at least 1, got {n!r}")
+        check_int("Record: n", n)
         self.items: deque[Any] = deque(maxlen=n)
 
     def __call__(self, item: Any) -> Any:

@@ -14,6 +14,7 @@ from flowrl.offline.parquet import OfflineDataError
 from flowrl.offline.parquet_writer import ParquetWriter
 from flowrl.offline.sources import MinariSource, OfflineSource, ParquetSource
 from flowrl.seeding import random_stream, restore_stream, stream_state
+from flowrl.setting_values import check_int
 from flowrl.state_schema import Fields, Natural
 
 if TYPE_CHECKING:
@@ -32,6 +33,12 @@ class WriteParquet:
         folder: folder of the files, on the machine that runs the plan.
         rows_per_file: rows of one policy per file.
     """
+
+    state_fields: ClassVar[Fields] = {
+        "pending": dict[str, list[Any]],
+        "run": str,
+        "files": dict[str, dict[str, Natural]],
+    }
 
     chained_with: ClassVar[str] = "for_each"
 
@@ -168,8 +175,7 @@ class ReadStage(Stage):
         prepare: Callable[[SampleBatch], SampleBatch] | None,
         seed: int | None,
     ):
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}")
+        check_int("batch_size", batch_size)
         super().__init__()
         self.name = name
         self.source, self.workers, self.batch_size = source, workers, batch_size

@@ -15,6 +15,7 @@ from flowrl.ops.replay_actors import PendingDraw, ReplayActors
 from flowrl.ops.train import TrainedItem, check_trained
 from flowrl.replay import MultiAgentReplayBuffer
 from flowrl.seeding import random_stream, restore_stream, stream_state
+from flowrl.setting_values import check_int
 from flowrl.state_schema import Fields, StateError, check_own_state
 
 
@@ -120,8 +121,7 @@ class Replay(LocalIterator[Any]):
         num_async: int = 16,
     ):
         buffer = _one_of(local_buffer, actors, "Replay")
-        if num_async < 1:
-            raise ValueError(f"Replay: num_async must be at least 1, got {num_async}")
+        check_int("Replay: num_async", num_async)
         stage: Stage = ReplayStage(buffer)
         if isinstance(buffer, ReplayActors):
             stage = ReplayActorsStage(buffer, num_async)
@@ -315,8 +315,7 @@ class SimpleReplayBuffer:
     }
 
     def __init__(self, num_slots: int, seed: int | None = None):
-        if isinstance(num_slots, bool) or not isinstance(num_slots, int) or num_slots < 1:
-            raise ValueError(f"num_slots must be an int of at least 1, got {num_slots!r}")
+        check_int("num_slots", num_slots)
         self.num_slots = num_slots
         self.rng = random_stream(seed, "replay")
         self._batches: deque[Batch] = deque(maxlen=num_slots)

@@ -23,6 +23,7 @@ from flowrl.replay import MultiAgentReplayBuffer
 from flowrl.replay.multi_agent import NOTHING_TO_DRAW, loss_rows
 from flowrl.replay.replay_ratio import ReplayRatio
 from flowrl.seeding import random_stream, restore_stream, stream_state
+from flowrl.setting_values import check_int
 from flowrl.state_schema import Fields, Natural, check_own_state
 
 log = logging.getLogger("flowrl")
@@ -126,9 +127,8 @@ class ReplayActors:
         colocated: bool = True,
         address: str | None = None,
     ):
-        for name, value in (("num_shards", num_shards), ("batch_rows", batch_rows)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
+        check_int("num_shards", num_shards)
+        check_int("batch_rows", batch_rows)
         self.make_shard = make
         self.num_shards = num_shards
         self.batch_rows = batch_rows

@@ -57,8 +57,9 @@ class StandardMetricsReporting(LocalIterator[Result]):
         train_op: the stream to report on.
         workers: the WorkerSet.
         config: the algorithm's settings.
-        selected_workers: indices (from 0) of the workers whose episodes are reported, for plans
-            whose workers explore differently; None for all.
+        selected_workers: indices (from 0) of the workers that the statistics of episodes cover, for
+            plans whose workers explore differently; None for all. The numbers of episodes always
+            include all workers.
 
     Raises:
         TypeError: `train_op` is not a LocalIterator, or `workers` not a WorkerSet.

@@ -18,6 +18,7 @@ from flowrl.ops.offline import WriteParquet
 from flowrl.ops.plan_metrics import PlanMetrics, WorkerHealth
 from flowrl.ops.staleness import StalenessLimit
 from flowrl.sampling.worker_set import WorkerSet
+from flowrl.setting_values import check_int
 from flowrl.state_schema import Fields, Natural
 
 
@@ -114,11 +115,8 @@ class ParallelRollouts(LocalIterator[Any]):
 
 def check_lag(max_policy_lag: int | None) -> None:
     """Raise ValueError unless `max_policy_lag` is None or an int of at least 0."""
-    is_int = isinstance(max_policy_lag, int) and not isinstance(max_policy_lag, bool)
-    if max_policy_lag is not None and (not is_int or max_policy_lag < 0):
-        raise ValueError(
-            f"max_policy_lag must be None or an int of at least 0, got {max_policy_lag!r}"
-        )
+    if max_policy_lag is not None:
+        check_int("max_policy_lag", max_policy_lag, 0)
 
 
 class CountRollouts:
@@ -231,8 +229,17 @@ class ConcatBatches:
     """combine, batch -> [batch] or []: concatenate batches into batches of at least
     `min_batch_size` steps.
 
-    `count_steps_by` selects env steps or agent steps. Batches are not split, so the result may have
-    more steps. Empty batches are dropped. BatchRefs are concatenated into a BatchRef.
+    Batches are not split, so the result may have more steps. Empty batches are dropped. BatchRefs
+    are concatenated into a BatchRef.
+
+    Args:
+        min_batch_size: minimum number of steps of a returned batch.
+        count_steps_by: "env_steps" or "agent_steps".
+
+    Raises:
+        ValueError: an argument is invalid; when called: the batches do not fit together, and all of
+            them are dropped.
+        TypeError (when called): the item is not a batch.
     """
 
     state_fields: ClassVar[Fields] = {
@@ -244,16 +251,15 @@ class ConcatBatches:
 
     min_batch_size: int
     count_steps_by: Literal["env_steps", "agent_steps"] = "env_steps"
-    _pending: list[Any] = field(default_factory=list, repr=False)
-    _steps: int = field(default=0, repr=False)
+    _pending: list[Any] = field(default_factory=list, init=False, repr=False)
+    _steps: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.count_steps_by not in ("env_steps", "agent_steps"):
             raise ValueError(
                 f'count_steps_by must be "env_steps" or "agent_steps", got {self.count_steps_by!r}'
             )
-        if not isinstance(self.min_batch_size, int) or self.min_batch_size < 1:
-            raise ValueError(f"min_batch_size must be at least 1, got {self.min_batch_size}")
+        check_int("min_batch_size", self.min_batch_size)
 
     def __call__(self, batch: Batch | BatchRef) -> list[Batch | BatchRef]:
         if not isinstance(batch, (SampleBatch, MultiAgentBatch, BatchRef)):
@@ -287,6 +293,12 @@ class SelectExperiences:
     change.
 
     A SampleBatch, which has one policy, passes unchanged.
+
+    Args:
+        policy_ids: ids of the policies to keep.
+
+    Raises:
+        TypeError: `policy_ids` is a string or not a collection.
     """
 
     chained_with: ClassVar[str] = "for_each"
@@ -307,7 +319,15 @@ class SelectExperiences:
 @dataclass
 class StandardizeFields:
     """for_each, batch -> batch: standardize these columns [rows] to mean 0 and standard deviation
-    1, per policy, over the whole batch. Standard deviations are at least 1e-4."""
+    1, per policy, over the whole batch. Standard deviations are at least 1e-4.
+
+    Args:
+        fields: names of columns [rows].
+
+    Raises:
+        TypeError: `fields` is a string or not a collection.
+        KeyError (when called): a batch lacks a column.
+    """
 
     chained_with: ClassVar[str] = "for_each"
 

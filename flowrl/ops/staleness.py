@@ -9,12 +9,17 @@ from typing import Any, ClassVar
 
 from flowrl.iter import _get_shared_metrics
 from flowrl.iter.metrics import current_journal
+from flowrl.setting_values import check_int
 from flowrl.state_schema import Fields, Natural
 
 
 @dataclass
 class WaitUntilTimestepsElapsed:
-    """filter, any item: True once `target_num_timesteps` env steps have been sampled."""
+    """filter, any item: True once `target_num_timesteps` env steps have been sampled.
+
+    Raises:
+        ValueError: the number is negative.
+    """
 
     chained_with: ClassVar[str] = "filter"
 
@@ -29,14 +34,18 @@ class WaitUntilTimestepsElapsed:
 
 @dataclass
 class OncePerTimestepsElapsed:
-    """filter, any item: True for the first item, then once per `delay_steps` env steps sampled."""
+    """filter, any item: True for the first item, then once per `delay_steps` env steps sampled.
+
+    Raises:
+        ValueError: the number is negative.
+    """
 
     state_fields: ClassVar[Fields] = {"last": Natural | None}
 
     chained_with: ClassVar[str] = "filter"
 
     delay_steps: int
-    _last: int | None = field(default=None, repr=False)
+    _last: int | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         _at_least_0("delay_steps", self.delay_steps)
@@ -57,12 +66,16 @@ class OncePerTimestepsElapsed:
 
 @dataclass
 class OncePerTimeInterval:
-    """filter, any item: True for the first item, then once per `delay` seconds."""
+    """filter, any item: True for the first item, then once per `delay` seconds.
+
+    Raises:
+        ValueError: the number is negative.
+    """
 
     chained_with: ClassVar[str] = "filter"
 
     delay: float
-    _last: float | None = field(default=None, repr=False)
+    _last: float | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         _at_least_0("delay", self.delay)
@@ -89,9 +102,9 @@ class StalenessLimit:
     trained on or dropped when the oldest untrained fragment was requested. So at most `max_batches`
     train batches, of at least one fragment each, are trained on between the request of a fragment,
     which fixes its weights, and its training. Exception: a fragment is always requested if none is
-    in flight and those received do not fill a train batch. This staleness control follows AReaL (Fu
-    et al. 2025, arXiv 2505.24298); it also holds for the slowest worker. Counts
-    `num_sampling_waits`.
+    in flight and those received do not fill a train batch. The limit also holds for fragments of
+    the slowest worker. It is the staleness control of AReaL (Fu et al. 2025, arXiv 2505.24298).
+    Counts `num_sampling_waits`.
 
     Use it in plans with one source of fragments that train on each fragment once. Fragments that
     are lost to an operator's exception count as dropped. A filter that drops fragments must count
@@ -112,8 +125,7 @@ class StalenessLimit:
             ("max_batches", max_batches, 0),
             ("steps_per_item", steps_per_item, 1),
         ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-                raise ValueError(f"{name} must be an int of at least {minimum}, got {value!r}")
+            check_int(name, value, minimum)
         self.batch_size = batch_size
         self.max_batches = max_batches
         self.steps_per_item = steps_per_item

@@ -13,6 +13,7 @@ from flowrl.learners.actors import make_learner
 from flowrl.learners.learner import Learner, LocalLearner, check_policy_ids
 from flowrl.ops.plan_metrics import Info, record_updates
 from flowrl.sampling.worker_set import WorkerSet
+from flowrl.setting_values import check_int
 from flowrl.state_schema import Fields, Natural
 
 TrainedItem = tuple[Batch, Info]
@@ -161,8 +162,7 @@ class UpdateTargetNetwork:
         policies: Collection[str] | None = None,
     ):
         check_policy_ids(policies)
-        if target_update_freq < 0:
-            raise ValueError(f"target_update_freq must be at least 0, got {target_update_freq}")
+        check_int("target_update_freq", target_update_freq, 0)
         self.workers = workers
         self.target_update_freq = target_update_freq
         self.by_steps_trained = by_steps_trained

@@ -60,7 +60,10 @@ class TrainOnWorkers(LocalIterator[Any]):
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be above 0, got {timeout_s!r}")
         if workers.config.output is not None:
-            raise ValueError("output: fragments stay on their workers, so nothing can be written")
+            raise ValueError(
+                "output: TrainOnWorkers keeps fragments on their workers, so nothing can be "
+                "written: remove `output`, or use the plan ppo"
+            )
         global_vars = None if workers.num_workers else workers.global_vars
         learn = LearnOnWorker(
             num_sgd_iter, sgd_minibatch_size, policies, global_vars, timeout_s=timeout_s
@@ -107,7 +110,7 @@ class TrainOnWorkersStage(Stage):
         self._learn.store_address = host, self._store.port
         # the group must be known before the new worker asks
         if self.workers.config.recovery.rounds_wait:
-            self.workers.on_recreate.append(self._form_group_again)
+            self.workers.on_recreate.append(self._on_recreate)
         self._form_group()
 
     def _form_group(self) -> None:
@@ -132,10 +135,14 @@ class TrainOnWorkersStage(Stage):
         members = [shard.index for shard in rounds.prepare_members()]
         return [(index, self.workers.restart_counts[index]) for index in members]
 
-    def _form_group_again(self) -> None:
+    def _on_recreate(self) -> None:
+        """Let a new worker join the group that is waiting for it, or form a new group."""
         if self._is_new_group:
             self._members = self._current_members()
-            return  # the new worker joins the group that is waiting for it
+        else:
+            self._restart_group()
+
+    def _restart_group(self) -> None:
         _get_shared_metrics().counters["num_group_restarts"] += 1
         self._form_group()
 
@@ -144,8 +151,7 @@ class TrainOnWorkersStage(Stage):
             if self._failed_shard is not None:
                 raise self._failed_shard  # pulling again would block: the other workers wait for it
             if self._store is not None and self._members != self._current_members():
-                self._is_new_group = False  # no member waits for the workers that left or died
-                self._form_group_again()
+                self._restart_group()  # no member waits for the workers that left or died
             self._discard_old_generations()
             try:
                 # without blocking: a dead worker is replaced while the others wait for it
@@ -159,8 +165,7 @@ class TrainOnWorkersStage(Stage):
                     raise
                 log.warning("the workers' group broke; forming a new one: %s", error)
                 if error.group_name == str(self._group_number):
-                    self._is_new_group = False
-                    self._form_group_again()
+                    self._restart_group()
                 continue
             except Exception:
                 self._group_failures += 1
@@ -171,8 +176,7 @@ class TrainOnWorkersStage(Stage):
                 return updates
             if self._store is not None and all(update.state is None for update in updates):
                 self._drop(zip(updates, self.parents[0].sources, strict=True))  # its worker died
-                self._is_new_group = False
-                self._form_group_again()
+                self._restart_group()
                 continue
             self.items += 1
             return self._finish_round(updates, self.parents[0].sources)
@@ -227,6 +231,6 @@ class TrainOnWorkersStage(Stage):
         return updates[0], first_info
 
     def stop(self) -> None:
-        if self._form_group_again in self.workers.on_recreate:
-            self.workers.on_recreate.remove(self._form_group_again)
+        if self._on_recreate in self.workers.on_recreate:
+            self.workers.on_recreate.remove(self._on_recreate)
         self._store = None

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from flowrl.iter import _get_shared_metrics
 from flowrl.ops.replay_actors import ORIGIN as REPLAYED
 from flowrl.sampling.worker_set import WorkerSet
+from flowrl.setting_values import check_int
 from flowrl.state_schema import Fields, Natural
 
 
@@ -33,8 +34,7 @@ class BroadcastUpdateLearnerWeights:
     chained_with: ClassVar[str] = "for_each"
 
     def __init__(self, workers: WorkerSet, broadcast_interval: int = 1):
-        if broadcast_interval < 1:
-            raise ValueError(f"broadcast_interval must be at least 1, got {broadcast_interval}")
+        check_int("broadcast_interval", broadcast_interval)
         self.workers = workers
         self.broadcast_interval = broadcast_interval
         self._since = 0
@@ -78,10 +78,7 @@ class UpdateWorkerWeights:
     chained_with: ClassVar[str] = "for_each"
 
     def __init__(self, workers: WorkerSet, max_weight_sync_delay: int):
-        if max_weight_sync_delay < 0:
-            raise ValueError(
-                f"max_weight_sync_delay must be at least 0, got {max_weight_sync_delay}"
-            )
+        check_int("max_weight_sync_delay", max_weight_sync_delay, 0)
         self.workers = workers
         self.max_weight_sync_delay = max_weight_sync_delay
         self._steps: dict[int, int] = {}

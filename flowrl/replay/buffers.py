@@ -13,7 +13,8 @@ from flowrl.data.sample_batch import SampleBatch
 from flowrl.replay.ring_buffer import RingBuffer
 from flowrl.replay.sequence_index import SequenceIndex
 from flowrl.seeding import random_stream, restore_stream, stream_state
-from flowrl.state_schema import Fields, Natural, check_own_state
+from flowrl.setting_values import check_int
+from flowrl.state_schema import Fields, Natural, check_own_state, check_state
 
 MAX_PENDING_BATCHES = 128
 MAX_PENDING_BYTES = 1 << 22
@@ -76,8 +77,7 @@ class ReplayBuffer:
     ):
         integers = (("capacity", capacity), ("n_step", n_step), ("max_seq_len", max_seq_len))
         for name, value in integers:
-            if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+            check_int(name, value)
         if not 0 <= gamma <= 1:
             raise ValueError(f"gamma must be between 0 and 1, got {gamma!r}")
         if storage_unit not in STORAGE_UNITS:
@@ -130,7 +130,7 @@ class ReplayBuffer:
             self._sequences.check(batch)
             self._ring.check(self._sequences.rows_of(batch))
         if self.n_step > 1 and "rewards" not in batch:
-            raise ValueError(f"a batch without rewards, which n_step={self.n_step} needs")
+            raise ValueError(f"the batch has no column rewards, which n_step={self.n_step} needs")
         if self.n_step > 1 and not {"eps_id", "t"} <= set(batch):
             raise ValueError(
                 f"n_step={self.n_step} needs the columns eps_id and t, which link the rows of an "
@@ -219,7 +219,8 @@ class ReplayBuffer:
         self._flush()
         first, end = self._ring.num_added - len(self._ring), self._ring.num_added
         if len(row_ids) and not first <= row_ids.min() <= row_ids.max() < end:
-            raise KeyError(f"rows {row_ids}: the buffer has {first} … {end - 1}")
+            stored = f"the rows {first} to {end - 1} are stored" if end else "the buffer is empty"
+            raise KeyError(f"row ids {row_ids}: {stored}")
         return self._read(row_ids % self.capacity, {"batch_indexes": row_ids})
 
     def _read(self, slots: np.ndarray, columns: dict[str, np.ndarray]) -> SampleBatch:
@@ -299,6 +300,7 @@ class ReplayBuffer:
             settings["max_seq_len"] = self._sequences.max_seq_len
             settings["burn_in"] = self._sequences.burn_in
         if "sequences" in state:
+            check_state(state["sequences"], SequenceIndex.state_fields, "SequenceIndex")
             names = ("storage_unit", "max_seq_len", "burn_in")
             saved |= {name: state["sequences"][name] for name in names}
         for name, value in settings.items():

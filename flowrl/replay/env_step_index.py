@@ -23,6 +23,7 @@ class EnvStepIndex:
     """
 
     state_fields: ClassVar[Fields] = {
+        "capacity": Natural,
         "num_added": Natural,
         "complete": np.ndarray,
         "policies": dict[str, dict[str, Any]],

@@ -100,7 +100,7 @@ class FrameTable:
         return slots
 
     def _grow(self, end: int) -> None:
-        """Allocate twice the slots, or `end`: frames of rows that share none need more."""
+        """Allocate at least `end` slots, twice as many as before if possible."""
         slots = max(end, 2 * len(self.frames))
         frames = self._empty((slots, *self.stack[1:]), self.frames.dtype)
         if self._files is not None:

@@ -12,7 +12,8 @@ from flowrl.replay.buffers import ReplayBuffer
 from flowrl.replay.env_step_index import EnvStepIndex
 from flowrl.replay.replay_ratio import ReplayRatio
 from flowrl.replay.trajectories import sort_rows
-from flowrl.state_schema import Fields, check_own_state
+from flowrl.setting_values import check_int
+from flowrl.state_schema import Fields, check_own_state, check_state
 
 NOTHING_TO_DRAW = "the replay buffer has nothing to draw: store more rows"
 
@@ -59,14 +60,7 @@ class MultiAgentReplayBuffer:
         policies: Collection[str] | None = None,
         mode: str = "independent",
     ):
-        if (
-            isinstance(replay_batch_size, bool)
-            or not isinstance(replay_batch_size, (int, np.integer))
-            or replay_batch_size < 1
-        ):
-            raise ValueError(
-                f"replay_batch_size must be an integer of at least 1, got {replay_batch_size!r}"
-            )
+        check_int("replay_batch_size", replay_batch_size)
         if isinstance(policies, str):
             raise TypeError(f"policies must be a collection of ids, such as [{policies!r}]")
         if mode not in ("independent", "lockstep"):
@@ -240,16 +234,21 @@ class MultiAgentReplayBuffer:
         unknown = sorted(set(state["buffers"]) - set(self.policies or state["buffers"]))
         if unknown:
             raise ValueError(
-                f"a state of policies {unknown} for a replay buffer of {self.policies}"
+                f"the state has rows of the policies {unknown}, this replay buffer stores only "
+                f"{self.policies}: add them to `policies`"
             )
         if state["buffers"] and ("env_steps" in state) != (self.mode == "lockstep"):
-            raise ValueError(f"a state of another mode for a replay buffer of mode {self.mode!r}")
+            raise ValueError(
+                f"this replay buffer has mode={self.mode!r}, the state is of the other mode: "
+                "create the buffer with the mode of the state"
+            )
         buffers = {policy_id: self.make_buffer(policy_id) for policy_id in state["buffers"]}
         for policy_id, buffer in buffers.items():
             buffer.load_state_dict(state["buffers"][policy_id])
         self.buffers = buffers
         self._env_steps = None
         if "env_steps" in state:
+            check_state(state["env_steps"], EnvStepIndex.state_fields, "EnvStepIndex")
             self._env_steps = EnvStepIndex(int(state["env_steps"]["capacity"]))
             self._env_steps.load_state_dict(state["env_steps"])
         self.ratio.load_state_dict(state["ratio"])

@@ -43,6 +43,9 @@ class SequenceIndex:
     """
 
     state_fields: ClassVar[Fields] = {
+        "storage_unit": str,
+        "max_seq_len": Natural,
+        "burn_in": Natural,
         "first": Natural,
         "first_rows": np.ndarray,
         "lengths": np.ndarray,

@@ -539,8 +539,8 @@ def test_different_weights_of_workers_are_an_error():
 
 def test_unsupported_decentralized_settings_are_rejected():
     with make_config(DDPPOConfig, output="x", plan="ddppo").build() as algorithm:
-        with pytest.raises(ValueError, match="output: fragments stay"):
+        with pytest.raises(ValueError, match="output: TrainOnWorkers keeps fragments"):
             TrainOnWorkers(algorithm.workers)
-        with pytest.raises(ValueError, match="num_sgd_iter must be at least 1"):
+        with pytest.raises(ValueError, match="num_sgd_iter must be an int of at least 1"):
             TrainOnWorkers(algorithm.workers, num_sgd_iter=0)
     assert DDPPO.config_class is DDPPOConfig

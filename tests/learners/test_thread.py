@@ -96,7 +96,7 @@ def test_minibatch_buffer_cycles_and_restores():
         assert [restored.get() for _ in range(3)] == [("b", True), ("c", False), ("c", True)]
         assert not len(restored)
     for invalid in ({"size": 0}, {"num_passes": 0}, {"size": True}):
-        with pytest.raises(ValueError, match="must be an int from 1"):
+        with pytest.raises(ValueError, match="must be an int of at least 1"):
             MinibatchBuffer(**invalid)
 
 
@@ -277,13 +277,59 @@ def test_checkpoint_contains_the_queued_batches(tmp_path):
         assert result["num_env_steps_trained"] == counters["num_env_steps_trained"] + 32
 
 
+class Slow:
+    """Takes 50 ms for each update."""
+
+    num_updates = 0
+    global_vars: dict = {}
+
+    def start(self):
+        pass
+
+    stop = start
+
+    def update(self, batch):
+        self.num_updates += 1
+        time.sleep(0.05)
+        return {}
+
+
+def test_learning_time_is_that_of_all_passes():
+    with a2c_config().build() as algorithm:
+        [batch] = sample_batches(algorithm, 1)
+        learner = LearnerThread(algorithm.workers, minibatch_buffer_size=2, num_sgd_iter=4)
+        learner.learner = Slow()
+        learner.inqueue.put(batch)
+        learner.start()
+        result = learner.outqueue.get(timeout=60)
+        learner.stop()
+    assert learner.learner.num_updates == 4
+    assert result.learn_s >= 0.2
+    assert learner.stats()["learn_s"] == result.learn_s
+
+
+def test_time_with_a_full_queue_of_results_is_not_idle():
+    with a2c_config().build() as algorithm:
+        batches = sample_batches(algorithm, 4)
+        learner = LearnerThread(algorithm.workers, queue_size=2)
+        learner.learner = Slow()
+        learner.start()
+        for batch in batches:
+            learner.inqueue.put(batch)
+        time.sleep(0.5)  # two results wait, and nothing takes them
+        results = [learner.outqueue.get(timeout=60) for _ in batches]
+        learner.stop()
+    assert sum(result.idle_s for result in results) < 0.2
+    assert learner.num_steps == 4
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"queue_size": 0}, ValueError, "queue_size must be at least 1"),
+        ({"queue_size": 0}, ValueError, "queue_size must be an int of at least 1"),
         ({"sgd_minibatch_size": -1}, ValueError, "sgd_minibatch_size"),
-        ({"num_sgd_iter": 0}, ValueError, "num_sgd_iter must be at least 1"),
-        ({"minibatch_buffer_size": 0}, ValueError, "size must be an int from 1"),
+        ({"num_sgd_iter": 0}, ValueError, "num_sgd_iter must be an int of at least 1"),
+        ({"minibatch_buffer_size": 0}, ValueError, "size must be an int of at least 1"),
         ({"policies": "x"}, TypeError, "policies is a collection"),
     ],
 )

@@ -69,6 +69,30 @@ def test_restored_writer_starts_new_files_and_lists_newer_ones(tmp_path):
     assert sorted(np.concatenate(steps).tolist()) == list(range(24))
 
 
+def test_files_of_all_writers_since_a_state_are_newer(tmp_path):
+    ParquetWriter(tmp_path, 4).add(count_batch(4, 500))  # of another run
+    writer = ParquetWriter(tmp_path, 4)
+    writer.add(count_batch(4))
+    state = writer.state_dict()
+    writer.add(count_batch(4, 4))
+    resumed = ParquetWriter(tmp_path, 4)
+    resumed.load_state_dict(state)
+    resumed.add(count_batch(4, 4))  # and it dies before its first checkpoint
+    (tmp_path / "notes-20260101T000000-abcdef-000001.parquet").write_bytes(b"damaged")
+    again = ParquetWriter(tmp_path, 4)
+    again.load_state_dict(state)
+    assert [read_parquet(path)[1]["t"][0] for path in again.newer_files()] == [4, 4]
+    resumed.add(count_batch(4, 8))
+    later = ParquetWriter(tmp_path, 4)
+    later.load_state_dict(resumed.state_dict())
+    later.add(count_batch(4, 12))
+    assert len(later.newer_files()) == 1  # without its own
+    last = ParquetWriter(tmp_path, 4)
+    last.load_state_dict(later.state_dict())
+    # the file that the first writer wrote after its state was never part of this run
+    assert [read_parquet(path)[1]["t"][0] for path in last.newer_files()] == [4]
+
+
 def test_batches_of_other_shapes_go_to_another_file(tmp_path):
     writer = ParquetWriter(tmp_path)
     writer.add(SampleBatch(obs=np.zeros((2, 3))))

@@ -14,6 +14,7 @@ from flowrl.iter.metrics import MetricsContext
 from flowrl.ops import (
     AggregateBatches,
     ConcatBatches,
+    CountRollouts,
     MixInReplay,
     ParallelRollouts,
     SelectExperiences,
@@ -21,7 +22,7 @@ from flowrl.ops import (
     StandardMetricsReporting,
     TrainOneStep,
 )
-from flowrl.ops.plan_metrics import PlanMetrics
+from flowrl.ops.plan_metrics import MAX_EPISODES, PlanMetrics
 from flowrl.ops.report import CollectMetrics
 from flowrl.sampling import WorkerSet
 
@@ -158,6 +159,17 @@ def test_concat_batches_collects_the_minimum_size():
         ConcatBatches(0)
 
 
+def test_batches_that_do_not_fit_together_are_dropped():
+    concat = ConcatBatches(4)
+    concat(rows(2))
+    with pytest.raises(ValueError, match="dimension"):
+        concat(SampleBatch(x=np.zeros((2, 7), np.float32)))
+    assert concat(rows(2)) == []
+    assert concat(rows(2))[0].count == 4
+    with pytest.raises(TypeError, match="_pending"):
+        ConcatBatches(4, "env_steps", [])
+
+
 def test_saved_batches_keep_their_sources():
     batch = rows(2)
     batch.sources = (Source(3, tags={"weights_versions": {"default_policy": 7}}),)
@@ -271,6 +283,20 @@ def test_reports_follow_the_minimum_of_env_steps(workers):
     assert second["num_env_steps_trained"] == second["num_env_steps_sampled"]
 
 
+def test_all_episodes_between_two_reports_are_counted(workers):
+    with metrics_scope(MetricsContext()) as metrics:
+        plan = PlanMetrics.of(metrics)
+        count = CountRollouts(workers)
+        episode = (1.0, 3, 0, None, None, None)
+        source = Source(0, tags={"episodes": [episode] * 6_000})
+        for _ in range(3):
+            count(((source,), rows(2)))
+        assert len(plan.new_episodes) == MAX_EPISODES < 18_000
+        collect = CollectMetrics(workers)
+        assert collect(None)["episodes_total"] == 18_000
+        assert collect(None)["episodes_this_iter"] == 0
+
+
 def test_reports_follow_the_minimum_time():
     workers = WorkerSet(lambda c: CountEnv(), ObservedValue, {"rollout_fragment_length": 10})
     rollouts = ParallelRollouts(workers)
@@ -315,6 +341,8 @@ def test_operators_reject_invalid_arguments():
         SelectExperiences(3)
     with pytest.raises(ValueError, match="min_batch_size"):
         ConcatBatches(float("nan"))
+    with pytest.raises(ValueError, match=r"must be an int of at least 1, got 4\.0"):
+        ConcatBatches(4.0)
     with pytest.raises(ValueError, match="max_policy_lag"):
         ParallelRollouts(workers, mode="raw", max_policy_lag=2)
 

@@ -210,6 +210,25 @@ def test_mix_in_replay_keeps_the_proportion(proportion, expected):
         newest = max(newest, item)
 
 
+def test_fractions_of_mix_in_replay_can_be_saved_and_loaded():
+    mix = MixInReplay(4, 0.1, seed=0)
+    for i in range(30):
+        mix(rows(2, i))
+        MixInReplay(4, 0.1).load_state_dict(mix.state_dict())
+    with pytest.raises(ValueError, match=r"batches_due: must be between 0 and 1\.1, got 2"):
+        mix.load_state_dict({**mix.state_dict(), "batches_due": 2.0})
+
+
+def test_size_in_the_statistics_has_its_unit():
+    simple, multi = SimpleReplayBuffer(3), make()
+    for buffer in (simple, multi):
+        buffer.add(rows(5))
+    stores = [StoreToReplayBuffer(local_buffer=buffer) for buffer in (simple, multi)]
+    assert [store.extra_stats() for store in stores] == [{"batches": 1}, {"rows": 5}]
+    streams = [Replay(local_buffer=buffer) for buffer in (simple, multi)]
+    assert [stream.stage.extra_stats() for stream in streams] == [{"batches": 1}, {"rows": 5}]
+
+
 def test_mix_in_replay_rejects_invalid_arguments():
     with pytest.raises(ValueError, match="needs num_slots"):
         MixInReplay(0, 0.5)

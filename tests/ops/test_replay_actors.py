@@ -351,5 +351,5 @@ def test_invalid_arguments_are_rejected():
             operator()
         with pytest.raises(TypeError, match="actors must be a ReplayActors, got a dict"):
             operator(actors={})
-    with pytest.raises(ValueError, match="num_async must be at least 1"):
+    with pytest.raises(ValueError, match="num_async must be an int of at least 1"):
         Replay(actors=make(), num_async=0)

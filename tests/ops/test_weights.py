@@ -108,7 +108,7 @@ def test_worker_receives_weights_after_the_maximum_delay(workers, metrics):
 
 
 def test_invalid_arguments_are_rejected(workers):
-    with pytest.raises(ValueError, match="broadcast_interval must be at least 1"):
+    with pytest.raises(ValueError, match="broadcast_interval must be an int of at least 1"):
         BroadcastUpdateLearnerWeights(workers, 0)
-    with pytest.raises(ValueError, match="max_weight_sync_delay must be at least 0"):
+    with pytest.raises(ValueError, match="max_weight_sync_delay must be an int of at least 0"):
         UpdateWorkerWeights(workers, -1)

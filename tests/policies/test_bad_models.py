@@ -375,7 +375,7 @@ def test_statistics_must_be_numbers(value):
             self.stats["mine"] = value
             return super().loss(batch)
 
-    with pytest.raises(ConfigError, match=r"numbers.*mine"):
+    with pytest.raises(ConfigError, match="the statistic 'mine' must be a number"):
         BadStats(BOX, TWO, {}).learn_on_batch(rows())
 
 

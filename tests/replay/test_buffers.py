@@ -307,9 +307,9 @@ def test_states_are_copies_and_need_equal_capacity():
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"capacity": 0}, "capacity must be an integer of at least 1"),
-        ({"capacity": 2.5}, "capacity must be an integer"),
-        ({"capacity": 5, "n_step": 0}, "n_step must be an integer of at least 1"),
+        ({"capacity": 0}, "capacity must be an int of at least 1"),
+        ({"capacity": 2.5}, "capacity must be an int"),
+        ({"capacity": 5, "n_step": 0}, "n_step must be an int of at least 1"),
         ({"capacity": 5, "gamma": 1.5}, "gamma must be between 0 and 1"),
         ({"capacity": 5, "alpha": -1.0}, "alpha, beta and eps must be finite"),
         ({"capacity": 5, "beta": []}, "alpha, beta and eps must be finite"),
@@ -381,7 +381,7 @@ def test_invalid_first_batch_leaves_the_buffer_unchanged(make, columns, match):
     assert buffer.sample(20)["obs"][:, 1].max() < 3
     with pytest.raises(ValueError, match="kind="):
         ReplayBuffer(9, n_step=2).load_state_dict(PrioritizedReplayBuffer(9).state_dict())
-    with pytest.raises(ValueError, match="without rewards"):
+    with pytest.raises(ValueError, match="no column rewards"):
         ReplayBuffer(9, n_step=2).add(batch.without_columns("rewards"))
 
 

@@ -132,7 +132,7 @@ def test_restored_buffer_draws_identically():
         drawn.append(buffer.sample())
     for policy_id in ("a", "b"):
         np.testing.assert_array_equal(*(batch[policy_id]["obs"] for batch in drawn))
-    with pytest.raises(ValueError, match="a state of another mode"):
+    with pytest.raises(ValueError, match="the state is of the other mode"):
         MultiAgentReplayBuffer(lambda _: ReplayBuffer(9), replay_batch_size=1).load_state_dict(
             original.state_dict()
         )

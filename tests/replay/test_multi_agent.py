@@ -115,7 +115,7 @@ def test_restored_buffer_continues_identically():
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"replay_batch_size": 0}, "replay_batch_size must be an integer"),
+        ({"replay_batch_size": 0}, "replay_batch_size must be an int"),
         ({"learning_starts": -1}, "learning_starts must be at least 0"),
         ({"training_intensity": 0}, "training_intensity must be above 0"),
         ({"training_intensity": float("nan")}, "training_intensity must be above 0"),

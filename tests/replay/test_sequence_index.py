@@ -233,7 +233,7 @@ def test_invalid_sequences_are_rejected():
         ({"storage_unit": "rows"}, "storage_unit must be one of timesteps, sequences, episodes"),
         ({"burn_in": 3}, "above 0 only with storage_unit"),
         ({**sequences, "burn_in": -1}, "burn_in must be at least 0"),
-        ({**sequences, "max_seq_len": 0}, "max_seq_len must be an integer"),
+        ({**sequences, "max_seq_len": 0}, "max_seq_len must be an int"),
     ):
         with pytest.raises(ValueError, match=match):
             ReplayBuffer(40, **arguments)

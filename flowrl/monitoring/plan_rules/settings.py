@@ -102,7 +102,7 @@ def _code_at(file: str, lines: set[int]) -> list[ast.AST]:
 
 
 def _imported_names(statements: Iterable[ast.stmt]) -> Iterator[tuple[str, str]]:
-    """Yield (name, module) of what a file imports."""
+    """Yield (name, module) of each name that a file imports."""
     for statement in statements:
         if isinstance(statement, ast.Import):
             for alias in statement.names:
@@ -113,7 +113,7 @@ def _imported_names(statements: Iterable[ast.stmt]) -> Iterator[tuple[str, str]]
 
 
 def _names_read(nodes: Iterable[ast.AST]) -> set[str]:
-    """Return the attributes that code reads, and its strings but for keys of dicts."""
+    """Return the attributes that the code reads, and its strings except for keys of dicts."""
     found: set[str] = set()
     for node in nodes:
         keys: set[int] = set()
@@ -128,7 +128,8 @@ def _names_read(nodes: Iterable[ast.AST]) -> set[str]:
 
 
 def _read_by_methods(names: set[str], config_class: type) -> set[str]:
-    """Return what those methods and properties of a config read that code or they name."""
+    """Return the names that methods and properties of a config read, for those in `names` and those
+    that they use in turn."""
     found: set[str] = set()
     done: set[str] = set()
     remaining = set(names)

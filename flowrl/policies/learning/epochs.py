@@ -66,6 +66,15 @@ def mean_stats(stats: Sequence[Stats]) -> Stats:
     return {name: float(np.mean([one[name] for one in stats if name in one])) for name in names}
 
 
+def concat_row_stats(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Return the statistics per row of several updates or processes as one; empty parts are left
+    out."""
+    parts = [part for part in parts if part]
+    if len(parts) < 2:
+        return dict(parts[0]) if parts else {}
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
 def _numbers(policy: LearningPolicy, stats: Any) -> Stats:
     """Return the statistics of an update as floats.
 

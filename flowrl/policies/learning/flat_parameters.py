@@ -112,7 +112,7 @@ def _piece(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _start_flushing_denormals() -> bool:
-    """Round results below 1e-38 to 0 from now on; return whether this was not so before."""
+    """Make the processor round numbers below 1e-38 to 0; return whether that was off before."""
     is_on = np.float32(1e-40) * np.float32(1.0) == 0.0
     return not is_on and torch.set_flush_denormal(True)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from flowrl.data import SampleBatch
 from flowrl.data.sequences import sequence_minibatches, with_burn_in, without_padding
-from flowrl.policies.learning.epochs import run_epochs, shuffled_minibatches
+from flowrl.policies.learning.epochs import concat_row_stats, run_epochs, shuffled_minibatches
 from flowrl.policies.learning.kernels.registry import find_kernel
 from flowrl.policies.learning.loss_gradient import LossGradient
 from flowrl.policies.learning.protocols import ProcessGroup, Stats, TrainablePolicy
@@ -146,7 +146,7 @@ class TorchLearner:
             stats = run_epochs(policy, self._minibatches_of_group, batch, num_sgd_iter, size)
         finally:
             self._epoch_row_stats = None
-        policy.row_stats = _concatenate(row_stats)
+        policy.row_stats = concat_row_stats(row_stats)
         stats["cur_lr"] = float(self.optimizers[0].param_groups[0]["lr"])
         if policy.config.on_nonfinite_update == "skip":
             stats["num_skipped_updates"] = float(self.num_skipped_updates - skipped)
@@ -180,7 +180,7 @@ class TorchLearner:
         if len(stats) == 1:
             return {}  # this process had no rows
         if self._epoch_row_stats is None:
-            self.policy.row_stats = _concatenate(self.gradient.row_stats)
+            self.policy.row_stats = concat_row_stats(self.gradient.row_stats)
         else:
             self._epoch_row_stats += self.gradient.row_stats
         return stats
@@ -225,7 +225,7 @@ class TorchLearner:
             flat.gradient.fill_(torch.nan)  # apply_gradients skips it
         finally:
             _restore(buffers)
-        self.policy.row_stats = _concatenate(self.gradient.row_stats)
+        self.policy.row_stats = concat_row_stats(self.gradient.row_stats)
         return flat.gradient.cpu().numpy().copy(), stats
 
     def apply_gradients(self, gradients: np.ndarray) -> None:
@@ -238,7 +238,8 @@ class TorchLearner:
         flat = self.policy.flat
         if gradients.shape != tuple(flat.gradient.shape):
             raise ValueError(
-                f"a gradient of shape {gradients.shape} for {len(flat.gradient)} parameters"
+                f"the gradient has shape {gradients.shape}, the policy has {len(flat.gradient)} "
+                "parameters: pass a gradient of the same policy"
             )
         norm = float(np.linalg.norm(gradients))
         if not np.isfinite(norm):
@@ -392,12 +393,6 @@ def _may_draw(module: nn.Module) -> bool:
     if type(module) in _LAYERS:
         return bool(getattr(module, "dropout", 0.0))  # of recurrent layers
     return not type(module).__module__.startswith("flowrl.")
-
-
-def _concatenate(row_stats: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    if len(row_stats) < 2:
-        return dict(row_stats[0]) if row_stats else {}
-    return {name: np.concatenate([one[name] for one in row_stats]) for name in row_stats[0]}
 
 
 def _restore(buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

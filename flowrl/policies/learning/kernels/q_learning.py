@@ -13,7 +13,7 @@ from flowrl.policies.models.tensor_batch import TensorBatch
 from flowrl.policies.q_values import QValues, TDLoss, dueling_numpy
 
 
-class LossGradient(NamedTuple):
+class LossAndGradients(NamedTuple):
     """A loss, and its gradients: of Q-values [B], or of the actions' atom logits [B, atoms]."""
 
     loss: TDLoss
@@ -62,7 +62,7 @@ def loss_and_gradients(
     state_values: np.ndarray | None,
     actions: np.ndarray,
     targets: np.ndarray,
-) -> LossGradient:
+) -> LossAndGradients:
     """Return the loss of `q_function.td_loss` with its gradients, for outputs without forbidden
     actions."""
     rows = np.arange(len(actions))
@@ -72,13 +72,13 @@ def loss_and_gradients(
         logp = logits - np.log(np.exp(logits).sum(1, keepdims=True))
         losses, probs = -(targets * logp).sum(1), np.exp(logp)
         loss = q_function.make_td_loss(losses, losses, probs, targets)
-        return LossGradient(loss, probs - targets)
+        return LossAndGradients(loss, probs - targets)
     values = outputs if state_values is None else dueling_numpy(outputs, state_values)
     q = values[rows, actions]
     errors = q - targets
     gradients = np.clip(errors, -1.0, 1.0)  # the Huber loss is g (e - g / 2) for g = clip(e)
     losses = gradients * (errors - 0.5 * gradients)
-    return LossGradient(TDLoss(losses, q, errors), gradients)
+    return LossAndGradients(TDLoss(losses, q, errors), gradients)
 
 
 def output_gradients(
@@ -88,7 +88,7 @@ def output_gradients(
 
     Args:
         q_function: interprets the outputs.
-        gradients: see LossGradient.
+        gradients: see LossAndGradients.
         actions: [B].
     """
     rows, num_actions = len(actions), q_function.num_actions

@@ -1,0 +1,47 @@
+"""Statistics of several updates: means, and values per row."""
+
+import numpy as np
+import pytest
+
+from flowrl.data import SampleBatch
+from flowrl.policies.learning.epochs import concat_row_stats, mean_stats, run_epochs
+
+
+class SomeStats:
+    """Reports `actor_loss` in every second update."""
+
+    def __init__(self):
+        self.updates = 0
+
+    def learn_on_batch(self, batch):
+        self.updates += 1
+        stats = {"critic_loss": float(self.updates)}
+        return stats if self.updates % 2 else {**stats, "actor_loss": 10.0 * self.updates}
+
+    def end_epoch(self, batch, stats):
+        return False
+
+    def end_learning(self, batch, stats):
+        return {}
+
+
+def cut(batch, size):
+    return iter([batch[i : i + size] for i in range(0, batch.count, size)])
+
+
+@pytest.mark.parametrize(("rows", "actor_loss"), [(3, 20.0), (4, 30.0)])
+def test_statistic_of_some_minibatches_is_their_mean(rows, actor_loss):
+    batch = SampleBatch(obs=np.zeros((rows, 1)))
+    stats = run_epochs(SomeStats(), cut, batch, 1, 1)
+    assert stats == {"critic_loss": np.mean(range(1, rows + 1)), "actor_loss": actor_loss}
+
+
+def test_mean_of_statistics():
+    assert mean_stats([]) == {}
+    assert mean_stats([{"a": 1.0}, {"b": 2.0, "a": 3.0}]) == {"a": 2.0, "b": 2.0}
+
+
+def test_values_per_row_are_concatenated():
+    assert concat_row_stats([]) == concat_row_stats([{}]) == {}
+    parts = [{"td_error": np.array([1.0])}, {}, {"td_error": np.array([2.0, 3.0])}]
+    assert concat_row_stats(parts)["td_error"].tolist() == [1.0, 2.0, 3.0]
