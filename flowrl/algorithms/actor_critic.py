@@ -118,7 +118,8 @@ class ActorCriticPolicy(TargetNetwork):
             if model.num_framestacks > 1:
                 raise ConfigError(
                     f"{setting}.num_framestacks: {name} reads single observations: stack frames "
-                    "with an environment wrapper (gymnasium's FrameStackObservation)"
+                    "with an environment wrapper (gymnasium's FrameStackObservation); for an Atari "
+                    "game set atari.frame_stack=1"
                 )
             model.check_no_memory(name, setting)
         super().__init__(observation_space, action_space, config)

@@ -90,6 +90,7 @@ class R2D2TorchPolicy(DQNTorchPolicy):
             raise ConfigError(
                 "R2D2's network may read the observation, the previous action and the previous "
                 f"reward, not {sorted(extra_views) or 'several observations at once'}"
+                f"{'; for an Atari game set atari.frame_stack=1' if is_stacked else ''}"
             )
 
     def loss(self, batch: TensorBatch) -> torch.Tensor:

@@ -47,6 +47,12 @@ class AtariSettings(Settings):
     full_action_space: bool = False
     """Offer all 18 actions in every game."""
 
+    @classmethod
+    def hint(cls, name: str, known: list[str] | None = None) -> str:
+        if "clip" in name:
+            return " Rewards are clipped by the algorithm's setting `clip_rewards`."
+        return super().hint(name, known)
+
 
 def is_atari(env: Any) -> bool:
     """Return whether this is the id of an Atari game."""

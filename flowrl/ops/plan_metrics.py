@@ -73,6 +73,11 @@ class PlanMetrics:
         """Return the metrics of a context's plan."""
         return context.singleton(cls)
 
+    def add_episodes(self, worker_index: int, episodes: Collection[Any]) -> None:
+        """Add episodes of a worker that have ended."""
+        self.new_episodes.extend((worker_index, episode) for episode in episodes)
+        self.num_new_episodes += len(episodes)
+
     def trainer(self, operator: Any) -> TrainerMetrics:
         """Return the metrics of a training operator.
 

@@ -163,9 +163,7 @@ class CountRollouts:
         plan = PlanMetrics.of(metrics)
         worker = self.workers.local_worker()
         for source in sources:
-            ended = source.tags.get("episodes", ())
-            plan.new_episodes.extend((source.shard, episode) for episode in ended)
-            plan.num_new_episodes += len(ended)
+            plan.add_episodes(source.shard, source.tags.get("episodes", ()))
             plan.sampler_timings[source.shard] = source.tags.get("timings", {})
             for filters in source.tags.get("filters", ()):
                 with worker.lock:

@@ -228,7 +228,8 @@ class PolicyConfig(Settings):
     only, except that autograd refuses an update if the ratio of two probabilities overflows."""
     device: Annotated[str, AfterValidator(_device)] = setting("auto", group="framework")
     """Device of the network in processes that learn: "cpu", "cuda", "cuda:1"; "auto" uses the
-    GPU if there is one. Workers that only sample use the CPU."""
+    GPU, if there is one, for observations with images, and the CPU for others. Workers that
+    only sample use the CPU."""
     model: ModelConfig = ModelConfig()
     """The network."""
     exploration_config: ExplorationConfig = setting(ExplorationConfig(), group="exploration")

@@ -100,9 +100,8 @@ def test_reported_means_cover_only_the_selected_workers():
     with A3CConfig(env="CartPole-v1", num_workers=3).build() as algorithm:
         with metrics_scope(MetricsContext()) as metrics:
             returns = [(0, 10.0), (2, 30.0), (1, 20.0), (2, 50.0)]
-            PlanMetrics.of(metrics).new_episodes.extend(
-                (worker, EpisodeMetrics(value, int(value), 0)) for worker, value in returns
-            )
+            for worker, value in returns:
+                PlanMetrics.of(metrics).add_episodes(worker, [EpisodeMetrics(value, int(value), 0)])
             result = CollectMetrics(algorithm.workers, selected_workers=[2])(None)
         assert result["episode_reward_mean"] == 40
         assert result["episodes_in_window"] == 2

@@ -233,7 +233,7 @@ def test_missing_or_incompatible_data_is_rejected(recorded, tmp_path):
         write_parquet(tmp_path / "empty" / "a.parquet", rows[:0])
         with pytest.raises(OfflineDataError, match="'default_policy': the files contain no rows"):
             ReadParquet(algorithm.workers, tmp_path / "empty", 5).take(1)
-        with pytest.raises(ValueError, match="batch_size must be a positive integer"):
+        with pytest.raises(ValueError, match="batch_size must be an int of at least 1"):
             ReadParquet(algorithm.workers, tmp_path, 0)
     content = (tmp_path / "a.parquet").read_bytes()
     (tmp_path / "a.parquet").write_bytes(content[: len(content) // 2])

@@ -166,7 +166,7 @@ def test_batches_that_do_not_fit_together_are_dropped():
         concat(SampleBatch(x=np.zeros((2, 7), np.float32)))
     assert concat(rows(2)) == []
     assert concat(rows(2))[0].count == 4
-    with pytest.raises(TypeError, match="_pending"):
+    with pytest.raises(TypeError, match="positional arguments"):
         ConcatBatches(4, "env_steps", [])
 
 

@@ -22,6 +22,7 @@ from flowrl.envs.atari import AtariSettings, FireAfterReset, is_atari
 from flowrl.envs.env_factory import _warn_of_unprocessed_frames
 from flowrl.envs.registry import EnvContext, env_creator_for
 from flowrl.iter.stage import walk
+from flowrl.sampling import SimpleListCollector
 from flowrl.sampling.lost_lives import LostLives
 from flowrl.seeding import derive_seed
 from flowrl.settings import ConfigError
@@ -244,6 +245,8 @@ def test_resumed_game_keeps_its_lives(tmp_path):
         ),
         ({"atari": {"frame_skip": 0}}, "atari.frame_skip"),
         ({"atari": {"noop": 3}}, "unknown setting 'atari.noop'"),
+        ({"atari": {"clip_rewards": True}}, "clipped by the algorithm's setting `clip_rewards`"),
+        ({"sample_collector": SimpleListCollector}, "atari.terminal_on_life_loss: not supported"),
         (
             {"atari": {"grayscale": False}, "vectorization_mode": "vector_entry_point"},
             "atari.grayscale=False needs vectorization_mode",
