@@ -55,6 +55,8 @@ def parse_algorithm_run(
     parser = Parser(prog="flowrl train", add_help=False)
     parser.add_argument("--run")
     options, flags = parser.parse_known_args(arguments)
+    if "--no-tuned" in flags:
+        raise ConfigError("--no-tuned is for `flowrl train PLAN`: --run uses no tuned settings")
     defaults = algorithm_config(options.run, {})
     return parse_run(f"--run={options.run}", lambda env, tuned: defaults, flags, import_code)
 

@@ -19,7 +19,7 @@ from gymnasium.wrappers import FilterObservation, TimeLimit
 from flowrl.envs import no_velocities
 from flowrl.envs.atari import AtariSettings, is_atari, make_atari, register_atari
 from flowrl.envs.time_limit import get_max_steps, set_max_steps
-from flowrl.errors import ConfigError, check_installed
+from flowrl.errors import ConfigError, check_installed, install_hint
 from flowrl.setting_values import nearest
 from flowrl.settings import imported
 
@@ -38,6 +38,7 @@ _IMPORT_PATHS = (
 _CREATORS: dict[str, EnvCreator] = {}
 # first arguments of functions that receive the EnvContext even if they have a default
 _CONTEXT_NAMES = ("context", "ctx", "config", "env_config", "env_context")
+_PACKAGES_OF_MARL = ("mpe2", "pettingzoo")
 # environments whose arguments import no code
 _KNOWN_ENTRY_POINTS = ("gymnasium.envs.", "ale_py.")
 
@@ -157,7 +158,7 @@ def _make_by_id(env_id: str, context: EnvContext) -> gym.Env:
         if context.atari is not None and is_atari(env_id):
             return make_atari(env_id, context.atari, **context)
         env = gym.make(env_id, disable_env_checker=True, **context)
-        if str(gym.spec(env_id).entry_point).startswith("minigrid."):
+        if env.spec is not None and str(env.spec.entry_point).startswith("minigrid."):
             # a network has no use for the text of the mission
             return FilterObservation(env, ["image", "direction"])
         return env
@@ -284,6 +285,8 @@ def _import_module(module: str, path: str) -> None:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise _import_error(path, error) from error
+        if module.partition(".")[0] in _PACKAGES_OF_MARL:
+            raise ConfigError(install_hint(f"env: {path!r}", "marl")) from error
         raise ConfigError(
             f"env: cannot find {path!r}: there is no module {module!r}; start the program in the "
             f"folder that contains it ({_IMPORT_PATHS})"
