@@ -107,23 +107,29 @@ def test_frames_equal_those_of_envpool(game):
 
 
 def test_network_sees_the_frame_stack_of_gymnasium():
-    with PPO(BREAKOUT, atari={"fire_on_reset": False}, **SMALL) as algorithm:
+    length = 600  # over the ends of lives and of games
+    settings = {**SMALL, "rollout_fragment_length": length}
+    with PPO(BREAKOUT, atari={"fire_on_reset": False}, **settings) as algorithm:
         worker = algorithm.workers.local_worker()
         assert algorithm.config.model.num_framestacks == 4
-        batch = worker.sample()[:64]
+        batch = worker.sample()[:length]
     seed = derive_seed(derive_seed(0, "worker", 0), "env", 0)
     stacked = FrameStackObservation(
         atari(BREAKOUT, fire_on_reset=False),
         4,
     )
     observation, _ = stacked.reset(seed=seed)
-    assert batch["obs"].shape == (64, 4, 84, 84, 1)
-    for t in range(64):
-        assert np.array_equal(batch["obs"][t], observation)
-        observation, _, terminated, _, _ = stacked.step(int(batch["actions"][t]))
+    assert batch["obs"].shape == (length, 4, 84, 84, 1)
+    lives, games = set(), 1
+    for stack, action in zip(batch["obs"], batch["actions"], strict=True):
+        assert np.array_equal(stack, observation)
+        observation, _, terminated, _, info = stacked.step(int(action))
+        lives.add(info["lives"])
         if terminated:
-            break
-    assert t > 30
+            observation, _ = stacked.reset()
+            games += 1
+    assert len(lives) > 3
+    assert games > 1
 
 
 def test_replayed_batches_have_frame_stacks():
