@@ -151,7 +151,7 @@ class _AtariSettings(TypedDict, total=False):
     grayscale: bool
     """Observe brightness [screen_size, screen_size, 1] instead of colors [..., 3]."""
     frame_stack: int
-    """Latest observations that the network sees; sets `model.num_framestacks` if that is 1."""
+    """Latest observations that the network sees; sets `model.num_framestacks` if that is 1. A `custom_model` sees one observation."""
     terminal_on_life_loss: bool
     """Learn as if an episode terminated where a life is lost; the episode itself and its return continue. Evaluations are not affected."""
     repeat_action_probability: float | None
@@ -243,7 +243,7 @@ class _AlgorithmConfigFramework(TypedDict, total=False):
     numpy_gradients: bool
     """Compute gradients with numpy where that is faster than autograd: for the shipped losses of PPO, A2C, DQN, SAC, TD3 and CQL on fully connected networks. Results differ by rounding only, except that autograd refuses an update if the ratio of two probabilities overflows."""
     device: str
-    """Device of the network in processes that learn: "cpu", "cuda", "cuda:1"; "auto" uses the GPU if there is one. Workers that only sample use the CPU."""
+    """Device of the network in processes that learn: "cpu", "cuda", "cuda:1"; "auto" uses the GPU, if there is one, for observations with images, and the CPU for others. Workers that only sample use the CPU."""
 
 class _AlgorithmConfigMultiAgent(TypedDict, total=False):
     count_steps_by: Literal["env_steps", "agent_steps"]

@@ -24,6 +24,8 @@ def tuned_command(arguments: list[str]) -> int:
         "name", nargs="?", metavar="PLAN|ENV", help="only those of this plan or environment"
     )
     name = parser.parse_args(arguments).name
+    if name is not None and is_shipped(name.lower()):
+        name = name.lower()
     examples = list(tuned_examples())
     if name is not None and not is_shipped(name):
         found = [tuned_example(plan, name) for plan in shipped_plans()]

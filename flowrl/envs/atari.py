@@ -37,7 +37,8 @@ class AtariSettings(Settings):
     grayscale: bool = True
     """Observe brightness [screen_size, screen_size, 1] instead of colors [..., 3]."""
     frame_stack: Count = 4
-    """Latest observations that the network sees; sets `model.num_framestacks` if that is 1."""
+    """Latest observations that the network sees; sets `model.num_framestacks` if that is 1. A
+    `custom_model` sees one observation."""
     terminal_on_life_loss: bool = True
     """Learn as if an episode terminated where a life is lost; the episode itself and its return
     continue. Evaluations are not affected."""

@@ -196,3 +196,16 @@ def test_asynchronous_plan_runs_in_process(plan, cli, tmp_path, monkeypatch):
     settings = read_settings(tmp_path / "r")
     assert settings["num_workers"] == settings.get("num_replay_shards", 0) == 0
     assert read_results(tmp_path / "r")[-1]["info"]["learner"]
+
+
+def test_tuned_settings_of_a_plan_are_listed_in_any_case(cli):
+    code, out, _ = cli("tuned", "PPO")
+    assert code == 0
+    assert "LunarLander-v3" in out
+    assert "dqn" not in out.splitlines()[1]
+
+
+def test_no_tuned_is_rejected_where_no_settings_are_tuned(cli):
+    code, _, err = cli("train", "--run=PPO", "--env", "CartPole-v1", "--no-tuned")
+    assert code == 2
+    assert "--run uses no tuned settings" in err

@@ -379,21 +379,6 @@ def test_policy_has_one_copy_of_its_network():
         assert len(networks) == 1
 
 
-@pytest.mark.gpu
-def test_large_networks_are_not_slower_on_a_gpu():
-    """ray #25277: training is slower when a GPU is used."""
-    seconds = {}
-    for device in ("cpu", "cuda"):
-        settings = {**SMALL_PPO, "train_batch_size": 2048, "sgd_minibatch_size": 1024}
-        model = {"fcnet_hiddens": [2048, 2048]}
-        with PPO("CartPole-v1", model=model, device=device, **settings) as algorithm:
-            algorithm.train()
-            started = time.perf_counter()
-            algorithm.train()
-            seconds[device] = time.perf_counter() - started
-    assert seconds["cuda"] < seconds["cpu"]
-
-
 def test_off_policy_algorithm_with_memory():
     """ray #9206, Tianshou #795: no recurrent networks for off-policy algorithms."""
     with R2D2("CartPole-v1", **{**SMALL_DQN, "train_batch_size": 2}) as algorithm:
