@@ -27,7 +27,9 @@ DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "Makefile"]
 SOURCES = [*ROOT.glob("flowrl/**/*.py"), *ROOT.glob("plans/*.py")]
 
 # distributions whose module has another name
-DISTRIBUTION_OF = {"yaml": "pyyaml", "mlflow": "mlflow-skinny"}
+DISTRIBUTION_OF = {
+    "cv2": "opencv-python-headless", "yaml": "pyyaml", "mlflow": "mlflow-skinny"
+}  # fmt: skip
 
 NOT_IMPORTED = {
     "alembic": "mlflow creates its local database with it",

@@ -80,8 +80,9 @@ def register_atari(env_id: str) -> None:
     Raises:
         ConfigError: the extra `atari` is not installed.
     """
-    for package in ("ale_py", "cv2"):  # gymnasium's preprocessing needs OpenCV
-        check_installed(package, f"env: the Atari environment {env_id!r}", extra="atari")
+    feature = f"env: the Atari environment {env_id!r}"
+    check_installed("ale_py", feature, extra="atari")
+    check_installed("cv2", feature, extra="atari")  # gymnasium's preprocessing needs OpenCV
     import ale_py
 
     if env_id not in gym.registry:

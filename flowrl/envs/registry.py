@@ -158,7 +158,8 @@ def _make_by_id(env_id: str, context: EnvContext) -> gym.Env:
         if context.atari is not None and is_atari(env_id):
             return make_atari(env_id, context.atari, **context)
         env = gym.make(env_id, disable_env_checker=True, **context)
-        if env.spec is not None and str(env.spec.entry_point).startswith("minigrid."):
+        spec = gym.registry.get(env_id.rpartition(":")[2])
+        if spec is not None and str(spec.entry_point).startswith("minigrid."):
             # a network has no use for the text of the mission
             return FilterObservation(env, ["image", "direction"])
         return env
