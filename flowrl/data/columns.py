@@ -133,7 +133,13 @@ class Columns(dict[str, Any]):
 
     def size_bytes(self) -> int:
         """Return the bytes of all arrays in this process."""
-        return sum(leaf.nbytes for _, column in self.stored() for leaf in leaves_of(column))
+        total = 0
+        for column in dict.values(self):
+            if isinstance(column, (np.ndarray, IndexedColumn)):
+                total += column.nbytes
+            else:
+                total += sum(leaf.nbytes for leaf in leaves_of(column))
+        return total
 
     def _padded_count(self) -> int:
         for name, column in self.stored():

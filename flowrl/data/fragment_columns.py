@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 import optree
 
+from flowrl.data.columns import leaves_of
 from flowrl.state_schema import Fields, Natural, check_state
+
+OBSERVATIONS = ("raw_obs", "obs")  # columns that have a row after the last step
 
 _STATE: Fields = {
     "lookback": Natural,
@@ -109,6 +112,11 @@ class FragmentColumns:
     def advance(self, rows: int, used: int) -> None:
         """Make row `rows` the first one; rows up to `used` are kept."""
         kept = self.lookback + used + 1 - rows
+        if kept == 1:  # only the observations of the next step
+            for name in OBSERVATIONS:
+                for array in leaves_of(self.arrays.get(name, ())):
+                    array[0] = array[rows]
+            return
 
         def moved(array: np.ndarray) -> np.ndarray:
             array[:kept] = array[rows : rows + kept]

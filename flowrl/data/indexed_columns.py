@@ -147,6 +147,10 @@ class NextRows(IndexedColumn):
         return self.rows
 
     @property
+    def nbytes(self) -> int:
+        return self._bases[0].nbytes  # positions are not stored until they are read
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return (self.rows, *self._bases[0].shape[1:])
 

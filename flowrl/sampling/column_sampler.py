@@ -350,9 +350,9 @@ class ColumnSampler:
             batch = SampleBatch.concat_samples([postprocessed(policy, part) for part in parts])
         rewards = columns.part("rewards", 0, used)
         self.episodes += self._returns.end_fragment(returned, rewards, self._callbacks)
-        lost = segments.lanes[segments.events == Event.LOST].tolist()
-        if self.vector_env.resets_in_next_step:
-            lost = []  # the steps that reset an environment
+        lost: list[int] = []
+        if not segments.are_open and not self.vector_env.resets_in_next_step:
+            lost = segments.lanes[segments.events == Event.LOST].tolist()
         self.vector_env.mark_healthy(set(range(self.vector_env.num_envs)).difference(lost))
         first = tracker.keep(used, segments, chosen, raw_finals)
         if self._callbacks is not None:

@@ -51,6 +51,8 @@ class ColumnShipping:
         if rows.count and policy_id not in self._read:
             self._read[policy_id] = self._columns_read(policy_id, rows)
         read = self._read.get(policy_id)
+        if ray is None and (read is None or "infos" not in read):
+            return rows  # its only lazy column stays lazy
         columns: dict[str, Any] = {}
         ships_all = read is None or ray is None  # but infos
         for name, column in rows.stored():

@@ -33,6 +33,10 @@ class EpisodeReturns:
         """
         if not len(segments):
             return []
+        if segments.are_open:
+            self.so_far[segments.steps == 0] = 0.0
+            self.so_far += rewards.sum(0, dtype=np.float64)
+            return []
         rows, lanes = rewards.shape
         values = np.zeros(lanes * rows + 1)  # lane after lane
         values[:-1].reshape(lanes, rows)[:] = rewards.T

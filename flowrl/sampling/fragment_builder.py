@@ -111,7 +111,10 @@ class FragmentBuilder:
         if not views.replace_observations:
             rows = _observations(obs, order, last, np.cumsum(lengths) - 1)
         for name, column in {**grid, **recorded, **added}.items():
-            rows[name] = map_leaves(lambda array: by_lane(array, order), column)
+            if isinstance(column, np.ndarray):
+                rows[name] = by_lane(column, order)
+            else:
+                rows[name] = optree.tree_map(lambda array: by_lane(array, order), column)
         rows = {**self._ids(segments), **rows}
         if not views.shows_columns:
             rows.update(views.columns(columns, used, segments, last))
@@ -139,13 +142,13 @@ class FragmentBuilder:
         first = self._unroll_ids.take(len(segments))
         unrolls = np.arange(first, first + len(segments))
         count = int(lengths.sum())
-        starts = np.cumsum(lengths) - lengths
+        starts = lengths.cumsum() - lengths
         return {
-            "eps_id": np.repeat(segments.episode_ids, lengths),
-            "unroll_id": np.repeat(unrolls, lengths),
-            "agent_index": np.repeat(segments.agents, lengths),
-            "env_id": np.repeat(segments.envs, lengths),
-            "t": np.arange(count) + np.repeat(segments.steps - starts, lengths),
+            "eps_id": segments.episode_ids.repeat(lengths),
+            "unroll_id": unrolls.repeat(lengths),
+            "agent_index": segments.agents.repeat(lengths),
+            "env_id": segments.envs.repeat(lengths),
+            "t": np.arange(count) + (segments.steps - starts).repeat(lengths),
         }
 
     def _scaled(
@@ -286,6 +289,8 @@ def by_lane(column: np.ndarray, order: np.ndarray | None) -> np.ndarray:
 
 def _last_observations(columns: FragmentColumns, segments: Segments, finals: Any) -> Any:
     """Return the observation after each segment, [segments, …]."""
+    if segments.are_open:
+        return map_leaves(np.copy, columns.row("obs", int(segments.ends[0])))
     at = columns.lookback + segments.ends
     last = map_leaves(lambda array: array[at, segments.lanes], columns["obs"])
     (ended,) = (segments.finals >= 0).nonzero()
@@ -305,6 +310,10 @@ def _observations(
     """
 
     def base_of(rows: np.ndarray, after: np.ndarray) -> np.ndarray:
+        if order is None and rows.shape[1] == 1:
+            base = np.concatenate([rows[:, 0], after])
+            base.flags.writeable = False  # two columns share it
+            return base
         count = rows.shape[0] * rows.shape[1] if order is None else len(order)
         base = np.empty((count + len(after), *rows.shape[2:]), rows.dtype)
         if order is None:
@@ -315,7 +324,7 @@ def _observations(
             flat = rows.reshape(-1, *rows.shape[2:])
             np.take(flat, order, 0, out=base[:count], mode="clip")
         base[count:] = after
-        base.flags.writeable = False  # two columns share it
+        base.flags.writeable = False
         return base
 
     if isinstance(obs, np.ndarray):

@@ -54,6 +54,7 @@ class Segments:
         agents: index of the agent in its episode, [S].
         initial_states: initial states of each one's episode, [S, …] each; None if they are those of
             the lanes.
+        are_open: whether there is one segment for each lane, with all rows, and all are open.
     """
 
     lanes: np.ndarray
@@ -68,6 +69,7 @@ class Segments:
     envs: np.ndarray
     agents: np.ndarray
     initial_states: list[np.ndarray] | None = None
+    are_open: bool = False
 
     def __len__(self) -> int:
         return len(self.lanes)
@@ -117,7 +119,7 @@ class Segments:
 
     def select(self, which: np.ndarray) -> Segments:
         """Return some of the segments."""
-        arrays = {n: a[which] for n, a in vars(self).items() if n != "initial_states"}
+        arrays = {n: a[which] for n, a in vars(self).items() if isinstance(a, np.ndarray)}
         states = self.initial_states
         return Segments(
             **arrays,
@@ -150,6 +152,14 @@ class SegmentTracker:
         self.starts = np.zeros(num_envs, np.int64)
         self._soft_horizon, self._whole = soft_horizon, whole
         self._firsts = np.zeros(num_envs, np.int64)  # first row of the current segment
+        # of the segments of a fragment without events
+        self._envs = np.arange(num_envs)
+        self._all_open = np.full(num_envs, Event.OPEN)
+        self._no_finals = np.full(num_envs, -1)
+        self._all = np.ones(num_envs, bool)
+        self._no_agents = np.zeros(num_envs, np.int64)
+        for array in (self._envs, self._all_open, self._no_finals, self._all, self._no_agents):
+            array.flags.writeable = False
         # of each environment's first segment in the fragment, as in Segments
         self._begins = np.zeros(num_envs, np.int64)
         self._steps = np.zeros(num_envs, np.int64)
@@ -219,13 +229,12 @@ class SegmentTracker:
     def segments(self, used: int) -> Segments:
         """Return all segments of the first `used` rows, also empty ones; the last one of each
         environment is open."""
-        envs = np.arange(len(self.resets))
+        envs = self._envs
         if not self._events:
             return Segments(
                 envs, self._begins.copy(), np.full(len(envs), used), self._steps.copy(),
-                self._ages.copy(), self.episode_ids.copy(), np.full(len(envs), Event.OPEN),
-                np.full(len(envs), -1), np.ones(len(envs), bool), envs=envs,
-                agents=np.zeros(len(envs), np.int64),
+                self._ages.copy(), self.episode_ids.copy(), self._all_open, self._no_finals,
+                self._all, envs=envs, agents=self._no_agents, are_open=not self._whole,
             )  # fmt: skip
         events = [*self._events, (used - 1, envs, Event.OPEN, self.episode_ids)]
         counts = [len(lanes) for _, lanes, _, _ in events]
@@ -254,6 +263,8 @@ class SegmentTracker:
     def choose(self, segments: Segments, min_rows: int) -> np.ndarray:
         """Return which segments the fragment has, bool [S]; for whole episodes, the first ones to
         end that have `min_rows` rows."""
+        if segments.are_open:
+            return self._all
         chosen = (segments.events != Event.LOST) & (segments.lengths > 0)
         if self._whole:
             chosen &= segments.events != Event.OPEN
@@ -272,12 +283,13 @@ class SegmentTracker:
             finals: final observations of the episodes that ended, [k, …].
         """
         self.forget()
-        if self._whole:
-            self._keep_segments(used, segments, chosen, finals)
-        else:
-            self._begins = np.full(len(self.resets), used)
-            self._steps, self._ages = used - self.starts, used - self.resets
-            self._firsts = self._begins.copy()
+        if not self._whole:
+            self.resets -= used
+            self.starts -= used
+            self._steps, self._ages = -self.starts, -self.resets
+            self._begins[:] = self._firsts[:] = 0
+            return used
+        self._keep_segments(used, segments, chosen, finals)
         first = int(self._begins.min())
         for rows in (self._begins, self._firsts, self.resets, self.starts):
             rows -= first

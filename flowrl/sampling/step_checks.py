@@ -49,11 +49,11 @@ class StepChecks:
         check = self._check
         raw, rewards = columns.part("raw_obs", 0, used + 1), columns.part("rewards", 0, used)
         lost = segments.events == Event.LOST
-        if lost.any():
+        if not segments.are_open and lost.any():
             lost_segments = segments.select(lost)
             lost_rows, segment = lost_segments.rows()
             rewards[lost_rows, lost_segments.lanes[segment]] = 0
-        has_finals = bool((segments.finals >= 0).any())
+        has_finals = not segments.are_open and bool((segments.finals >= 0).any())
         fits = check.in_bounds(raw) and (not has_finals or check.in_bounds(finals))
         if not fits and self._warn_only and check.is_usable(raw) and check.is_usable(finals):
             self._warn(raw, finals, segments)
