@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -62,8 +63,13 @@ def run_epochs(
 
 def mean_stats(stats: Sequence[Stats]) -> Stats:
     """Return the mean of each statistic over the updates or processes that report it."""
-    names = dict.fromkeys(name for one in stats for name in one)
-    return {name: float(np.mean([one[name] for one in stats if name in one])) for name in names}
+    if len(stats) == 1:
+        return dict(stats[0])
+    means: Stats = {}
+    for name in dict.fromkeys(name for one in stats for name in one):
+        values = [one[name] for one in stats if name in one]
+        means[name] = math.fsum(values) / len(values)
+    return means
 
 
 def concat_row_stats(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -71,6 +71,8 @@ def flatten_numpy(space: spaces.Space, values: Any) -> np.ndarray:
     Raises:
         ValueError: integers outside the space.
     """
+    if type(space) is spaces.Box:  # the checks below are slow
+        return values.reshape(values.shape[0], -1).astype(np.float32, copy=False)
     if isinstance(space, spaces.Dict):
         return np.concatenate([flatten_numpy(space[k], values[k]) for k in sorted(space)], 1)
     if isinstance(space, spaces.Tuple):
