@@ -151,8 +151,8 @@ def _describe(cause: str, facts: PlanFacts, can_add_workers: bool) -> tuple[str,
 
 
 def _transfer(activity: Activity, facts: PlanFacts) -> Finding | None:
-    """The time in which fragments are received and concatenated, and in which workers are waited
-    for but do not sample."""
+    """Describe the time in which fragments are received and concatenated, or in which the plan waits
+    for workers that do not sample."""
     stages = activity.stages_of("sampling")
     if not facts.num_workers or not stages or facts.queue_size is not None:
         return None
@@ -180,7 +180,7 @@ def _transfer(activity: Activity, facts: PlanFacts) -> Finding | None:
 
 
 def _weights(activity: Activity, facts: PlanFacts) -> Finding | None:
-    """The time in which weights are prepared, and the busiest worker loads them."""
+    """Describe the time in which weights are prepared, and loaded by the busiest worker."""
     if not facts.num_workers:
         return None
     loading = max(
@@ -197,7 +197,7 @@ def _weights(activity: Activity, facts: PlanFacts) -> Finding | None:
 
 
 def _outside(activity: Activity, facts: PlanFacts) -> Finding:
-    """The time between two results."""
+    """Describe the time between two results."""
     share = min(activity.outside_s / activity.seconds, 1.0)
     callback = activity.callback_s.get("on_train_result", 0.0)
     if callback > activity.outside_s / 2 > 0:
@@ -291,7 +291,7 @@ def _joined(parts: list[str]) -> str:
 
 
 def _operator(stage: StageActivity) -> Finding:
-    """Another operator in this process."""
+    """Describe another operator in this process."""
     remedy = "Larger batches or fragments make it take less."
     if stage.is_own:
         remedy = "Make it faster, or run it on the shards or in tasks (max_concurrency)."

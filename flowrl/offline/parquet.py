@@ -60,6 +60,7 @@ def write_parquet(
         run: id of the run. Episode ids (`eps_id`) are unique within a run only.
 
     Raises:
+        ConfigError: the extra `offline` is not installed.
         OfflineDataError: a column cannot be stored in Parquet.
         OSError: the file cannot be written.
     """
@@ -99,6 +100,7 @@ def read_parquet(path: Path | str) -> tuple[str, SampleBatch]:
         the policy id and the rows.
 
     Raises:
+        ConfigError: the extra `offline` is not installed.
         OfflineDataError: the file cannot be read, is damaged, or was not written by flowrl.
     """
     pa = import_pyarrow()

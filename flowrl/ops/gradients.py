@@ -162,6 +162,9 @@ class AverageGradients:
     """for_each, list of Gradients -> Gradients: their mean, weighted by numbers of rows.
 
     This is the gradient of the mean loss over all the rows.
+
+    Raises:
+        TypeError (when called): the item is not a list with at least one element.
     """
 
     chained_with: ClassVar[str] = "for_each"

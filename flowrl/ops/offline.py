@@ -32,6 +32,12 @@ class WriteParquet:
     Args:
         folder: folder of the files, on the machine that runs the plan.
         rows_per_file: rows of one policy per file.
+
+    Raises:
+        ConfigError: the extra `offline` is not installed.
+        ValueError: `rows_per_file` is not an int of at least 1.
+        TypeError (when called): the item is not a batch.
+        OfflineDataError, OSError (when called): a file cannot be written.
     """
 
     state_fields: ClassVar[Fields] = {

@@ -36,6 +36,7 @@ class StoreToReplayBuffer:
 
     Raises:
         ValueError: not exactly one of local_buffer and actors is given.
+        TypeError: the buffer has another type; when called: the item is not a batch.
     """
 
     state_fields: ClassVar[Fields] = {"buffer": dict[str, Any]}
@@ -109,6 +110,7 @@ class Replay(LocalIterator[Any]):
 
     Raises:
         ValueError: not exactly one of local_buffer and actors is given, or num_async is below 1.
+        TypeError: the buffer has another type.
         RuntimeError (when pulled): no draw is due and no other branch can store; the message says
             how many rows are missing.
     """
@@ -262,7 +264,9 @@ class UpdateReplayPriorities:
             MultiAgentReplayBuffer is used like `local_buffer`.
 
     Raises:
-        ValueError: not exactly one of local_buffer and actors is given.
+        ValueError: not exactly one of local_buffer and actors is given; when called with `actors`:
+            the batch has rows of several shards.
+        TypeError: the buffer has another type; when called: the item is not (batch, info).
     """
 
     chained_with: ClassVar[str] = "for_each"
