@@ -151,8 +151,8 @@ def _describe(cause: str, facts: PlanFacts, can_add_workers: bool) -> tuple[str,
 
 
 def _transfer(activity: Activity, facts: PlanFacts) -> Finding | None:
-    """Describe the time in which fragments are received and concatenated, or in which the plan waits
-    for workers that do not sample."""
+    """Describe the time in which fragments are received and concatenated, or in which the plan
+    waits for workers that do not sample."""
     stages = activity.stages_of("sampling")
     if not facts.num_workers or not stages or facts.queue_size is not None:
         return None
