@@ -3,6 +3,7 @@
 import re
 import shutil
 
+import numpy as np
 import pytest
 
 from flowrl import Algorithm
@@ -18,9 +19,15 @@ def learning_rates(run_dir):
     }
 
 
+def scheduled(share):
+    """Return the tuned learning rate for CartPole after a share of the run."""
+    return float(np.interp(share, [0, 0.25, 1], [3e-3, 1e-3, 0]))
+
+
 def test_schedule_in_percent_follows_a_larger_limit(cli, tmp_path):
     assert cli("train", "ppo", *SEEDED, "--stop-timesteps", "128", "--run-dir", "r")[0] == 0
-    assert learning_rates(tmp_path / "r") == {64: pytest.approx(3e-3), 128: pytest.approx(1.5e-3)}
+    rates = learning_rates(tmp_path / "r")
+    assert rates == {64: pytest.approx(scheduled(0)), 128: pytest.approx(scheduled(0.5))}
     code, out, _ = cli("resume", "r", "--stop-iters", "9")
     assert code == 0
     assert "already reached: 128 env steps" in out
@@ -29,7 +36,7 @@ def test_schedule_in_percent_follows_a_larger_limit(cli, tmp_path):
     assert "repeat:" not in out  # the first command ends at other limits
     rates = learning_rates(tmp_path / "r")
     for steps in range(192, 513, 64):
-        assert rates[steps] == pytest.approx(3e-3 * (1 - (steps - 64) / 512))
+        assert rates[steps] == pytest.approx(scheduled((steps - 64) / 512))
 
 
 def test_resumed_run_with_its_own_limits_is_identical(cli, tmp_path):
@@ -49,7 +56,7 @@ def test_total_that_was_not_the_limit_only_grows(cli, tmp_path, new_limit, new_t
     assert read_settings(tmp_path / "r")["total_timesteps"] == 512
     assert cli("resume", "r", "--stop-timesteps", new_limit)[0] == 0
     rate = learning_rates(tmp_path / "r")[128]
-    assert rate == pytest.approx(3e-3 * (1 - 64 / new_total))
+    assert rate == pytest.approx(scheduled(64 / new_total))
 
 
 def test_newer_checkpoints_are_kept_when_an_older_one_is_resumed(cli, tmp_path):

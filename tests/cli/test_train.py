@@ -125,7 +125,7 @@ def test_tuned_settings_apply_to_their_environment_alone(cli, tmp_path):
         assert code == 0
         assert "tuned" not in out.splitlines()[0]
     tuned = read_settings(tmp_path / "r")
-    assert (tuned["gamma"], tuned["lr"]) == (0.98, [["0%", 3e-3], ["100%", 0.0]])
+    assert (tuned["gamma"], tuned["lr"]) == (0.98, [["0%", 3e-3], ["25%", 1e-3], ["100%", 0.0]])
     for run_dir in ("t", "s"):
         general = read_settings(tmp_path / run_dir)
         assert (general["gamma"], general["lr"]) == (0.99, [["0%", 3e-4], ["100%", 0.0]])
