@@ -60,7 +60,7 @@ MISTAKES = [
     ("ConcatBatches(64)", "ConcatBatches('x')", "min_batch_size"),
     ("ConcatBatches(64)", "ConcatBatches()", "min_batch_size"),
     ("ConcatBatches(64)", "ConcatBatches(64, count_steps_by='rows')", "count_steps_by"),
-    ("output_indexes=[0]", "output_indexes=[5]", "no branch 5"),
+    ("output_indexes=[0]", "output_indexes=[5]", "output_indexes contains 5"),
     ("output_indexes=[0]", "output_indexes=['a']", "output_indexes"),
     ('mode="round_robin"', 'mode="roundrobin"', "mode"),
     ('mode="round_robin"', 'mode="round_robin", round_robin_weights=[0]', "weights"),

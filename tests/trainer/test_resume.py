@@ -276,9 +276,9 @@ def train_in_killed_process(plan, workers, iterations, out, path="", save=""):
 )
 def test_another_process_resumes_the_run_of_a_killed_process(tmp_path, plan, workers):
     path, out = str(tmp_path / "c"), str(tmp_path / "results.json")
-    uninterrupted = train_in_killed_process(plan, workers, "6", out)
+    uninterrupted = train_in_killed_process(plan, workers, "8", out)
     train_in_killed_process(plan, workers, "3", out, save=path)
-    assert train_in_killed_process(plan, workers, "3", out, path=path) == uninterrupted
+    assert train_in_killed_process(plan, workers, "5", out, path=path) == uninterrupted
 
 
 @pytest.mark.parametrize(
