@@ -25,7 +25,8 @@ from flowrl.whole_files import write_whole
 
 EVALUATION_EPISODES = 100
 MAX_POINTS = 100  # of a learning curve
-VERSIONS = ("flowrl-dataflow", "torch", *PACKAGES)  # in the result, of what is installed
+# packages whose versions are in a result, if they are installed
+VERSIONS = ("flowrl-dataflow", "torch", *PACKAGES)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,9 @@ _warned_columns: set[str] = set()  # warn once per column
 
 def leaves_of(column: Any) -> list[np.ndarray]:
     """Return the arrays of a column."""
-    return [column] if isinstance(column, np.ndarray) else optree.tree_leaves(column)
+    if isinstance(column, (np.ndarray, IndexedColumn)):
+        return [column]  # type: ignore[list-item]
+    return optree.tree_leaves(column)
 
 
 def map_leaves(fn: Callable[[Any], Any], column: Any) -> Any:
@@ -133,13 +135,7 @@ class Columns(dict[str, Any]):
 
     def size_bytes(self) -> int:
         """Return the bytes of all arrays in this process."""
-        total = 0
-        for column in dict.values(self):
-            if isinstance(column, (np.ndarray, IndexedColumn)):
-                total += column.nbytes
-            else:
-                total += sum(leaf.nbytes for leaf in leaves_of(column))
-        return total
+        return sum(leaf.nbytes for column in dict.values(self) for leaf in leaves_of(column))
 
     def _padded_count(self) -> int:
         for name, column in self.stored():
