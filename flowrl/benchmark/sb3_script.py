@@ -138,8 +138,9 @@ def main() -> None:
     model.learn(spec["env_steps"], callback=curve)
     curve.record()
     seconds = time.time() - spec["started"]
+    # SB3 seeds environment i with `seed + i`; no two seeds of a row share an environment's seed
     evaluated = make_env(
-        spec["env"], 10, 10_000 + spec["seed"], training=False, frame_stack=frame_stack
+        spec["env"], 10, 10_000 + 10 * spec["seed"], training=False, frame_stack=frame_stack
     )
     if normalize:
         evaluated = VecNormalize(evaluated, training=False, norm_reward=False)
