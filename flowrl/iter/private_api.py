@@ -6,12 +6,19 @@
 from __future__ import annotations
 
 import importlib
+import os
 import queue
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+_CONNECTION_SETTINGS = {
+    "RAY_raylet_client_connect_timeout_milliseconds": "50",
+    "RAY_raylet_client_num_connect_attempts": "200",
+}
 
 
 def call_on_put_and_get(watched: queue.Queue[Any], callback: Callable[[], None]) -> None:
@@ -87,6 +94,23 @@ def cluster_id(gcs_address: str) -> str | None:
     except RayError:
         return None
     return cluster
+
+
+@contextmanager
+def fast_reconnection() -> Iterator[None]:
+    """Let the processes that Ray starts in this context try to connect every 50 ms.
+
+    A raylet that connects to its object store before the store listens tries again after a second
+    by default: with two cores, every second start of Ray took a second longer. Sets two of Ray's
+    internal settings by their environment variables, unless they are set.
+    """
+    added = {name: value for name, value in _CONNECTION_SETTINGS.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def kill_ray_processes() -> None:

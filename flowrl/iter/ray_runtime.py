@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from flowrl.iter.private_api import kill_ray_processes
+from flowrl.iter.private_api import fast_reconnection, kill_ray_processes
 from flowrl.iter.ray_health import is_ray_lost, watch_ray
 
 _num_users = 0  # of a Ray runtime that `start_ray` started or joined
@@ -52,7 +52,7 @@ def start_ray(address: str | None = None, num_cpus: int | None = None, **options
         if cluster is None:
             defaults |= {"include_dashboard": False, "num_cpus": num_cpus}
         try:
-            with _kept_sigterm_handler():
+            with _kept_sigterm_handler(), fast_reconnection():
                 ray.init(cluster or "local", **{**defaults, **options})
         except (ConnectionError, RuntimeError, ValueError) as error:
             if cluster is None:

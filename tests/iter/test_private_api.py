@@ -1,14 +1,18 @@
 """The private interfaces of Python and Ray that the engine uses exist and behave as expected."""
 
+import os
 import queue
 import threading
+from pathlib import Path
 
 import pytest
 
+from flowrl.iter import private_api
 from flowrl.iter.private_api import (
     call_on_put_and_get,
     call_when_ready,
     cluster_id,
+    fast_reconnection,
     queued_items,
     ray_sockets,
     restore_items,
@@ -56,3 +60,22 @@ def test_gcs_returns_the_same_cluster_id_to_every_client(ray_session):
     first = cluster_id(address)
     assert first
     assert cluster_id(address) == first
+
+
+def test_raylet_has_the_settings_of_connections():
+    import ray
+
+    raylet = Path(ray.__file__).parent / "core/src/ray/raylet/raylet"
+    program = raylet.read_bytes()
+    for name in private_api._CONNECTION_SETTINGS:
+        assert name.encode() in program
+
+
+def test_settings_of_connections_are_set_only_in_the_context(monkeypatch):
+    timeout, attempts = private_api._CONNECTION_SETTINGS
+    monkeypatch.delenv(timeout, raising=False)
+    monkeypatch.setenv(attempts, "7")  # by the user
+    with fast_reconnection():
+        assert (os.environ[timeout], os.environ[attempts]) == ("50", "7")
+    assert timeout not in os.environ
+    assert os.environ[attempts] == "7"
