@@ -7,6 +7,7 @@ Exit codes: 0 success, 1 failure, 2 wrong usage, 129 terminal closed, 130 interr
 from __future__ import annotations
 
 import errno
+import gc
 import shlex
 import sys
 from collections.abc import Sequence
@@ -77,7 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the command and its arguments; None uses those of the process.
     """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:  # this is the whole process
+        # the imports of torch create many objects that stay: collections would visit them often
+        gc.set_threshold(50_000, 20, 100)
+        arguments = sys.argv[1:]
+    arguments = list(arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_USAGE)
         return 0 if arguments else 2

@@ -34,19 +34,21 @@ class FluentSettings(WorkerConfig):
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         super().__pydantic_init_subclass__(**kwargs)
-        for name, method in inspect.getmembers(FluentSettings, inspect.isfunction):
-            if getattr(method, "_is_group", False):
-                setattr(cls, name, _documented(cls, name, vars(cls).get(name, method)))
+        infos = cls.describe()
+        for name in cls.groups():
+            method = vars(cls).get(name, getattr(FluentSettings, name))
+            group = [info for info in infos if info.group == name]
+            setattr(cls, name, _documented(group, method))
         summary = (inspect.getdoc(cls) or "").split("\n\nSettings by group")[0]
-        cls.__doc__ = f"{summary}\n\n{_settings_by_group(cls)}"
+        cls.__doc__ = f"{summary}\n\n{_settings_by_group(infos)}"
         # pydantic's signature lists all settings, which the docstring describes by group
         settings = inspect.Parameter("settings", inspect.Parameter.VAR_KEYWORD, annotation=Any)
         cls.__signature__ = inspect.Signature([settings])
 
     @classmethod
     def groups(cls) -> list[str]:
-        """Return the names of the groups."""
-        members = inspect.getmembers(FluentSettings, inspect.isfunction)
+        """Return the names of the groups, in the order of their methods."""
+        members = vars(FluentSettings).items()
         return [name for name, method in members if getattr(method, "_is_group", False)]
 
     @classmethod
@@ -163,11 +165,10 @@ class FluentSettings(WorkerConfig):
         return self
 
 
-def _settings_by_group(cls: type[FluentSettings]) -> str:
+def _settings_by_group(infos: list[SettingInfo]) -> str:
     """Return the settings of a class as text, for `help()`."""
     lines = ["Settings by group, each with its type and default:"]
-    infos = cls.describe()
-    for group in [name for name in vars(FluentSettings) if name in cls.groups()]:
+    for group in FluentSettings.groups():
         lines += ["", f".{group}()"]
         for info in infos:
             if info.group == group:
@@ -187,15 +188,14 @@ def _describe_setting(info: SettingInfo, prefix: str) -> list[str]:
     ]
 
 
-def _documented(cls: type[FluentSettings], group: str, method: Callable[..., Any]) -> Any:
-    """Return a group's method with the signature and the docstring for one class."""
+def _documented(infos: list[SettingInfo], method: Callable[..., Any]) -> Any:
+    """Return a group's method with the signature and the docstring for a class's settings."""
 
     @functools.wraps(method)
     def set_group(self: FluentSettings, *args: Any, **settings: Any) -> FluentSettings:
         config: FluentSettings = method(self, *args, **settings)
         return config
 
-    infos = [info for info in cls.describe() if info.group == group]
     declared = inspect.signature(method).parameters.values()
     parameters = [p for p in declared if p.kind is not inspect.Parameter.VAR_KEYWORD]
     names = {parameter.name for parameter in parameters}

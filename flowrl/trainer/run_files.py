@@ -21,7 +21,8 @@ def read_run_file(file: Path) -> dict[str, dict[str, Any]]:
     """
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    # the loader in C is faster; not every build of PyYAML has it
+    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
         """Reads 1e5 as a number, too."""
 
     number = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+")
