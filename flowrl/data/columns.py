@@ -29,7 +29,9 @@ def leaves_of(column: Any) -> list[np.ndarray]:
 
 def map_leaves(fn: Callable[[Any], Any], column: Any) -> Any:
     """Apply `fn` to each array of a column."""
-    return fn(column) if isinstance(column, np.ndarray) else optree.tree_map(fn, column)
+    if isinstance(column, (np.ndarray, IndexedColumn)):
+        return fn(column)
+    return optree.tree_map(fn, column)
 
 
 def readonly_view(leaf: Any) -> Any:
