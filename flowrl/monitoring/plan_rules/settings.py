@@ -39,17 +39,19 @@ def unused_settings(plan: CheckedPlan) -> Iterator[PlanProblem]:
         return
     read = _names_read(code)
     read |= _read_by_methods(read, type(config))
-    read |= {name for module in _modules(plan) for name in _read_in_module(module)}
+    unread = [name for name in changed if name not in read]
+    for module in _modules(plan):
+        if not unread:
+            return
+        unread = [name for name in unread if name not in _read_in_module(module)]
     policies = sorted({type(policy).__name__ for policy in plan.policies.values()})
-    for name in changed:
-        if name not in read:
-            yield PlanProblem(
-                "unused_setting",
-                _line_that_sets(name, lines) or plan.end.line,
-                f"{name}={config[name]!r} has no effect: neither the plan nor "
-                f"{' and '.join(policies)} reads it: leave it out, or use config.{name} in the "
-                "plan",
-            )
+    for name in unread:
+        yield PlanProblem(
+            "unused_setting",
+            _line_that_sets(name, lines) or plan.end.line,
+            f"{name}={config[name]!r} has no effect: neither the plan nor "
+            f"{' and '.join(policies)} reads it: leave it out, or use config.{name} in the plan",
+        )
 
 
 def _settings_of_algorithm(config: Any) -> Iterator[str]:
@@ -146,8 +148,9 @@ def _read_by_methods(names: set[str], config_class: type) -> set[str]:
     return found
 
 
-def _modules(plan: CheckedPlan) -> set[str]:
-    """Return the names of the modules of a plan's policies, learners and own operators.
+def _modules(plan: CheckedPlan) -> list[str]:
+    """Return the names of the modules of a plan's policies, learners and own operators, those of
+    classes before those of their bases.
 
     flowrl's other operators read no config: plans pass values to them.
     """
@@ -157,7 +160,8 @@ def _modules(plan: CheckedPlan) -> set[str]:
             readers += [operator, *vars(operator).values()]
         elif is_own(operator):
             readers.append(operator)
-    return {cls.__module__ for reader in readers for cls in type(reader).__mro__}
+    modules = (cls.__module__ for reader in readers for cls in type(reader).__mro__)
+    return list(dict.fromkeys(modules))
 
 
 @lru_cache(maxsize=200)
