@@ -159,26 +159,6 @@ class _AtariSettings(TypedDict, total=False):
     full_action_space: bool
     """Offer all 18 actions in every game."""
 
-class _AlgorithmConfigCallbacks(TypedDict, total=False):
-    callbacks_class: builtins.type | None
-    """A subclass of DefaultCallbacks."""
-
-class _AlgorithmConfigCheckpointing(TypedDict, total=False):
-    checkpoint_frequency: int
-    """Iterations between checkpoints of a run; 0 uses `checkpoint_every_s` only."""
-    checkpoint_every_s: float | None
-    """Approximate seconds between checkpoints of a run; None uses `checkpoint_frequency` only. A run always writes a checkpoint at its end."""
-    checkpoint_num_to_keep: int
-    """Number of newest checkpoints that a run keeps."""
-    checkpoint_score_attribute: str | None
-    """Metric of the results, such as episode_reward_mean; the checkpoint with its best value is also kept."""
-    checkpoint_score_order: Literal["max", "min"]
-    """Whether the largest or the smallest value is the best."""
-
-class _AlgorithmConfigDebugging(TypedDict, total=False):
-    seed: int | None
-    """Seed of every random stream; None uses entropy of the machine."""
-
 class _AlgorithmConfigEnvironment(TypedDict, total=False):
     env_config: dict[str, Any]
     """Passed to the environment's creator; keyword arguments of an id or a class."""
@@ -188,110 +168,6 @@ class _AlgorithmConfigEnvironment(TypedDict, total=False):
     """How a worker steps several environments: by flowrl, by gymnasium, or by EnvPool."""
     env: str | builtins.type | collections.abc.Callable[..., typing.Any] | None
     """Environment: a gymnasium id, a registered name, a class, an environment (copies of it are stepped, never itself), or a function, which may take an EnvContext or `env_config` as keyword arguments."""
-
-class _AlgorithmConfigEvaluation(TypedDict, total=False):
-    evaluation_interval: int | None
-    """Iterations between evaluations; None evaluates only when `evaluate()` is called."""
-    evaluation_duration: int
-    """Length of an evaluation, in `evaluation_duration_unit`."""
-    evaluation_duration_unit: Literal["episodes", "timesteps"]
-    """Whole episodes; or a minimum of env steps, where only finished episodes count."""
-    evaluation_num_workers: int
-    """Number of Ray actors that share an evaluation; 0 evaluates in this process."""
-    evaluation_parallel_to_training: bool
-    """Continue training during an evaluation; a result includes the latest finished evaluation."""
-    evaluation_config: dict[str, Any]
-    """Settings that differ in evaluations, such as env, env_config or explore (False by default); settings that evaluations do not use are rejected."""
-    evaluation_video_dir: str | None
-    """Folder for mp4 videos of the first episodes of each evaluation, on the machine that evaluates; needs the extra `video`."""
-    evaluation_video_episodes: int
-    """Episodes recorded per evaluation, from its first environment."""
-
-class _AlgorithmConfigExploration(TypedDict, total=False):
-    exploration_config: flowrl.policies.config.ExplorationConfig | _ExplorationConfig
-    """How the policy explores."""
-    explore: bool
-    """Whether workers explore while sampling; if False, they take the best actions."""
-
-class _AlgorithmConfigFaultTolerance(TypedDict, total=False):
-    recreate_failed_workers: bool
-    """Replace workers whose process died or hangs; if False, the run raises one error and can continue with the other workers."""
-    num_spare_workers: int
-    """Number of processes that are started in addition, and become the replacement of a worker that dies: a new process needs several seconds to import its packages."""
-    wait_for_replaced_workers: bool
-    """Whether the rounds of synchronous plans wait until a dead worker is replaced; if False, they continue with the other workers, if there are any, until the new one has started."""
-    max_worker_memory_mb: int | None
-    """Resident memory of a worker's process, in megabytes (2^20 bytes), above which it is replaced after its current fragment, for environments that leak memory; None for no limit. Its episodes start again."""
-    max_num_env_restarts: int
-    """Consecutive failures of one environment after which its error stops the run; completing an episode or a fragment starts the count again. After 100 steps of an episode, a hundred times as many are allowed, except timeouts and failures at the same step as the one before."""
-    env_step_timeout_s: float | None
-    """Seconds that a step of one environment may take. A longer one is a failure of the environment, which is created again. The limit interrupts the main thread only, and no call that ignores signals: set `sample_timeout_s` for those."""
-    env_reset_timeout_s: float | None
-    """Seconds that a reset of one environment may take; see `env_step_timeout_s`."""
-    max_num_worker_restarts: int
-    """Restarts of one worker, after which it counts as failed."""
-    delay_between_worker_restarts_s: float
-    """Seconds before a dead worker is replaced; doubles with each consecutive death, up to 30."""
-    sample_timeout_s: float | None
-    """Seconds without a fragment after which a worker counts as hanging and is replaced."""
-
-class _AlgorithmConfigFramework(TypedDict, total=False):
-    precision: Literal["float32", "bfloat16"]
-    """Precision of the network's arithmetic while learning; weights are float32."""
-    compile: bool
-    """Compile the network for learning with torch.compile."""
-    numpy_gradients: bool
-    """Compute gradients with numpy where that is faster than autograd: for the shipped losses of PPO, A2C, DQN, SAC, TD3 and CQL on fully connected networks. Results differ by rounding only, except that autograd refuses an update if the ratio of two probabilities overflows."""
-    device: str
-    """Device of the network in processes that learn: "cpu", "cuda", "cuda:1"; "auto" uses the GPU, if there is one, for observations with images, and the CPU for others. Workers that only sample use the CPU."""
-
-class _AlgorithmConfigMultiAgent(TypedDict, total=False):
-    count_steps_by: Literal["env_steps", "agent_steps"]
-    """Unit of the train batch size, and of the fragment length with several agents."""
-    policies: Any
-    """Policy id -> PolicySpec, or a collection of ids; None for one default policy."""
-    policy_mapping_fn: collections.abc.Callable[..., str] | None
-    """fn(agent_id, episode, worker, **kwargs) -> policy id, called once per agent and episode."""
-    policies_to_train: Any
-    """Ids of the policies that learn, or fn(policy_id, batch) -> bool; None for all."""
-
-class _AlgorithmConfigOfflineData(TypedDict, total=False):
-    output: str | None
-    """Folder where sampled experience is written as Parquet files."""
-    output_rows_per_file: int
-    """Rows of one policy per file; the last file may have fewer."""
-
-class _AlgorithmConfigReporting(TypedDict, total=False):
-    min_time_s_per_iteration: float | None
-    """Minimum seconds between reports; None ignores time, so that the reports of seeded runs are reproducible."""
-    min_sample_timesteps_per_iteration: int
-    """Minimum env steps between reports."""
-    metrics_num_episodes_for_smoothing: int
-    """Number of most recent episodes that episode statistics are computed over."""
-    monitor: bool
-    """Measure the plan once per second while it trains, for the `diagnosis` of results and the file activity.jsonl of the run directory."""
-    trace_s: float | None
-    """Number of seconds at the end of a training to write to trace.json in its run directory, as Chrome trace events, which https://ui.perfetto.dev shows; None writes no trace."""
-    logged_names: Literal["classic", "nested"]
-    """Names of metrics in TensorBoard, progress.csv, W&B and MLflow, where each metric has one name: classic (`episode_reward_mean`, `info/learner/…`) or nested (`env_runners/episode_return_mean`, `learners/…`). Results in Python have both."""
-    log_to: list[Literal["wandb", "mlflow"]]
-    """Experiment trackers that receive every result: wandb, mlflow (extras of these names)."""
-    log_config: dict[str, dict[str, Any]]
-    """Tracker -> its settings: those of wandb.init (project, name, mode, …); of mlflow tracking_uri, experiment_name, run_name, tags."""
-
-class _AlgorithmConfigResources(TypedDict, total=False):
-    num_cpus_per_worker: float
-    """CPUs that Ray reserves per worker; fewer if the cluster has fewer."""
-    num_gpus_per_worker: float
-    """GPUs, or fractions of one, that Ray reserves per worker."""
-    custom_resources_per_worker: dict[str, float]
-    """Custom cluster resources that each worker takes: name -> amount."""
-    placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] | None
-    """Reserve resources for all workers together, on few nodes or on many (see Ray's placement groups). None places each worker wherever there is room."""
-    num_threads_per_process: int | Literal["auto"] | None
-    """Threads of torch and of numpy's BLAS in this process and on each worker, limited when the algorithm or the worker is built. "auto" is 1; for networks with convolutions, this process has as many as there are cores that no worker uses, at most OMP_NUM_THREADS. None changes nothing."""
-    address: str | None
-    """Address of a running Ray cluster ("auto" finds it); "local" starts Ray on this machine; None takes that of the environment variable RAY_ADDRESS, or "local" if there is none."""
 
 class _AlgorithmConfigRollouts(TypedDict, total=False):
     normalize_observations: bool
@@ -358,6 +234,130 @@ class _AlgorithmConfigTraining(TypedDict, total=False):
     """Env steps per train batch, at least."""
     plan: str | collections.abc.Callable[..., typing.Any] | None
     """Execution plan: the name of a shipped plan, the path of a plan file, an imported plan file, or a function (workers, config) -> plan."""
+
+class _AlgorithmConfigMultiAgent(TypedDict, total=False):
+    count_steps_by: Literal["env_steps", "agent_steps"]
+    """Unit of the train batch size, and of the fragment length with several agents."""
+    policies: Any
+    """Policy id -> PolicySpec, or a collection of ids; None for one default policy."""
+    policy_mapping_fn: collections.abc.Callable[..., str] | None
+    """fn(agent_id, episode, worker, **kwargs) -> policy id, called once per agent and episode."""
+    policies_to_train: Any
+    """Ids of the policies that learn, or fn(policy_id, batch) -> bool; None for all."""
+
+class _AlgorithmConfigExploration(TypedDict, total=False):
+    exploration_config: flowrl.policies.config.ExplorationConfig | _ExplorationConfig
+    """How the policy explores."""
+    explore: bool
+    """Whether workers explore while sampling; if False, they take the best actions."""
+
+class _AlgorithmConfigEvaluation(TypedDict, total=False):
+    evaluation_interval: int | None
+    """Iterations between evaluations; None evaluates only when `evaluate()` is called."""
+    evaluation_duration: int
+    """Length of an evaluation, in `evaluation_duration_unit`."""
+    evaluation_duration_unit: Literal["episodes", "timesteps"]
+    """Whole episodes; or a minimum of env steps, where only finished episodes count."""
+    evaluation_num_workers: int
+    """Number of Ray actors that share an evaluation; 0 evaluates in this process."""
+    evaluation_parallel_to_training: bool
+    """Continue training during an evaluation; a result includes the latest finished evaluation."""
+    evaluation_config: dict[str, Any]
+    """Settings that differ in evaluations, such as env, env_config or explore (False by default); settings that evaluations do not use are rejected."""
+    evaluation_video_dir: str | None
+    """Folder for mp4 videos of the first episodes of each evaluation, on the machine that evaluates; needs the extra `video`."""
+    evaluation_video_episodes: int
+    """Episodes recorded per evaluation, from its first environment."""
+
+class _AlgorithmConfigOfflineData(TypedDict, total=False):
+    output: str | None
+    """Folder where sampled experience is written as Parquet files."""
+    output_rows_per_file: int
+    """Rows of one policy per file; the last file may have fewer."""
+
+class _AlgorithmConfigFramework(TypedDict, total=False):
+    precision: Literal["float32", "bfloat16"]
+    """Precision of the network's arithmetic while learning; weights are float32."""
+    compile: bool
+    """Compile the network for learning with torch.compile."""
+    numpy_gradients: bool
+    """Compute gradients with numpy where that is faster than autograd: for the shipped losses of PPO, A2C, DQN, SAC, TD3 and CQL on fully connected networks. Results differ by rounding only, except that autograd refuses an update if the ratio of two probabilities overflows."""
+    device: str
+    """Device of the network in processes that learn: "cpu", "cuda", "cuda:1"; "auto" uses the GPU, if there is one, for observations with images, and the CPU for others. Workers that only sample use the CPU."""
+
+class _AlgorithmConfigCheckpointing(TypedDict, total=False):
+    checkpoint_frequency: int
+    """Iterations between checkpoints of a run; 0 uses `checkpoint_every_s` only."""
+    checkpoint_every_s: float | None
+    """Approximate seconds between checkpoints of a run; None uses `checkpoint_frequency` only. A run always writes a checkpoint at its end."""
+    checkpoint_num_to_keep: int
+    """Number of newest checkpoints that a run keeps."""
+    checkpoint_score_attribute: str | None
+    """Metric of the results, such as episode_reward_mean; the checkpoint with its best value is also kept."""
+    checkpoint_score_order: Literal["max", "min"]
+    """Whether the largest or the smallest value is the best."""
+
+class _AlgorithmConfigResources(TypedDict, total=False):
+    num_cpus_per_worker: float
+    """CPUs that Ray reserves per worker; fewer if the cluster has fewer."""
+    num_gpus_per_worker: float
+    """GPUs, or fractions of one, that Ray reserves per worker."""
+    custom_resources_per_worker: dict[str, float]
+    """Custom cluster resources that each worker takes: name -> amount."""
+    placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] | None
+    """Reserve resources for all workers together, on few nodes or on many (see Ray's placement groups). None places each worker wherever there is room."""
+    num_threads_per_process: int | Literal["auto"] | None
+    """Threads of torch in this process and on each worker, limited when the algorithm or the worker is built; numpy's BLAS then has one. "auto" is 1; for networks with convolutions, this process has as many as there are cores that no worker uses, at most OMP_NUM_THREADS. None changes nothing."""
+    address: str | None
+    """Address of a running Ray cluster ("auto" finds it); "local" starts Ray on this machine; None takes that of the environment variable RAY_ADDRESS, or "local" if there is none."""
+
+class _AlgorithmConfigFaultTolerance(TypedDict, total=False):
+    recreate_failed_workers: bool
+    """Replace workers whose process died or hangs; if False, the run raises one error and can continue with the other workers."""
+    num_spare_workers: int
+    """Number of processes that are started in addition, and become the replacement of a worker that dies: a new process needs several seconds to import its packages."""
+    wait_for_replaced_workers: bool
+    """Whether the rounds of synchronous plans wait until a dead worker is replaced; if False, they continue with the other workers, if there are any, until the new one has started."""
+    max_worker_memory_mb: int | None
+    """Resident memory of a worker's process, in megabytes (2^20 bytes), above which it is replaced after its current fragment, for environments that leak memory; None for no limit. Its episodes start again."""
+    max_num_env_restarts: int
+    """Consecutive failures of one environment after which its error stops the run; completing an episode or a fragment starts the count again. After 100 steps of an episode, a hundred times as many are allowed, except timeouts and failures at the same step as the one before."""
+    env_step_timeout_s: float | None
+    """Seconds that a step of one environment may take. A longer one is a failure of the environment, which is created again. The limit interrupts the main thread only, and no call that ignores signals: set `sample_timeout_s` for those."""
+    env_reset_timeout_s: float | None
+    """Seconds that a reset of one environment may take; see `env_step_timeout_s`."""
+    max_num_worker_restarts: int
+    """Restarts of one worker, after which it counts as failed."""
+    delay_between_worker_restarts_s: float
+    """Seconds before a dead worker is replaced; doubles with each consecutive death, up to 30."""
+    sample_timeout_s: float | None
+    """Seconds without a fragment after which a worker counts as hanging and is replaced."""
+
+class _AlgorithmConfigCallbacks(TypedDict, total=False):
+    callbacks_class: builtins.type | None
+    """A subclass of DefaultCallbacks."""
+
+class _AlgorithmConfigReporting(TypedDict, total=False):
+    min_time_s_per_iteration: float | None
+    """Minimum seconds between reports; None ignores time, so that the reports of seeded runs are reproducible."""
+    min_sample_timesteps_per_iteration: int
+    """Minimum env steps between reports."""
+    metrics_num_episodes_for_smoothing: int
+    """Number of most recent episodes that episode statistics are computed over."""
+    monitor: bool
+    """Measure the plan once per second while it trains, for the `diagnosis` of results and the file activity.jsonl of the run directory."""
+    trace_s: float | None
+    """Number of seconds at the end of a training to write to trace.json in its run directory, as Chrome trace events, which https://ui.perfetto.dev shows; None writes no trace."""
+    logged_names: Literal["classic", "nested"]
+    """Names of metrics in TensorBoard, progress.csv, W&B and MLflow, where each metric has one name: classic (`episode_reward_mean`, `info/learner/…`) or nested (`env_runners/episode_return_mean`, `learners/…`). Results in Python have both."""
+    log_to: list[Literal["wandb", "mlflow"]]
+    """Experiment trackers that receive every result: wandb, mlflow (extras of these names)."""
+    log_config: dict[str, dict[str, Any]]
+    """Tracker -> its settings: those of wandb.init (project, name, mode, …); of mlflow tracking_uri, experiment_name, run_name, tags."""
+
+class _AlgorithmConfigDebugging(TypedDict, total=False):
+    seed: int | None
+    """Seed of every random stream; None uses entropy of the machine."""
 
 class _OnPolicyConfigTraining(_AlgorithmConfigTraining, total=False):
     use_gae: bool
@@ -645,52 +645,52 @@ class _SACConfigTraining(_ActorCriticConfigTraining, _SACSettingsTraining, total
     pass
 
 class _Settings(
-    _AlgorithmConfigCallbacks,
-    _AlgorithmConfigCheckpointing,
-    _AlgorithmConfigDebugging,
     _AlgorithmConfigEnvironment,
-    _AlgorithmConfigEvaluation,
-    _AlgorithmConfigExploration,
-    _AlgorithmConfigFaultTolerance,
-    _AlgorithmConfigFramework,
-    _AlgorithmConfigMultiAgent,
-    _AlgorithmConfigOfflineData,
-    _AlgorithmConfigReporting,
-    _AlgorithmConfigResources,
     _AlgorithmConfigRollouts,
     _AlgorithmConfigTraining,
+    _AlgorithmConfigMultiAgent,
+    _AlgorithmConfigExploration,
+    _AlgorithmConfigEvaluation,
+    _AlgorithmConfigOfflineData,
+    _AlgorithmConfigFramework,
+    _AlgorithmConfigCheckpointing,
+    _AlgorithmConfigResources,
+    _AlgorithmConfigFaultTolerance,
+    _AlgorithmConfigCallbacks,
+    _AlgorithmConfigReporting,
+    _AlgorithmConfigDebugging,
 ):
     pass
 
 class _Methods:
-    def callbacks(self, **settings: Unpack[_AlgorithmConfigCallbacks]) -> Self:
-        """Set the callbacks class."""
-    def checkpointing(self, **settings: Unpack[_AlgorithmConfigCheckpointing]) -> Self:
-        """Set when a run writes checkpoints, and which it keeps."""
-    def debugging(self, **settings: Unpack[_AlgorithmConfigDebugging]) -> Self:
-        """Set the seed."""
     def environment(self, env: Any = ..., **settings: Unpack[_AlgorithmConfigEnvironment]) -> Self:
         """Set the environment."""
-    def evaluation(self, **settings: Unpack[_AlgorithmConfigEvaluation]) -> Self:
-        """Set when and how policies are evaluated."""
-    def exploration(self, **settings: Unpack[_AlgorithmConfigExploration]) -> Self:
-        """Set how policies explore."""
-    def fault_tolerance(self, **settings: Unpack[_AlgorithmConfigFaultTolerance]) -> Self:
-        """Set what happens when workers and environments fail."""
-    def framework(self, **settings: Unpack[_AlgorithmConfigFramework]) -> Self:
-        """Set the device, the precision and compilation; the framework is torch."""
-    def multi_agent(self, **settings: Unpack[_AlgorithmConfigMultiAgent]) -> Self:
-        """Set the policies, and which agents they act for."""
-    def offline_data(self, **settings: Unpack[_AlgorithmConfigOfflineData]) -> Self:
-        """Set where experience is written to and read from."""
-    def reporting(self, **settings: Unpack[_AlgorithmConfigReporting]) -> Self:
-        """Set how often results are reported, their averages, and experiment trackers."""
-    def resources(self, **settings: Unpack[_AlgorithmConfigResources]) -> Self:
-        """Set the processors and the cluster that workers use."""
     def rollouts(self, **settings: Unpack[_AlgorithmConfigRollouts]) -> Self:
         """Set how workers sample."""
     def training(self, **settings: Unpack[_AlgorithmConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
+    def multi_agent(self, **settings: Unpack[_AlgorithmConfigMultiAgent]) -> Self:
+        """Set the policies, and which agents they act for."""
+    def exploration(self, **settings: Unpack[_AlgorithmConfigExploration]) -> Self:
+        """Set how policies explore."""
+    def evaluation(self, **settings: Unpack[_AlgorithmConfigEvaluation]) -> Self:
+        """Set when and how policies are evaluated."""
+    def offline_data(self, **settings: Unpack[_AlgorithmConfigOfflineData]) -> Self:
+        """Set where experience is written to and read from."""
+    def framework(self, **settings: Unpack[_AlgorithmConfigFramework]) -> Self:
+        """Set the device, the precision and compilation; the framework is torch."""
+    def checkpointing(self, **settings: Unpack[_AlgorithmConfigCheckpointing]) -> Self:
+        """Set when a run writes checkpoints, and which it keeps."""
+    def resources(self, **settings: Unpack[_AlgorithmConfigResources]) -> Self:
+        """Set the processors and the cluster that workers use."""
+    def fault_tolerance(self, **settings: Unpack[_AlgorithmConfigFaultTolerance]) -> Self:
+        """Set what happens when workers and environments fail."""
+    def callbacks(self, **settings: Unpack[_AlgorithmConfigCallbacks]) -> Self:
+        """Set the callbacks class."""
+    def reporting(self, **settings: Unpack[_AlgorithmConfigReporting]) -> Self:
+        """Set how often results are reported, their averages, and experiment trackers."""
+    def debugging(self, **settings: Unpack[_AlgorithmConfigDebugging]) -> Self:
+        """Set the seed."""
 
 class _A2CSettings(_OnPolicyConfigTraining, _Settings):
     pass
@@ -758,16 +758,16 @@ class APPO(_APPO):
     config: APPOConfig
     def __init__(self, env_or_config: Any = None, **settings: Unpack[_APPOSettings]) -> None: ...
 
-class _BCSettings(_OfflineConfigOfflineData, _BCConfigTraining, _Settings):
+class _BCSettings(_BCConfigTraining, _OfflineConfigOfflineData, _Settings):
     pass
 
 class BCConfig(_Methods, _BCConfig):
     """Settings of BC: MARWIL without weights."""
     def __init__(self, **settings: Unpack[_BCSettings]) -> None: ...
-    def offline_data(self, **settings: Unpack[_OfflineConfigOfflineData]) -> Self:
-        """Set where experience is written to and read from."""
     def training(self, **settings: Unpack[_BCConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
+    def offline_data(self, **settings: Unpack[_OfflineConfigOfflineData]) -> Self:
+        """Set where experience is written to and read from."""
     def build(self, plan: Any = None) -> BC: ...
 
 class BC(_BC):
@@ -776,16 +776,16 @@ class BC(_BC):
     config: BCConfig
     def __init__(self, env_or_config: Any = None, **settings: Unpack[_BCSettings]) -> None: ...
 
-class _CQLSettings(_OfflineConfigOfflineData, _CQLConfigTraining, _Settings):
+class _CQLSettings(_CQLConfigTraining, _OfflineConfigOfflineData, _Settings):
     pass
 
 class CQLConfig(_Methods, _CQLConfig):
     """Settings of CQL."""
     def __init__(self, **settings: Unpack[_CQLSettings]) -> None: ...
-    def offline_data(self, **settings: Unpack[_OfflineConfigOfflineData]) -> Self:
-        """Set where experience is written to and read from."""
     def training(self, **settings: Unpack[_CQLConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
+    def offline_data(self, **settings: Unpack[_OfflineConfigOfflineData]) -> Self:
+        """Set where experience is written to and read from."""
     def build(self, plan: Any = None) -> CQL: ...
 
 class CQL(_CQL):
@@ -860,16 +860,16 @@ class IMPALA(_IMPALA):
     config: IMPALAConfig
     def __init__(self, env_or_config: Any = None, **settings: Unpack[_IMPALASettings]) -> None: ...
 
-class _MARWILSettings(_OfflineConfigOfflineData, _MARWILConfigTraining, _Settings):
+class _MARWILSettings(_MARWILConfigTraining, _OfflineConfigOfflineData, _Settings):
     pass
 
 class MARWILConfig(_Methods, _MARWILConfig):
     """Settings of MARWIL."""
     def __init__(self, **settings: Unpack[_MARWILSettings]) -> None: ...
-    def offline_data(self, **settings: Unpack[_OfflineConfigOfflineData]) -> Self:
-        """Set where experience is written to and read from."""
     def training(self, **settings: Unpack[_MARWILConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
+    def offline_data(self, **settings: Unpack[_OfflineConfigOfflineData]) -> Self:
+        """Set where experience is written to and read from."""
     def build(self, plan: Any = None) -> MARWIL: ...
 
 class MARWIL(_MARWIL):

@@ -13,21 +13,22 @@ from threadpoolctl import ThreadpoolController
 from flowrl.process_usage import num_cores
 
 Threads = int | Literal["auto"] | None
-"""Number of threads; None changes nothing. "auto" is 1, and in the process of an algorithm whose
-networks have convolutions `num_free_cores`."""
+"""Number of torch's threads; None changes nothing. "auto" is 1, and in the process of an algorithm
+whose networks have convolutions `num_free_cores`."""
 
 
 def limit_threads(count: Threads) -> None:
-    """Limit the threads of torch and of numpy's BLAS in this process; "auto" means 1.
+    """Limit the threads of torch to `count`, "auto" means 1, and those of numpy's BLAS to 1.
 
     Small networks lose more to synchronizing threads than they gain from them, and the workers of
-    one machine share its cores. The limits stay in force until the next call. torch is limited
+    one machine share its cores. numpy's threads wait in busy loops, as torch's do: together they
+    would take each other's cores. The limits stay in force until the next call. torch is limited
     only if it is imported already.
     """
     if count is None:
         return
     count = 1 if count == "auto" else count
-    ThreadpoolController().limit(limits=count, user_api="blas")
+    ThreadpoolController().limit(limits=1, user_api="blas")
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != count:
         torch.set_num_threads(count)

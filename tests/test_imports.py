@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from threadpoolctl import threadpool_info
+from threadpoolctl import threadpool_info, threadpool_limits
 
 import flowrl
 from flowrl.algorithms.a2c import A2C, A2CConfig
@@ -27,7 +27,7 @@ import contextlib, importlib, logging, os, pkgutil, random, signal, sys, warning
 import gymnasium, numpy as np, optree, pydantic, ray, rich.console
 import safetensors.torch, torch, torch.distributed, torch.export, tyro, yaml
 import gymnasium.vector, gymnasium.wrappers
-from threadpoolctl import threadpool_info
+from threadpoolctl import threadpool_info, threadpool_limits
 
 for extra in ("pyarrow.parquet", "ray.tune"):
     with contextlib.suppress(ImportError):
@@ -101,17 +101,29 @@ def blas_threads():
 
 
 def test_threads_are_limited_when_an_algorithm_is_built():
-    before = torch.get_num_threads(), max(blas_threads())
+    before = torch.get_num_threads()
+    config = A2CConfig(env="CartPole-v1")
     try:
-        limit_threads(2)
-        config = A2CConfig(env="CartPole-v1")
-        config.resources(num_threads_per_process=None).build()
-        assert (torch.get_num_threads(), blas_threads()) == (2, {2})
-        config.resources(num_threads_per_process=1).build()
-        assert (torch.get_num_threads(), blas_threads()) == (1, {1})
+        torch.set_num_threads(2)
+        with threadpool_limits(2, "blas"):
+            config.resources(num_threads_per_process=None).build()
+            assert (torch.get_num_threads(), blas_threads()) == (2, {2})
+            config.resources(num_threads_per_process=1).build()
+            assert (torch.get_num_threads(), blas_threads()) == (1, {1})
     finally:
-        torch.set_num_threads(before[0])
-        limit_threads(before[1])
+        torch.set_num_threads(before)
+
+
+def test_only_torch_has_several_threads():
+    """Threads of two libraries, which wait in busy loops, would take each other's cores."""
+    before = torch.get_num_threads()
+    config = A2CConfig(env="CartPole-v1")
+    try:
+        with threadpool_limits(2, "blas"):
+            config.resources(num_threads_per_process=2).build()
+            assert (torch.get_num_threads(), blas_threads()) == (2, {1})
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +181,7 @@ def test_threads_are_limited_on_workers(ray_session):
         limit_threads(1)
         _, remote = algorithm.workers.foreach_worker(threads)
     limit_threads(1)
-    assert remote == (2, [2])
+    assert remote == (2, [1])
 
 
 def test_flowrl_offers_every_algorithm_and_its_config():

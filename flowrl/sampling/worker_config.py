@@ -120,9 +120,9 @@ class WorkerConfig(PolicyConfig):
     num_threads_per_process: Annotated[Count, Field(le=1024)] | Literal["auto"] | None = setting(
         "auto", group="resources"
     )
-    """Threads of torch and of numpy's BLAS in this process and on each worker, limited when the
-    algorithm or the worker is built. "auto" is 1; for networks with convolutions, this process has
-    as many as there are cores that no worker uses, at most OMP_NUM_THREADS. None changes
+    """Threads of torch in this process and on each worker, limited when the algorithm or the worker
+    is built; numpy's BLAS then has one. "auto" is 1; for networks with convolutions, this process
+    has as many as there are cores that no worker uses, at most OMP_NUM_THREADS. None changes
     nothing."""
     address: str | None = setting(None, group="resources")
     """Address of a running Ray cluster ("auto" finds it); "local" starts Ray on this machine; None
