@@ -112,7 +112,7 @@ def synchronous_parallel_sample(
     max_agent_steps: int | None = None,
     concat: bool = True,
 ) -> Any:
-    """Sample one fragment from every worker, with the newest weights, until a limit is reached.
+    """Repeat rounds of one fragment of every worker, with the newest weights, until a limit.
 
     If both limits are None, sample one round.
 
