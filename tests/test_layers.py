@@ -34,7 +34,7 @@ MAY_IMPORT = {
         "trainer",
     },
     "web": {"data", "monitoring", "trainer"},
-    "benchmark": {"trainer"},
+    "benchmark": {"data", "trainer"},
     "cli": {"benchmark", "iter", "data", "monitoring", "ops", "policies", "trainer", "web"},
 }
 BASE = {

@@ -123,7 +123,7 @@ class OffPolicyConfig(AlgorithmConfig):
             ConfigError: a setting of replay actors is set; when the first rows of a policy are
                 stored: its algorithm does not learn from replay.
         """
-        ids = policies or specs_of(self.policies or {DEFAULT_POLICY_ID: None})
+        ids = policies or specs_of(self.policies)
         configs = [self, *(self.for_policy(policy_id) for policy_id in ids if self.policies)]
         for config in configs:
             for name in REPLAY_ACTOR_SETTINGS if isinstance(config, OffPolicyConfig) else ():
@@ -177,7 +177,7 @@ class OffPolicyConfig(AlgorithmConfig):
         this process if there are none."""
         if self.num_replay_shards == 0:
             return self._new_multi_agent_buffer(policies)
-        ids = policies or specs_of(self.policies or {DEFAULT_POLICY_ID: None})
+        ids = policies or specs_of(self.policies)
         return ReplayActors(
             lambda shard: self._new_multi_agent_buffer(policies, shard, self.num_replay_shards),
             self.num_replay_shards,

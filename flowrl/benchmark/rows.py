@@ -106,7 +106,10 @@ def benchmark_rows(file: Path) -> list[BenchmarkRow]:
         found = [BenchmarkRow(table, **row) for table, rows in tables.items() for row in rows]
     except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise ConfigError(f"benchmark: {file} has no tables of rows: {error}") from None
+    names = [row.name for row in found]
     for row in found:
+        if names.count(row.name) > 1:
+            raise ConfigError(f"benchmark: {file}: there are several rows {row.name}")
         if type(row.env_steps) is not int or row.env_steps < 1:
             raise ConfigError(
                 f"benchmark: {file}: env_steps of {row.name} must be an int of at least 1, got "

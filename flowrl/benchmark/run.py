@@ -19,6 +19,7 @@ from typing import Any
 
 from flowrl.benchmark.rows import BenchmarkRow, rows_named
 from flowrl.benchmark.sb3 import PACKAGES, installed_version, run_process, train_sb3
+from flowrl.data.checkpoint import list_checkpoints
 from flowrl.process_usage import num_cores
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.whole_files import write_whole
@@ -55,7 +56,7 @@ def train_flowrl(row: BenchmarkRow, seed: int, run_dir: Path) -> Outcome:
         SystemExit: Ctrl-C; the training has saved a checkpoint.
     """
     command = [sys.executable, "-m", "flowrl"]
-    if any(run_dir.glob("checkpoints/*")):
+    if list_checkpoints(run_dir):
         command += ["resume", str(run_dir)]
     else:
         command += ["train", row.plan, "--env", row.env, "--seed", str(seed)]

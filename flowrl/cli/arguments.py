@@ -222,7 +222,7 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
 
 
 def add_checkpoint_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--checkpoint`, see `flowrl.trainer.runs.run_directory.find_checkpoint`."""
+    """Add `--checkpoint`, see `flowrl.trainer.runs.saved_run.find_checkpoint`."""
     parser.add_argument(
         "--checkpoint",
         metavar="NUMBER",

@@ -8,6 +8,7 @@ from flowrl.cli.arguments import Parser, add_runs
 from flowrl.errors import check_installed
 from flowrl.settings import ConfigError
 from flowrl.trainer.runs.curve_drawing import draw
+from flowrl.trainer.runs.formatting import format_count
 from flowrl.trainer.runs.learning_curves import find_runs, learning_curves
 
 FORMATS = (".svg", ".png", ".pdf")
@@ -45,7 +46,7 @@ def plot_command(arguments: list[str]) -> int:
     except OSError as error:
         raise ConfigError(f"plot: cannot write {output}: {error.strerror}") from error
     for curve in curves:
-        runs = f"{len(curve.runs)} run{'' if len(curve.runs) == 1 else 's'}"
+        runs = format_count(len(curve.runs), "run")
         print(f"{curve.name}: {runs}, {curve.mean[-1]:.4g} after {curve.steps[-1]:,.0f} env steps")
     print(f"drawn: {output}")
     return 0

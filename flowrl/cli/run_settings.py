@@ -157,7 +157,8 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
 def _without_actors(config: Any) -> Any:
     """Return settings of the same run in one process."""
     numbers = (
-        "num_workers", "num_learners", "num_gpus", "num_aggregation_workers", "num_replay_shards",
+        "num_workers", "num_spare_workers", "num_learners", "num_gpus", "num_aggregation_workers",
+        "num_replay_shards",
     )  # fmt: skip
     changes: dict[str, Any] = {name: 0 for name in numbers if config.get(name)}
     if config.evaluation_num_workers:

@@ -30,7 +30,9 @@ def add_stop_options(
         "stop rules", f"Stop at the first of these limits. Default: {default}."
     )
     group.add_argument(
-        "--stop-reward", type=finite_float, help="mean return of the last 100 episodes"
+        "--stop-reward",
+        type=finite_float,
+        help="mean return of the last episodes (metrics_num_episodes_for_smoothing, default: 100)",
     )
     group.add_argument(
         "--stop-timesteps",

@@ -18,7 +18,7 @@ from flowrl.settings import ConfigError
 from flowrl.trainer.checkpointing import OtherPlanError
 from flowrl.trainer.runs.continuing import ways_to_continue
 from flowrl.trainer.runs.formatting import format_path
-from flowrl.trainer.runs.run_directory import RunDirectory, default_run_dir
+from flowrl.trainer.runs.run_directory import REPORT, RunDirectory, default_run_dir
 from flowrl.trainer.runs.saved_run import last_intact_checkpoint, read_command
 from flowrl.trainer.runs.stop_rules import StopRules
 from flowrl.trainer.runs.training_loop import (
@@ -27,6 +27,7 @@ from flowrl.trainer.runs.training_loop import (
     prepare_to_resume,
     reached_limit,
     saved_stop_rules,
+    total_of_resumed,
     train_until,
 )
 from flowrl.trainer.trust import untrusted_code
@@ -74,7 +75,7 @@ def start_run(
     name = plan or type(algorithm).__name__.lower()
     with ExitStack() as cleanup:
         cleanup.callback(algorithm.stop)
-        run = RunDirectory(run_dir or default_run_dir(name, config.env), config.logged_names)
+        run = _new_run(run_dir, name, config)
         cleanup.callback(run.close)
         run.write_setup(config, command, tree, asdict(stop))
         if note and display != "none":
@@ -107,7 +108,8 @@ def resume_run(
     """
     config, run_dir = saved.config, saved.run_dir
     saved_stop = StopRules() if run_dir is None else saved_stop_rules(run_dir, config)
-    config = config.updated(total_timesteps=_total_of_resumed(config, stop, saved_stop))
+    total = total_of_resumed(config.total_timesteps, stop, saved_stop)
+    config = config.updated(total_timesteps=total)
     if not stop.is_set():
         stop = saved_stop
     stop.check(config)
@@ -140,8 +142,7 @@ def resume_run(
             )
             return 0
         if run is None:
-            default = default_run_dir(type(algorithm).__name__.lower(), config.env)
-            run = RunDirectory(new_run_dir or default, config.logged_names)
+            run = _new_run(new_run_dir, type(algorithm).__name__.lower(), config)
             cleanup.callback(run.close)
             run.write_setup(config, command, tree, asdict(stop))
         else:
@@ -152,15 +153,10 @@ def resume_run(
         return _train(algorithm, stop, run, command, display, can_repeat=not has_new_limits)
 
 
-def _total_of_resumed(config: Any, stop: StopRules, saved_stop: StopRules) -> int | None:
-    """Return the `total_timesteps` of a resumed run.
-
-    If it was the limit on env steps, it follows the new limit; otherwise it only grows.
-    """
-    before: int | None = config.total_timesteps
-    if stop.env_steps is None or before is None:
-        return stop.env_steps or before
-    return stop.env_steps if before == saved_stop.env_steps else max(before, stop.env_steps)
+def _new_run(run_dir: Path | None, name: str, config: Any) -> RunDirectory:
+    """Return a new run directory; None chooses one in runs/ that does not exist."""
+    path = run_dir or default_run_dir(name, config.env)
+    return RunDirectory(path, config.logged_names, unique=run_dir is None)
 
 
 def _build(config: Any, algorithm_class: Any = None) -> tuple[Any, str]:
@@ -240,7 +236,7 @@ def _train(
 
 def _report(run_dir: Path, exit_code: int) -> int:
     """Write the report of a run; return the run's exit code, or 1 if there is no report."""
-    path = run_dir / "report.html"
+    path = run_dir / REPORT
     try:
         write_report([run_dir], path)
     except ConfigError as error:  # the training is complete
@@ -271,7 +267,8 @@ def _print_next_commands(
 
 def _trust_flag(config: Any, command: list[str]) -> str:
     """Return the flag that a command needs to load the run's checkpoints; "" if it needs none."""
-    named_by_flags = any(f"--{name.replace('_', '-')}" in command for name in CODE_SETTINGS)
+    flags = {word.partition("=")[0].replace("_", "-") for word in command}
+    named_by_flags = any(f"--{name.replace('_', '-')}" in flags for name in CODE_SETTINGS)
     return " --trust" if named_by_flags or untrusted_code(config) is not None else ""
 
 

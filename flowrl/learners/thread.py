@@ -32,6 +32,7 @@ _LEARNED: Fields = {
     "updates": dict[str, dict[str, Any]],
     "learn_s": Amount,
     "idle_s": Amount,
+    "ended_at": Amount,
 }
 
 
@@ -410,6 +411,7 @@ class LearnerThread:
                         "updates": {pid: u.state_dict() for pid, u in result.updates.items()},
                         "learn_s": result.learn_s,
                         "idle_s": result.idle_s,
+                        "ended_at": result.ended_at,
                     }
                     for result in learned
                 ],
@@ -436,7 +438,9 @@ class LearnerThread:
                 pid: PolicyUpdate.from_state_dict(update)
                 for pid, update in saved["updates"].items()
             }
-            result = LearnedBatch(batch, updates, saved["learn_s"], saved["idle_s"])
+            result = LearnedBatch(
+                batch, updates, saved["learn_s"], saved["idle_s"], saved["ended_at"]
+            )
             restore_items(self.outqueue, [result])
 
     def __repr__(self) -> str:

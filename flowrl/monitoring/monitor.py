@@ -52,6 +52,13 @@ class Monitor:
         self.activity: Activity | None = None
         self.listeners: list[Callable[[Activity], None]] = []
 
+    def of_plan(self, plan: LocalIterator[Any]) -> Monitor:
+        """Return a monitor of another plan with the same listeners; stop this one."""
+        self.stop()
+        other = Monitor(plan, self._workers, self._settings)
+        other.listeners = self.listeners
+        return other
+
     def start(self) -> None:
         """Start the thread, once."""
         if self._thread is None:

@@ -230,10 +230,16 @@ class ReadStage(Stage):
     def _next_batch(self) -> SampleBatch:
         if self._loaded is not None:
             self._restore_position(self._loaded)
-        slices, needed = [], self.batch_size
+        slices: list[SampleBatch] = []
+        needed = self.batch_size
         while needed:
             if self._position >= self._rows.count:
-                self._open_next_part()
+                try:
+                    self._open_next_part()
+                except BaseException:  # the next pull begins with the rows that this one has taken
+                    if slices:
+                        self._rows, self._position = SampleBatch.concat_samples(slices), 0
+                    raise
             rows = self._rows[self._position : self._position + needed]
             self._position += rows.count
             needed -= rows.count
@@ -271,7 +277,8 @@ class ReadStage(Stage):
 
     def _load_next_part(self) -> None:
         """Load the rows of the next part and shuffle them."""
-        rows = self._read(self._parts.pop(0))
+        rows = self._read(self._parts[0])
+        del self._parts[0]
         self._parts_read += 1
         self._rows, self._position = rows.take_rows(self.rng.permutation(rows.count)), 0
 

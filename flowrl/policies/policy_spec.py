@@ -52,11 +52,14 @@ class PolicySpec:
 
 
 def specs_of(policies: Any) -> dict[str, PolicySpec]:
-    """Convert the setting `policies`, a mapping or a collection of ids, to PolicySpecs by id.
+    """Convert the setting `policies` to PolicySpecs by id: a mapping, a collection of ids, or None
+    for the default policy.
 
     Raises:
         ConfigError: another type, no policy, or an id that is not a string.
     """
+    if policies is None:
+        policies = (DEFAULT_POLICY_ID,)
     if isinstance(policies, str) or not hasattr(policies, "__iter__"):
         raise ConfigError(
             f"policies: must be a mapping from policy id to PolicySpec, got {policies!r}"

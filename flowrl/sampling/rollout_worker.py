@@ -151,7 +151,7 @@ class RolloutWorker:
         default_class = None
         if policy_spec is None or isinstance(policy_spec, type):
             default_class = policy_spec
-            policy_spec = self.config.policies or {DEFAULT_POLICY_ID: None}
+            policy_spec = self.config.policies
         specs = specs_of(policy_spec)
         mapping = PolicyMapping(self.config.policy_mapping_fn, list(specs), self)
         return build_policy_map(

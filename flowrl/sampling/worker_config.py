@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, SkipValidation, model_validator
 
-from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.envs.atari import AtariSettings
 from flowrl.envs.env_factory import VectorizationMode
 from flowrl.envs.validation import OnInvalidStep
@@ -227,8 +226,7 @@ class WorkerConfig(PolicyConfig):
             )
         if self.callbacks_class is not None:
             check_callbacks_class(self.callbacks_class)
-        policies = {DEFAULT_POLICY_ID: None} if self.policies is None else self.policies
-        ids = list(specs_of(policies))
+        ids = list(specs_of(self.policies))
         to_train = self.policies_to_train
         if to_train is not None and not callable(to_train):
             if isinstance(to_train, str) or not hasattr(to_train, "__iter__"):

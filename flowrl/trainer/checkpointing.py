@@ -226,9 +226,8 @@ class Checkpointing:
         old_plan, self._plan = self._plan, plan
         self.last_result, self._operator_times = None, OperatorTimes()
         self._evaluator.discard()
-        if self._monitor is not None:  # measures the old plan
-            self._monitor.stop()
-            self._monitor = None
+        if self._monitor is not None:
+            self._monitor = self._monitor.of_plan(plan)
         if old_plan is not None:
             old_plan.stop()
 

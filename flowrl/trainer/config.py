@@ -187,7 +187,7 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
         """
         if self.policies is None and policy_id == DEFAULT_POLICY_ID:
             return self
-        specs = specs_of(self.policies or {DEFAULT_POLICY_ID: None})
+        specs = specs_of(self.policies)
         if policy_id not in specs:
             raise ConfigError(f"no policy {policy_id!r}.{nearest(policy_id, list(specs))}")
         config = specs[policy_id].config
@@ -273,9 +273,7 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
                 check_folder(self.evaluation_video_dir, "evaluation_video_dir")
         if isinstance(self.plan, str):
             plan_path(self.plan)
-        PolicyMapping(
-            self.policy_mapping_fn, list(specs_of(self.policies or {DEFAULT_POLICY_ID: None}))
-        )
+        PolicyMapping(self.policy_mapping_fn, list(specs_of(self.policies)))
 
     def check_belongs_to_plan(self) -> None:
         """Check that the `config` of a plan file is not used with the algorithm's default plan.

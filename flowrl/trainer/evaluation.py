@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from flowrl.data.spaces import have_same_values
 from flowrl.envs.registry import NO_ENV_MESSAGE, EnvContext
 from flowrl.iter import ray_health
 from flowrl.policies.policy import Policy
@@ -186,6 +187,7 @@ class EvaluationWorkers:
     def _new_workers(self) -> WorkerSet:
         config = self._config.updated(
             num_workers=self._config.evaluation_num_workers,
+            num_spare_workers=0,
             num_envs_per_worker=1,
             sample_async=False,
         )
@@ -315,7 +317,7 @@ def check_evaluation_env(config: AlgorithmConfig, policies: dict[str, Policy]) -
             for name in ("observation_space", "action_space"):
                 space = getattr(policy, name)
                 env_space = getattr(worker.policy_map[policy_id], name)
-                if type(space) is not type(env_space) or space.shape != env_space.shape:
+                if not have_same_values(space, env_space):
                     raise ConfigError(
                         f"evaluation_config: its environment has the {name} {env_space}, but "
                         f"policy {policy_id!r} has {space}"

@@ -75,6 +75,8 @@ class Evaluator:
         else:
             name, count_videos = f"evaluation-{iteration:06d}", config.evaluation_video_episodes
             video = VideoRecorder(video_dir, name, count_videos, "video_dir (--video)")
+        if explore is not None and not isinstance(explore, bool):
+            raise ConfigError(f"evaluate: explore must be True, False or None, got {explore!r}")
         explore = self._explores() if explore is None else explore
         with worker.lock:  # a learner thread uses the same networks
             played = evaluate_policies(

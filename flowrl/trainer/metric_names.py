@@ -139,6 +139,8 @@ def metric_value(result: dict[str, Any], name: str) -> Any:
     if keys is None:
         return None
     value: Any = functools.reduce(operator.getitem, keys, result)
+    if isinstance(value, np.generic):
+        value = value.item()
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return value if is_number else None
 
@@ -163,6 +165,14 @@ def _keys_of(result: dict[str, Any], name: str) -> list[str] | None:
     return keys
 
 
+def policy_of_statistic(name: str) -> str | None:
+    """Return the policy of a metric `learners/POLICY/…` or `info/learner/POLICY/…`, or None."""
+    for group in _LEARNER_GROUPS:
+        if name.startswith(f"{group}/"):
+            return name.removeprefix(f"{group}/").split("/")[0]
+    return None
+
+
 def check_metric_name(name: Any, config: Any, setting: str) -> None:
     """Reject a metric that no result of a run can have.
 
@@ -176,7 +186,7 @@ def check_metric_name(name: Any, config: Any, setting: str) -> None:
     """
     if not isinstance(name, str):
         raise ConfigError(f"{setting}: the name of a metric must be a string, got {name!r}")
-    policies = list(specs_of(config.policies or {DEFAULT_POLICY_ID: None}))
+    policies = list(specs_of(config.policies))
     if not config.samples and name.startswith(("episode_", "policy_reward_", "env_runners/")):
         raise ConfigError(
             f"{setting}: there is no {name!r} because nothing is sampled; evaluations report "
@@ -196,15 +206,13 @@ def check_metric_name(name: Any, config: Any, setting: str) -> None:
         )
     if name in known:
         return
-    for group in _LEARNER_GROUPS:
-        if name.startswith(f"{group}/"):
-            policy_id = name.removeprefix(f"{group}/").split("/")[0]
-            if policy_id in policies:
-                return  # the policy's statistics are known after its first update
-            raise ConfigError(
-                f"{setting}: {name!r}: there is no policy {policy_id!r}."
-                f"{nearest(policy_id, policies)}"
-            )
+    policy_id = policy_of_statistic(name)
+    if policy_id in policies:
+        return  # the policy's statistics are known after its first update
+    if policy_id is not None:
+        raise ConfigError(
+            f"{setting}: {name!r}: there is no policy {policy_id!r}.{nearest(policy_id, policies)}"
+        )
     if any(name.startswith(f"{group}/") and name != f"{group}/" for group in _OPEN_GROUPS):
         return
     callbacks = config.callbacks_class or DefaultCallbacks

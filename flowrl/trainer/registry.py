@@ -46,12 +46,16 @@ def register_algorithm(name: str, algorithm: type) -> None:
     """Register an Algorithm class under a name, for `flowrl train --run=` and Ray Tune.
 
     Raises:
-        ConfigError: the name belongs to another class.
+        ConfigError: the name belongs to another class; case does not distinguish names.
     """
-    registered = _ALGORITHMS.get(name, algorithm)
-    if registered is not algorithm:
-        raise ConfigError(f"register_algorithm: {name!r} is already registered for {registered}")
-    _ALGORITHMS[name] = algorithm
+    same = [known for known in _ALGORITHMS if known.lower() == name.lower()]
+    path = f"{algorithm.__module__}:{algorithm.__qualname__}"
+    if same and _ALGORITHMS[same[0]] is not algorithm and algorithm_path(same[0]) != path:
+        raise ConfigError(
+            f"register_algorithm: {name!r} is already registered for {algorithm_path(same[0])}; "
+            "names are compared without case"
+        )
+    _ALGORITHMS[same[0] if same else name] = algorithm
 
 
 def algorithm_class(name: str) -> Any:

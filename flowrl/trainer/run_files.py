@@ -21,8 +21,7 @@ def read_run_file(file: Path) -> dict[str, dict[str, Any]]:
     """
     import yaml
 
-    # the loader in C is faster; not every build of PyYAML has it
-    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    class Loader(yaml.SafeLoader):
         """Reads 1e5 as a number, too."""
 
     number = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+")

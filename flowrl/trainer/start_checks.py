@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.data.serialization import ArrayStore, encode
-from flowrl.data.spaces import is_image
+from flowrl.data.spaces import is_image, leaf_spaces
 from flowrl.iter import Stage
 from flowrl.monitoring.operator_source import is_own
 from flowrl.monitoring.plan_check import check_plan
@@ -168,9 +167,8 @@ def _warn_about_unused_settings(config: Any, policy_id: str, policy: Policy) -> 
     ]
     if unused and isinstance(config.plan, str) and is_shipped(config.plan):
         of_plan = plan_config(config.plan, config.env)
-        in_plan = (
-            of_plan.for_policy(policy_id).model if _has_policy(of_plan, policy_id) else default
-        )
+        has_policy = policy_id in specs_of(of_plan.policies)
+        in_plan = of_plan.for_policy(policy_id).model if has_policy else default
         unused = [name for name in unused if getattr(model, name) != getattr(in_plan, name)]
     if unused:
         log.warning(
@@ -183,10 +181,10 @@ def _warn_about_large_observations(policy_id: str, policy: Policy) -> None:
     """Warn if the bounds of float observations are far from the values that networks learn from."""
     if policy.config.normalize_observations or policy.config.model.custom_model is not None:
         return
-    for space in _boxes(policy.observation_space):
-        if space.dtype.kind != "f":
+    for space in leaf_spaces(policy.observation_space):
+        if not isinstance(space, spaces.Box) or space.dtype.kind != "f":
             continue
-        bounds = np.abs(np.append(space.low, space.high))
+        bounds = np.abs(np.append(space.low, space.high).astype(np.float64))
         limit = float(bounds[bounds < UNLIMITED].max(initial=0))
         if limit > MAX_USUAL_OBSERVATION:
             remedy = "return images as uint8" if is_image(space) else "scale them to about [-1, 1]"
@@ -196,16 +194,3 @@ def _warn_about_large_observations(policy_id: str, policy: Policy) -> None:
                 policy_id, limit, remedy,
             )  # fmt: skip
             return
-
-
-def _boxes(space: spaces.Space) -> Iterator[spaces.Box]:
-    """Yield the Boxes in a space."""
-    if isinstance(space, spaces.Box):
-        yield space
-    elif isinstance(space, (spaces.Dict, spaces.Tuple)):
-        for part in space.values() if isinstance(space, spaces.Dict) else space:
-            yield from _boxes(part)
-
-
-def _has_policy(config: Any, policy_id: str) -> bool:
-    return policy_id in specs_of(config.policies or {DEFAULT_POLICY_ID: None})

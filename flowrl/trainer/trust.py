@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.envs.registry import check_registered
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.policy_spec import specs_of
@@ -49,7 +48,7 @@ def untrusted_code(config: Any, passed: Collection[str] = ()) -> str | None:
                 check_registered(env, {} if "env_config" in passed else env_config)
             except ConfigError as error:
                 return f"the environment {error}"
-    for policy_id in specs_of(config.policies or {DEFAULT_POLICY_ID: None}):
+    for policy_id in specs_of(config.policies):
         for name, value in config.for_policy(policy_id).items():
             if not isinstance(value, ModelConfig) or {name, "policies"} & set(passed):
                 continue

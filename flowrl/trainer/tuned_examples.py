@@ -46,12 +46,17 @@ def tuned_folder() -> Path:
 def tuned_examples(plan: str = "*") -> Iterator[TunedExample]:
     """Yield the tuned examples of a plan, or of all plans, by plan and environment."""
     for path in sorted(tuned_folder().glob(f"{plan}/*.yaml")):
-        for name, entry in read_run_file(path).items():
-            settings = dict(entry.get("config") or {})
-            steps = (entry.get("stop") or {}).get("timesteps_total")
-            if steps is not None:
-                settings.setdefault("total_timesteps", steps)
-            yield TunedExample(entry["plan"], entry["env"], path, name, settings)
+        yield from _examples_of(path)
+
+
+def _examples_of(path: Path) -> Iterator[TunedExample]:
+    """Yield the tuned examples in a file."""
+    for name, entry in read_run_file(path).items():
+        settings = dict(entry.get("config") or {})
+        steps = (entry.get("stop") or {}).get("timesteps_total")
+        if steps is not None:
+            settings.setdefault("total_timesteps", steps)
+        yield TunedExample(entry["plan"], entry["env"], path, name, settings)
 
 
 def tuned_example(plan: str, env: Any) -> TunedExample | None:
@@ -61,7 +66,9 @@ def tuned_example(plan: str, env: Any) -> TunedExample | None:
     """
     if not isinstance(env, str) or not is_shipped(plan):
         return None
-    examples = list(tuned_examples(plan))
+    file = tuned_folder() / plan / f"{env}.yaml"
+    # most files have the name of their environment
+    examples = list(_examples_of(file) if file.is_file() else tuned_examples(plan))
     exact = next((example for example in examples if example.env == env), None)
     collection = "ALE" if is_atari(env) else env.rpartition("/")[0]
     if exact is not None or not collection:

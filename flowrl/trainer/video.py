@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Generator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,9 @@ class VideoRecorder:
             record(env)
         except Exception as error:
             log.warning("video: recording of %s stopped: %r", self._path.name, error)
-            self._finish_file()
+            with suppress(OSError):  # such as a full disk: there is no file
+                self._finish_file()
+            _temporary(self._path).unlink(missing_ok=True)
             self._num_started = self.episodes
 
     def _finish_file(self) -> None:

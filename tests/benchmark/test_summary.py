@@ -96,3 +96,10 @@ def test_names_of_tables_and_rows():
     assert rows_named([], shipped_tables()) == benchmark_rows(shipped_tables())
     with pytest.raises(ConfigError, match="Did you mean 'classic'"):
         rows_named(["clasic"], shipped_tables())
+
+
+def test_row_that_is_in_two_tables_is_rejected(tmp_path):
+    row = "- {plan: ppo, env: CartPole-v1, env_steps: 10, anchors: {}}"
+    (tmp_path / "rows.yaml").write_text(f"a:\n  {row}\nb:\n  {row}\n")
+    with pytest.raises(ConfigError, match="several rows ppo/CartPole-v1"):
+        benchmark_rows(tmp_path / "rows.yaml")

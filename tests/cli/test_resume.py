@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from flowrl import Algorithm
+from flowrl.algorithms.ppo import PPOConfig
+from flowrl.cli.training_run import _trust_flag
 from flowrl.trainer.runs.result_files import event_files
 from tests.cli.helpers import ENVIRONMENT_PLAN, SEEDED, read_results, read_settings
 
@@ -136,3 +138,13 @@ def test_run_of_a_plan_file_is_evaluated_with_a_file(cli, tmp_path):
     code, out, err = cli("evaluate", "r", "--episodes", "1", "--plan", "mine.py")
     assert code == 0, err
     assert "greedy   mean return 5" in out
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [["--callbacks-class", "m:C"], ["--callbacks-class=m:C"], ["--callbacks_class", "m:C"]],
+)
+def test_suggested_command_trusts_code_that_flags_name(flag):
+    command = ["flowrl", "train", "ppo", *flag]
+    assert _trust_flag(PPOConfig(env="CartPole-v1"), command) == " --trust"
+    assert _trust_flag(PPOConfig(env="CartPole-v1"), command[:3]) == ""

@@ -199,3 +199,40 @@ def test_folder_that_cannot_be_written_completely_is_removed(tmp_path, monkeypat
 def test_folder_name_that_is_too_long_is_rejected(tmp_path):
     with pytest.raises(ConfigError, match="cannot write"):
         RunDirectory(tmp_path / ("a" * 300))
+
+
+def test_new_run_removes_the_files_of_the_run_that_it_overwrites(tmp_path):
+    path = tmp_path / "r"
+    result = {"training_iteration": 1, "timesteps_total": 64, "date": "", "learners": {}}
+    run = RunDirectory(path)
+    (path / "config.json").write_text("{}")
+    run.write(result)
+    run.close()
+    old = ("activity.jsonl", "trace.json", "report.html", "journal.msgpack")
+    for name in old:
+        (path / name).write_text("old")
+    events = list(path.glob("events.out.tfevents.*"))
+    assert events
+    run = RunDirectory(path)
+    run.close()
+    assert not [name for name in old if (path / name).exists()]
+    assert not list(path.glob("events.out.tfevents.*"))
+    assert len((path / "events.jsonl").read_text().splitlines()) == 1
+
+
+def test_runs_that_start_at_the_same_time_have_folders_of_their_own(tmp_path):
+    runs = [RunDirectory(tmp_path / "r", unique=True) for _ in range(3)]
+    assert [run.path.name for run in runs] == ["r", "r-2", "r-3"]
+    for run in runs:
+        run.close()
+
+
+def test_replaced_results_get_an_unused_number(tmp_path):
+    run = RunDirectory(tmp_path / "r")
+    (run.path / "replaced-2" / "checkpoints").mkdir(parents=True)
+    (run.path / "checkpoints" / "000005").mkdir(parents=True)
+    (run.path / "checkpoints" / "000005" / "manifest.json").write_text("{}")
+    kept = run.truncate(3)
+    run.close()
+    assert kept.name == "replaced-3"
+    assert (kept / "checkpoints" / "000005").is_dir()

@@ -1,10 +1,14 @@
 """Stop rules: any metric, unknown metrics, several rules, damaged files."""
 
+import math
+
+import numpy as np
 import pytest
 
 from flowrl.algorithms.a2c import A2CConfig
+from flowrl.settings import ConfigError
 from flowrl.trainer.runs.saved_run import list_checkpoints
-from flowrl.trainer.runs.stop_rules import DEFAULT_TIMESTEPS, StopRules
+from flowrl.trainer.runs.stop_rules import DEFAULT_TIMESTEPS, StopRules, has_metric
 from tests.cli.helpers import SEEDED, read_results
 
 
@@ -106,3 +110,19 @@ def test_damaged_stop_rules_are_rejected(cli, tmp_path, text):
     assert code == 2
     assert "stop" in err
     assert len(read_results(tmp_path / "r")) == 1
+
+
+def test_policy_that_learns_later_has_no_statistics_yet():
+    result = {"learners": {"ppo": {"kl": 1.0}}, "episodes_in_window": 3}
+    assert not has_metric(result, "learners/dqn/mean_q", "stop")
+    with pytest.raises(ConfigError, match="learners/ppo/kl"):
+        has_metric(result, "learners/ppo/mean_q", "stop")
+
+
+def test_metric_may_be_a_numpy_number():
+    rules = StopRules(metrics=[("score", ">=", 5.0)])
+    result = {
+        "score": np.float32(7), "episodes_in_window": 0, "episode_reward_mean": math.nan,
+    }  # fmt: skip
+    assert rules.reached(result, 100, 0.0) == "score 7 >= 5"
+    assert has_metric(result, "score", "stop")

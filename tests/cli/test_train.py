@@ -177,6 +177,10 @@ def test_registered_algorithms_are_found_by_name():
     assert algorithm_class("other") is Other
     with pytest.raises(ConfigError, match="'Other' is already registered"):
         register_algorithm("Other", A2C)
+    with pytest.raises(ConfigError, match=r"'ppo' is .* flowrl\.algorithms\.ppo:PPO"):
+        register_algorithm("ppo", Other)
+    register_algorithm("a2c", A2C)
+    assert algorithm_class("A2C") is A2C
     with pytest.raises(ConfigError, match="Did you mean 'SimpleQ'"):
         algorithm_class("SimpelQ")
 

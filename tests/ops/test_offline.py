@@ -6,10 +6,12 @@ import pytest
 
 from flowrl.algorithms.a2c import A2CConfig
 from flowrl.cli.main import main
+from flowrl.data import SampleBatch
 from flowrl.data.checkpoint import CheckpointError
 from flowrl.iter import LocalIterator, from_items
 from flowrl.offline.parquet import parquet_files, read_parquet
 from flowrl.ops import ParallelRollouts, WriteParquet
+from flowrl.ops.offline import ReadStage
 from tests.extras import require_extra
 
 require_extra("offline")
@@ -129,3 +131,41 @@ def test_fragments_passed_by_reference_cannot_be_recorded(tmp_path):
         rollouts = {"mode": "async", "by_reference": True}
         with pytest.raises(ValueError, match="output: the fragments"):
             ParallelRollouts(algorithm.workers, **rollouts)
+
+
+class FailingSource:
+    """Three parts of three rows; reading the second one fails once."""
+
+    policy_id = "default_policy"
+
+    def __init__(self):
+        self.failures = 1
+
+    def parts(self):
+        return [0, 1, 2]
+
+    def read(self, part):
+        if self.failures and part == 1:
+            self.failures -= 1
+            raise OSError("the disk is gone")
+        return SampleBatch(obs=np.arange(3) + 10 * part)
+
+    def to_policy_actions(self, rows, policy):
+        return rows
+
+
+@pytest.mark.parametrize("seed", range(6))  # of the order of the parts
+def test_each_pass_reads_every_row_once_although_a_read_fails(seed):
+    with A2CConfig(env="CartPole-v1", seed=1).build() as algorithm:
+        policy = algorithm.get_policy()
+        policy.find_mismatch = lambda rows: None
+        stage = ReadStage("Read", FailingSource(), algorithm.workers, 2, ["obs"], None, seed)
+        batches, rows, failures = LocalIterator(stage, "read"), [], 0
+        while len(rows) < 18:
+            try:
+                rows += next(batches)["obs"].tolist()
+            except OSError:
+                failures += 1
+    expected = [0, 1, 2, 10, 11, 12, 20, 21, 22]
+    assert failures == 1
+    assert sorted(rows[:9]) == sorted(rows[9:18]) == expected

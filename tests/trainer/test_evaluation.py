@@ -9,6 +9,7 @@ import pytest
 
 from flowrl.algorithms.a2c import A2CConfig
 from flowrl.policies import ConfigError
+from flowrl.trainer.evaluation import EvaluationWorkers
 from tests.extras import require_extra
 
 
@@ -83,6 +84,44 @@ def test_evaluation_config_sets_the_default_of_explore():
     with a2c_config(evaluation_config={"explore": True}).build() as algorithm:
         assert algorithm.evaluate(episodes=3) == algorithm.evaluate(episodes=3, explore=True)
         assert algorithm.evaluate(episodes=3) != algorithm.evaluate(episodes=3, explore=False)
+
+
+@pytest.mark.parametrize("explore", ["no", 0, np.False_])
+def test_other_values_of_explore_are_rejected(explore):
+    with a2c_config().build() as algorithm, pytest.raises(ConfigError, match="explore must be"):
+        algorithm.evaluate(episodes=1, explore=explore)
+
+
+class Choices(gym.Env):
+    """Has n actions, and observations in a Dict with a given key."""
+
+    def __init__(self, n=6, key="a"):
+        self.observation_space = gym.spaces.Dict({key: gym.spaces.Box(0, n, (1,))})
+        self.action_space = gym.spaces.Discrete(n)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return {key: np.zeros(1, np.float32) for key in self.observation_space}, {}
+
+    def step(self, action):
+        return self.reset()[0], 0.0, True, False, {}
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"), [({"n": 2}, "action_space"), ({"key": "b"}, "observation_space")]
+)
+def test_evaluation_environment_with_other_choices_is_rejected(changed, name):
+    config = a2c_config(
+        env=Choices, evaluation_interval=1, evaluation_config={"env_config": changed}
+    )
+    with config.build() as algorithm, pytest.raises(ConfigError, match=f"has the {name}"):
+        algorithm.check_start()
+
+
+def test_evaluation_starts_no_spare_workers():
+    config = a2c_config(evaluation_num_workers=1, num_spare_workers=2)
+    workers = EvaluationWorkers(config, None)._workers
+    assert workers.config.num_spare_workers == 0
 
 
 def test_same_seed_plays_the_same_episodes():

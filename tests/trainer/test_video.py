@@ -220,6 +220,20 @@ def test_rendering_failure_stops_only_the_video(tmp_path, caplog, size):
     assert len(frames) == 3
 
 
+def test_full_disk_stops_only_the_video(tmp_path, caplog, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(imageio_ffmpeg, "write_frames", fail)
+    with a2c_config(env=GrayFrames).build() as algorithm:
+        metrics = algorithm.evaluate(episodes=3, video_dir=tmp_path)
+    assert metrics["episodes"] == 3
+    assert metrics["episode_len_mean"] == 5
+    assert caplog.text.count("stopped: OSError(28") == 1
+    assert "recreating" not in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
 def test_training_in_the_recorded_environment_is_not_recorded(tmp_path):
     shared = GrayFrames()
     config = a2c_config(env=lambda context: shared, evaluation_video_episodes=5)

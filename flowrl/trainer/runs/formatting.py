@@ -12,7 +12,7 @@ def format_number(value: float) -> str:
         return str(value)
     if abs(value) >= 1e7:
         return f"{value:.2e}"
-    if abs(value) >= 100:
+    if abs(value) >= 99.95:  # three digits would be 100
         return f"{value:,.0f}"
     if value and abs(value) < 1e-3:
         return f"{value:.1e}"

@@ -13,7 +13,7 @@ import numpy as np
 
 from flowrl.settings import ConfigError
 from flowrl.trainer.metric_names import flatten_result, metric_hint, metric_value
-from flowrl.trainer.runs.saved_run import read_config, read_results
+from flowrl.trainer.runs.saved_run import read_command, read_config, read_results
 
 NUM_POINTS = 200  # of the mean curve of a group
 MAX_NAMED = 3  # settings in the name of a curve
@@ -95,8 +95,7 @@ def learning_curves(run_dirs: Sequence[Path], metric: str = "episode_reward_mean
 
 def _plan_of(run_dir: Path, settings: dict[str, Any]) -> str:
     """Return the plan as the command names it, or the setting."""
-    command = run_dir / "command.txt"
-    words = command.read_text().split() if command.exists() else []
+    words = read_command(run_dir) if (run_dir / "command.txt").exists() else []
     plans = [word for word in words[2:3] if not word.startswith("-")]
     if words[:2] == ["flowrl", "train"] and plans:
         return plans[0].removesuffix(".py")

@@ -6,6 +6,7 @@ when the run ends.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Mapping
@@ -151,9 +152,10 @@ def sparkline(values: list[float], width: int) -> str:
     """Return a line of characters whose heights show values, the newest at the right.
 
     Args:
-        values: finite numbers.
+        values: numbers; those that are not finite are left out.
         width: number of characters; several values share one if there are more.
     """
+    values = [value for value in values if math.isfinite(value)]
     if not values:
         return ""
     count = min(width, len(values))

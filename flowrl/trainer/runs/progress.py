@@ -139,7 +139,7 @@ class ProgressTable:
         fields = [f"{name} {cells[name]}" for name in self._columns(cells) if cells[name]]
         # a line that wraps would leave rows behind: beside it are the spinner and perhaps ^C
         width = shutil.get_terminal_size((80, 24)).columns - 6
-        while len(text := " | ".join(fields)) > width:
+        while len(text := " | ".join(fields)) > width and fields:
             fields.pop()
         if self._live is None:
             from rich.console import Console
@@ -162,7 +162,8 @@ class ProgressTable:
         }
         by_policy = result["policy_reward_mean"]
         if len(by_policy) > 1:
-            cells |= {policy_id: format_number(mean) for policy_id, mean in by_policy.items()}
+            means = {policy_id: format_number(mean) for policy_id, mean in by_policy.items()}
+            cells = {**cells, **means, **cells}  # a policy may have the name of a column
         if "evaluation" in result:
             cells["evaluation"] = format_number(result["evaluation"]["episode_reward_mean"])
         for stats in result["learners"].values():

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import itertools
 import json
 import os
 import platform
@@ -30,6 +31,7 @@ from flowrl.data.checkpoint import CHECKPOINTS, list_checkpoints, remove_checkpo
 from flowrl.settings import ConfigError
 from flowrl.trainer.metric_names import metric_value
 from flowrl.trainer.plan_files import plan_source
+from flowrl.trainer.runs.activity_log import FILE as ACTIVITIES
 from flowrl.trainer.runs.recording import JOURNAL
 from flowrl.trainer.runs.result_files import ResultFiles, event_files
 from flowrl.trainer.runs.saved_run import (
@@ -41,6 +43,9 @@ from flowrl.trainer.runs.saved_run import (
 from flowrl.whole_files import write_whole
 
 EVENTS = "events.jsonl"
+TRACE = "trace.json"
+REPORT = "report.html"
+_FILES_OF_A_RUN = (JOURNAL, EVENTS, ACTIVITIES, TRACE, REPORT)  # beside those of results and setup
 
 
 class RunDirectory:
@@ -50,18 +55,22 @@ class RunDirectory:
         path: created if it does not exist.
         names: names of metrics in progress.csv and TensorBoard, see the setting `logged_names`.
         resume: continue the run in `path`; an incomplete last line of result.json is dropped.
+        unique: if `path` exists, add a number to it: another process may have the same idea.
 
     Raises:
         ConfigError: the directory cannot be written, is in use, or has other contents.
     """
 
-    def __init__(self, path: Path, names: str = "classic", resume: bool = False):
+    def __init__(
+        self, path: Path, names: str = "classic", resume: bool = False, unique: bool = False
+    ):
         # absolute: the program may change its folder
         self.path = path = Path(os.path.abspath(path.expanduser()))
         self._is_new = False
         with ExitStack() as on_error:
             try:
-                self._is_new = self._create()
+                self._is_new = self._create(unique)
+                path = self.path
                 if not resume:
                     self._check_unused()
                 self._lock = os.open(path, os.O_RDONLY)
@@ -71,9 +80,11 @@ class RunDirectory:
                 for name in (".result.json", ".progress.csv", CHECKPOINTS, EVENTS, JOURNAL):
                     self._check_no_link(name)
                 if not resume:
-                    (path / JOURNAL).unlink(missing_ok=True)
+                    for name in _FILES_OF_A_RUN:
+                        (path / name).unlink(missing_ok=True)
                 self._results = ResultFiles(path, names)
-                self._results.rewrite(read_results(path) if resume else [], with_events=False)
+                results = read_results(path) if resume else []
+                self._results.rewrite(results, with_events=not resume)
             except BlockingIOError as error:
                 raise ConfigError(f"run_dir: {path} is in use by another process") from error
             except OSError as error:
@@ -86,16 +97,21 @@ class RunDirectory:
         self.note("resumed" if resume else "started", "")
         self._reported_write_error = self._reported_recovery = False
 
-    def _create(self) -> bool:
+    def _create(self, unique: bool) -> bool:
         """Create the folder; return False if it exists."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self.path.mkdir()
-        except FileExistsError:
-            if self.path.is_dir():
-                return False
-            raise
-        return True
+        wanted = self.path
+        wanted.parent.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(2):
+            try:
+                self.path.mkdir()
+                return True
+            except FileExistsError:
+                if not unique:
+                    if self.path.is_dir():
+                        return False
+                    raise
+            self.path = wanted.with_name(f"{wanted.name}-{number}")
+        raise AssertionError
 
     def _remove_if_new(self) -> None:
         """Remove the folder, while it is locked, if this object created it."""
@@ -240,7 +256,8 @@ class RunDirectory:
 
     def _keep(self, checkpoints: list[Path]) -> Path:
         """Move checkpoints, and copy the results, to a new folder of the run directory."""
-        number = 1 + sum(1 for _ in self.path.glob("replaced-*"))
+        numbers = (path.name.removeprefix("replaced-") for path in self.path.glob("replaced-*"))
+        number = 1 + max((int(text) for text in numbers if text.isdecimal()), default=0)
         folder = self.path / f"replaced-{number}"
         (folder / CHECKPOINTS).mkdir(parents=True)
         for file in (
@@ -273,11 +290,6 @@ def name_of_env_setting(env: Any) -> str:
 
 
 def default_run_dir(plan: str, env: Any) -> Path:
-    """Return a path runs/<plan>-<env>-<time> that does not exist."""
+    """Return the path runs/<plan>-<env>-<time>; see `unique` of RunDirectory."""
     name = re.sub(r"[^\w.-]+", "-", name_of_env_setting(env)).strip("-")
-    stem = f"{Path(plan).stem}-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    path, number = Path("runs") / stem, 1
-    while path.exists():
-        number += 1
-        path = Path("runs") / f"{stem}-{number}"
-    return path
+    return Path("runs") / f"{Path(plan).stem}-{name}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -59,8 +59,13 @@ class SignalHandler:
     def raise_pending(self) -> None:
         """Raise if a signal was received; Python drops what a handler raises in `__del__`."""
         if self._received:
-            number = self._received[0][0]
-            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+            is_ctrl_c = self._received[0][0] == signal.SIGINT
+            raise KeyboardInterrupt if is_ctrl_c else SystemExit(self.exit_code)
+
+    @property
+    def exit_code(self) -> int:
+        """128 + the number of the first signal; 0 if none was received."""
+        return 128 + self._received[0][0] if self._received else 0
 
     def is_termination(self, error: BaseException) -> bool:
         """Return whether an error is due to SIGTERM or SIGHUP.

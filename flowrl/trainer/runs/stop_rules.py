@@ -9,9 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from flowrl.setting_values import nearest
 from flowrl.settings import ConfigError
-from flowrl.trainer.metric_names import check_metric_name, flatten_result, metric_hint, metric_value
+from flowrl.trainer.metric_names import (
+    check_metric_name,
+    flatten_result,
+    metric_hint,
+    metric_value,
+    policy_of_statistic,
+)
 from flowrl.trainer.runs.formatting import format_count
 from flowrl.trainer.start_checks import has_schedule_in_percent
 
@@ -193,11 +201,15 @@ def metric_rules(limits: Any) -> list[MetricRule]:
         raise ConfigError(f"stop: must map metrics to values, got {limits!r}")
     rules: list[MetricRule] = []
     for name, limit in limits.items():
-        if isinstance(limit, bool) or not isinstance(limit, (int, float)):
+        value = limit.item() if isinstance(limit, np.generic) else limit
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ConfigError(f"stop: {name}: must be a number, got {limit!r}")
+        if not math.isfinite(value):
+            raise ConfigError(f"stop: {name}: must be a finite number, got {limit!r}")
         if not isinstance(name, str):
             raise ConfigError(f"stop: the name of a metric must be a string, got {name!r}")
-        rules.append(metric_rule(f"{name}{'' if name.rstrip().endswith('=') else '='}{limit}"))
+        path = re.sub(r"\s*[<>]?=\s*$", "", name).strip()
+        rules.append((path, "<=" if name.rstrip().endswith("<=") else ">=", value))
     return rules
 
 
@@ -260,7 +272,7 @@ def has_metric(result: dict[str, Any], name: str, setting: str) -> bool:
     """
     if metric_value(result, name) is not None:
         return True
-    learned = name.startswith(("learners/", "info/learner/")) and result["learners"]
+    learned = policy_of_statistic(name) in result["learners"]
     episodes_ended = name.startswith("custom_metrics/") and result["episodes_in_window"]
     if learned or episodes_ended:
         group = name.split("/")[0]

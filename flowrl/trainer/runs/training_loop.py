@@ -26,7 +26,12 @@ from flowrl.trainer.runs.formatting import format_count, format_path
 from flowrl.trainer.runs.live_view import LiveView
 from flowrl.trainer.runs.progress import ProgressTable
 from flowrl.trainer.runs.recording import Recording, end_recording_at
-from flowrl.trainer.runs.run_directory import RunDirectory, default_run_dir, name_of_env_setting
+from flowrl.trainer.runs.run_directory import (
+    TRACE,
+    RunDirectory,
+    default_run_dir,
+    name_of_env_setting,
+)
 from flowrl.trainer.runs.saved_run import read_config, read_stop_rules, result_at
 from flowrl.trainer.runs.signal_handler import (
     SignalHandler,
@@ -36,7 +41,6 @@ from flowrl.trainer.runs.signal_handler import (
 )
 from flowrl.trainer.runs.stop_rules import PendingMetrics, StopRules, metric_rules
 
-TRACE = "trace.json"  # file in the run directory
 log = logging.getLogger("flowrl")
 
 Display = Literal["auto", "live", "line", "none"]
@@ -94,6 +98,7 @@ def train_until(
         if config.trace_s is not None:
             algorithm.plan.start(config.seed)
             tracer = Tracer(algorithm.plan, config.trace_s)
+    monitor, previous = algorithm.monitor, algorithm.last_result
     pending = PendingMetrics(stop, config.checkpoint_score_attribute)
     started = saved = time.perf_counter()
     exit_code, reason, result = 0, None, None
@@ -123,18 +128,18 @@ def train_until(
                     saved = time.perf_counter()
                 if recording is not None:
                     recording.add(is_due)
+            signals.raise_pending()
         except KeyboardInterrupt:
             exit_code, reason = 130, "interrupted"
         except BaseException as error:
             lost_output = isinstance(error, OSError) and signals.terminal_closed
             output_closed = isinstance(error, BrokenPipeError) and is_output_closed()
             if not signals.is_termination(error) and not lost_output and not output_closed:
-                result = _write_last_result(algorithm, run, result)
+                result = _write_last_result(algorithm, run, result, previous)
                 if run is not None:
                     _note_failure(run, error)
                 if run is not None and result is not None:
-                    with suppress(RayLostError):  # the state of an actor cannot be read
-                        run.save(algorithm, result)
+                    _save_after_error(algorithm, run, result)
                 raise
             exit_code, reason = 143, "terminated"
             if signals.terminal_closed:
@@ -146,7 +151,7 @@ def train_until(
             if recording is not None:
                 recording.close()
             if run is not None:
-                algorithm.monitor.listeners.remove(activity_log.append)
+                monitor.listeners.remove(activity_log.append)
             if run is not None and tracer is not None:
                 _write_trace(tracer, run.path / TRACE)
             if progress is not None:
@@ -155,8 +160,9 @@ def train_until(
             if exit_code == 129:
                 discard_lost_output()
         if exit_code:
-            result = _write_last_result(algorithm, run, result)
+            result = _write_last_result(algorithm, run, result, previous)
         checkpoint = None if run is None else run.save(algorithm, result)
+        exit_code = exit_code or signals.exit_code
         if run is not None:
             run.note("ended", reason)
     return RunEnd(reason, exit_code, checkpoint, time.perf_counter() - started)
@@ -166,6 +172,16 @@ def _note_failure(run: RunDirectory, error: BaseException) -> None:
     stage = getattr(error, "_flowrl_stage", None)
     text = f"{type(error).__name__}: {error}"
     run.note("failed", text, None if stage is None else stage.line)
+
+
+def _save_after_error(algorithm: Any, run: RunDirectory, result: dict[str, Any]) -> None:
+    """Write a checkpoint, if the state after an error can be saved."""
+    try:
+        run.save(algorithm, result)
+    except RayLostError:  # the state of an actor cannot be read
+        pass
+    except Exception as failure:
+        log.warning("no checkpoint after the error: %s: %s", type(failure).__name__, failure)
 
 
 def _write_trace(tracer: Tracer, path: Path) -> None:
@@ -220,19 +236,20 @@ def _checkpoint_is_due(algorithm: Any, seconds: float) -> bool:
     return config.checkpoint_every_s is not None and seconds > config.checkpoint_every_s
 
 
-def _write_last_result(algorithm: Any, run: RunDirectory | None, result: Any) -> Any:
+def _write_last_result(algorithm: Any, run: RunDirectory | None, result: Any, previous: Any) -> Any:
     """Write the algorithm's last result if an error, such as in its evaluation, prevented that.
 
     Args:
         algorithm: the algorithm that was interrupted.
         run: its run directory, or None.
         result: the last result that was written.
+        previous: the last result before this training.
 
     Returns:
         The last result.
     """
     last = algorithm.last_result
-    if last is None or last is result or last["training_iteration"] < algorithm.iteration:
+    if last is result or last is previous or last["training_iteration"] < algorithm.iteration:
         return result
     if run is not None:
         run.write(last)
@@ -300,6 +317,21 @@ def saved_stop_rules(run_dir: Path, config: Any) -> StopRules:
     return stop if config.samples else replace(stop, reward=None)  # offline: no returns
 
 
+def total_of_resumed(before: int | None, stop: StopRules, saved: StopRules) -> int | None:
+    """Return the `total_timesteps` of a resumed run.
+
+    If it was the limit on env steps, it follows the new limit; otherwise it only grows.
+
+    Args:
+        before: the present `total_timesteps`.
+        stop: the new limits.
+        saved: the present limits.
+    """
+    if stop.env_steps is None or before is None:
+        return stop.env_steps or before
+    return stop.env_steps if before == saved.env_steps else max(before, stop.env_steps)
+
+
 def learn(
     algorithm: Any,
     total_timesteps: float | None,
@@ -325,11 +357,14 @@ def learn(
         )
     path = _path_of_run(algorithm, run_dir)
     resume = algorithm.run_dir is not None and path == algorithm.run_dir
-    rules = StopRules(timesteps=steps, metrics=metric_rules(stop or {}))
+    unique = run_dir == "auto" and not resume
+    rules = StopRules(timesteps=steps, metrics=[] if stop is None else metric_rules(stop))
     total = None
-    if path is not None and resume and not rules.is_set():
-        rules = saved_stop_rules(path, config)
-        total = read_config(path)[0].get("total_timesteps")
+    if path is not None and resume:
+        before = read_config(path)[0].get("total_timesteps")
+        saved = saved_stop_rules(path, config)
+        total = total_of_resumed(before, rules, saved)
+        rules = rules if rules.is_set() else saved
     rules.check(config)
     rules = rules.with_defaults(config)
     total = total or rules.env_steps
@@ -342,7 +377,10 @@ def learn(
     if reached is not None:
         print(f"already reached: {reached}; pass a larger total_timesteps or limit")
         return
-    end = _train_in_run(algorithm, rules, path, resume, total, command, tree, display)
+    run = None
+    if path is not None:
+        run = RunDirectory(path, config.logged_names, resume, unique)
+    end = _train_in_run(algorithm, rules, run, resume, total, command, tree, display)
     if end.exit_code == 130:
         raise KeyboardInterrupt
     if end.exit_code:
@@ -363,20 +401,20 @@ def _path_of_run(algorithm: Any, run_dir: Path | str | None) -> Path | None:
 def _train_in_run(
     algorithm: Any,
     stop: StopRules,
-    path: Path | None,
+    run: RunDirectory | None,
     resume: bool,
     total: int | None,
     command: list[str],
     tree: str,
     display: Display,
 ) -> RunEnd:
-    """Train in a run directory that is new or continues; without one if `path` is None."""
-    if path is None:
+    """Train in a run directory that is new or continues, and close it; or without one."""
+    if run is None:
         end = train_until(algorithm, stop, None, display)
         if display != "none":
             print(describe_end(end, algorithm.last_result))
         return end
-    run = RunDirectory(path, algorithm.config.logged_names, resume)
+    path = run.path
     try:
         if resume:
             prepare_to_resume(algorithm, run, stop, total)

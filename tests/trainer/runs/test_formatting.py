@@ -12,6 +12,7 @@ from flowrl.trainer.runs.formatting import format_count, format_number, format_p
     [
         (0.0, "0.00"), (1.0, "1.00"), (-0.0123, "-0.0123"), (23.456, "23.5"), (475.0, "475"),
         (-1234.5, "-1,234"), (1.5e-5, "1.5e-05"), (3.2e8, "3.20e+08"), (math.nan, "nan"),
+        (99.94, "99.9"),        (99.97, "100"), (-99.97, "-100"),
     ],
 )  # fmt: skip
 def test_numbers_have_three_significant_digits(value, text):

@@ -150,6 +150,7 @@ def test_sparkline_shows_heights():
     assert sparkline([1.0, 1.0], 5) == "▁▁"
     assert sparkline([0.0, 7.0, 14.0], 3) == "▁▅█"
     assert sparkline([0, 0, 1, 1], 2) == "▁█"
+    assert sparkline([0.0, math.nan, math.inf, 1.0], 4) == "▁█"
 
 
 @given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=300), st.integers(1, 40))

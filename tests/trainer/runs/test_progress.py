@@ -100,6 +100,24 @@ def test_columns_that_do_not_fit_are_left_out(clock, capsys):
     assert "return" in lines[0]
 
 
+def test_policies_with_the_names_of_columns_do_not_replace_them(clock, capsys):
+    table = ProgressTable(StopRules(timesteps=10_000), {})
+    cells = table._cells(result_at(1, 100, policy_reward_mean={"return": 9.0, "other": 3.0}))
+    table.finish()
+    assert (cells["return"], cells["other"]) == ("12.3", "3.00")
+
+
+def test_line_fits_into_any_terminal(clock, monkeypatch):
+    monkeypatch.setattr(progress.sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(progress.shutil, "get_terminal_size", lambda default: Size(5))
+    lines = []
+    table = ProgressTable(StopRules(), {})
+    table._live = Live(lines)
+    play(table, clock, iterations=2, steps_each=100, seconds_each=1.0)
+    table.finish()
+    assert set(lines) == {""}
+
+
 def test_env_steps_are_shown_while_no_result_arrives(monkeypatch, capsys):
     monkeypatch.setattr(progress, "MAX_INTERVAL_S", 0.0)
     counters = {"num_env_steps_sampled": 123}

@@ -482,3 +482,112 @@ def test_end_of_a_run_without_episodes_names_a_limit(capsys):
     with PPO(Endless, train_batch_size=64, sgd_minibatch_size=64) as algorithm:
         algorithm.learn(64, run_dir=None)
     assert "No episode has ended, so there are no returns" in capsys.readouterr().out
+
+
+class InterruptAtEnd(DefaultCallbacks):
+    """Sends SIGINT while the result of the last iteration is made."""
+
+    def on_train_result(self, *, algorithm, result, **kwargs):
+        if result["timesteps_total"] >= 128:
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_in_the_last_iteration_is_not_lost(tmp_path):
+    with (
+        A2C("CartPole-v1", **SMALL, callbacks_class=InterruptAtEnd) as algorithm,
+        pytest.raises(KeyboardInterrupt),
+    ):
+        algorithm.learn(128, run_dir=tmp_path / "r", progress=False)
+    assert read_steps(tmp_path / "r") == [64, 128]
+    assert (tmp_path / "r" / "checkpoints" / "000002").is_dir()
+
+
+def test_ctrl_c_during_the_last_checkpoint_is_not_lost(tmp_path, monkeypatch):
+    save = A2C.save
+
+    def interrupted(algorithm, *args, **kwargs):
+        signal.raise_signal(signal.SIGINT)
+        return save(algorithm, *args, **kwargs)
+
+    monkeypatch.setattr(A2C, "save", interrupted)
+    with A2C("CartPole-v1", **SMALL) as algorithm, pytest.raises(KeyboardInterrupt):
+        algorithm.learn(64, run_dir=tmp_path / "r", progress=False)
+    assert (tmp_path / "r" / "checkpoints" / "000001").is_dir()
+
+
+class FailInTraining(DefaultCallbacks):
+    """Fails in the second iteration."""
+
+    def on_train_result(self, *, algorithm, result, **kwargs):
+        if result["training_iteration"] == 2:
+            raise ValueError("the real problem")
+
+
+def test_failing_checkpoint_does_not_hide_the_error_of_the_training(tmp_path, monkeypatch, caplog):
+    def fail(algorithm, *args, **kwargs):
+        raise RuntimeError("no state")
+
+    with A2C("CartPole-v1", **SMALL, callbacks_class=FailInTraining) as algorithm:
+        monkeypatch.setattr(A2C, "save", fail)
+        with pytest.raises(ValueError, match="the real problem"):
+            algorithm.learn(128, run_dir=tmp_path / "r", progress=False)
+    assert "no checkpoint after the error: RuntimeError: no state" in caplog.text
+
+
+class RestoreOnce(DefaultCallbacks):
+    """Goes back to a checkpoint after the third iteration."""
+
+    def on_train_result(self, *, algorithm, result, **kwargs):
+        if result["training_iteration"] == 3 and not getattr(algorithm, "restored", False):
+            algorithm.restored = True
+            algorithm.restore(algorithm.run_dir / "checkpoints" / "000001")
+
+
+def test_callback_may_restore_a_checkpoint(tmp_path):
+    settings = {"checkpoint_frequency": 1, "checkpoint_num_to_keep": 9}
+    with A2C("CartPole-v1", **SMALL, **settings, callbacks_class=RestoreOnce) as algorithm:
+        algorithm.learn(256, run_dir=tmp_path / "r", progress=False)
+        assert algorithm.restored
+        assert algorithm.env_steps == 256
+
+
+class FailOnce(gym.Wrapper):
+    fails = False
+
+    def step(self, action):
+        if FailOnce.fails:
+            raise AttributeError("a mistake")
+        return super().step(action)
+
+
+def test_result_before_a_failing_iteration_is_written_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(FailOnce, "fails", False)
+    make = lambda context: FailOnce(gym.make("CartPole-v1"))  # noqa: E731
+    with A2C(make, **SMALL, max_num_env_restarts=0) as algorithm:
+        algorithm.learn(128, run_dir=tmp_path / "r", progress=False)
+        monkeypatch.setattr(FailOnce, "fails", True)
+        with pytest.raises(Exception, match="a mistake"):
+            algorithm.learn(256, progress=False)
+    assert read_steps(tmp_path / "r") == [64, 128]
+
+
+def test_limit_on_iterations_keeps_the_total_of_schedules(tmp_path):
+    with A2C("CartPole-v1", **SMALL) as algorithm:
+        algorithm.learn(128, run_dir=tmp_path / "r", progress=False)
+        algorithm.learn(stop={"training_iteration": 3}, progress=False)
+        assert algorithm.workers.global_vars["total_timesteps"] == 128
+    settings = json.loads((tmp_path / "r" / "config.json").read_text())
+    assert settings["total_timesteps"] == 128
+
+
+@pytest.mark.parametrize("stop", [[], "", 5])
+def test_limits_of_another_type_are_rejected(stop):
+    with A2C("CartPole-v1", **SMALL) as algorithm, pytest.raises(ConfigError, match="must map"):
+        algorithm.learn(stop=stop, run_dir=None)
+
+
+def test_limits_may_be_numpy_numbers_and_names_may_have_spaces():
+    limits = {"a": np.int64(5), "b<=": np.float32(0.5), "my score >=": 2}
+    assert metric_rules(limits) == [("a", ">=", 5), ("b", "<=", 0.5), ("my score", ">=", 2)]
+    with pytest.raises(ConfigError, match="a: must be a finite number"):
+        metric_rules({"a": np.nan})
