@@ -250,9 +250,10 @@ class Columns(dict[str, Any]):
         column = as_column(key, value)
         if not key.startswith(PER_SEQUENCE) and self:
             for leaf in leaves_of(column):
-                if len(leaf) != self._padded_count():
+                rows = len(leaf) if np.ndim(leaf) else "no"
+                if rows != self._padded_count():
                     raise ValueError(
-                        f"column {key!r} has {len(leaf)} rows, the batch {self._padded_count()}"
+                        f"column {key!r} has {rows} rows, the batch {self._padded_count()}"
                     )
         super().__setitem__(key, column)
 

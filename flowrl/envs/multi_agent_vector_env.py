@@ -11,12 +11,13 @@ from gymnasium import spaces
 from flowrl.data.spaces import copy_value, values_equal
 from flowrl.envs.env_state import copy_actions
 from flowrl.envs.multi_agent import is_multi_agent
-from flowrl.envs.restarting_envs import RestartingEnvs, check_result
+from flowrl.envs.restarting_envs import RestartingEnvs
 from flowrl.envs.validation import (
     LARGEST_REWARD,
     InvalidStepError,
     ObservationCheck,
     check_flags,
+    check_result,
     invalid_step_error,
 )
 from flowrl.settings import ConfigError

@@ -18,7 +18,7 @@ from gymnasium.wrappers import FilterObservation, TimeLimit
 
 from flowrl.envs import no_velocities
 from flowrl.envs.atari import AtariSettings, is_atari, make_atari, register_atari
-from flowrl.envs.time_limit import get_max_steps, set_max_steps
+from flowrl.envs.time_limit import Horizon, get_max_steps, set_max_steps
 from flowrl.errors import ConfigError, check_installed, install_hint
 from flowrl.setting_values import nearest
 from flowrl.settings import imported
@@ -438,7 +438,7 @@ def apply_horizon(env: gym.Env, horizon: int | None, soft: bool) -> gym.Env:
     if soft:
         return env
     if not limits:
-        env = TimeLimit(env, horizon)
+        env = Horizon(env, horizon)
     spec = env.unwrapped.spec
     if spec is not None:
         spec.max_episode_steps = horizon

@@ -15,7 +15,7 @@ import re
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import gymnasium as gym
@@ -27,15 +27,13 @@ from flowrl.envs.env_state import (
     set_env_state,
     unpack_actions,
 )
-from flowrl.envs.validation import env_name
+from flowrl.envs.validation import RESET_RESULTS, check_result, env_name
 from flowrl.seeding import derive_seed, restore_stream
 from flowrl.settings import ConfigError
 from flowrl.state_schema import Fields, Natural, check_state
 
 log = logging.getLogger("flowrl")
 
-RESET_RESULTS = ("observation", "info")
-STEP_RESULTS = ("observation", "reward", "terminated", "truncated", "info")
 MAX_LOGGED_ACTIONS = 50_000  # longer episodes are not replayed after a restore
 CODE_ERRORS = (AttributeError, ImportError, NameError, SyntaxError, TypeError)
 """Errors that an environment would raise again if it has never completed a fragment."""
@@ -320,17 +318,6 @@ class RestartingEnvs:
         """Close all environments."""
         for index, env in enumerate(self.envs):
             close_quietly(env, index)
-
-
-def check_result(method: str, result: Any, names: Sequence[str]) -> None:
-    """Raise ConfigError if a method of an environment did not return these values."""
-    if isinstance(result, (tuple, list)) and len(result) == len(names):
-        return
-    is_sequence = isinstance(result, (tuple, list))
-    found = f"{len(result)} values" if is_sequence else f"a {type(result).__name__}"
-    raise ConfigError(
-        f"env: {method}() must return ({', '.join(names)}), the environment returned {found}"
-    )
 
 
 def close_quietly(env: Any, index: int) -> None:

@@ -1,8 +1,27 @@
-"""Access to the counters of gymnasium's TimeLimit, which has no public interface for them."""
+"""Time limits of environments: gymnasium's TimeLimit, whose counters have no public interface."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from gymnasium.wrappers import TimeLimit
+
+from flowrl.envs.validation import STEP_RESULTS, check_result
+
+
+class Horizon(TimeLimit[Any, Any]):
+    """A TimeLimit that checks what `step` returns before it reads the parts."""
+
+    def step(self, action: Any) -> Any:
+        returned = self.env.step(action)
+        if type(returned) is not tuple or len(returned) != 5:
+            check_result("step", returned, STEP_RESULTS)
+        observation, reward, terminated, truncated, info = returned
+        assert self._elapsed_steps is not None
+        self._elapsed_steps += 1
+        if self._elapsed_steps >= self._max_episode_steps:
+            truncated = True
+        return observation, reward, terminated, truncated, info
 
 
 def get_max_steps(limit: TimeLimit) -> int:

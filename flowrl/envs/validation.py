@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import gymnasium as gym
@@ -16,6 +16,8 @@ from flowrl.settings import ConfigError
 OnInvalidStep = Literal["warn", "raise", "drop", "replace"]
 
 LARGEST_REWARD = float(np.finfo(np.float32).max)  # rewards are stored as float32
+RESET_RESULTS = ("observation", "info")
+STEP_RESULTS = ("observation", "reward", "terminated", "truncated", "info")
 TOLERANCE = 1e-4  # relative slack of float bounds, for rounding errors of environments
 
 OUTSIDE_WARNING = (
@@ -46,7 +48,7 @@ def env_name(env: Any) -> str:
     """Return the id of an environment, or the name of its class or of the user's wrapper around
     it, for messages."""
     while isinstance(env, gym.Wrapper):
-        if not type(env).__module__.startswith("gymnasium."):
+        if not type(env).__module__.startswith(("gymnasium.", "flowrl.envs.time_limit")):
             return type(env).__name__
         env = env.env
     env = getattr(env, "unwrapped", env)
@@ -356,6 +358,17 @@ def check_flags(flags: Iterable[Any], names: str) -> None:
         is_number = isinstance(flag, (int, np.integer)) and flag in (0, 1)
         if not isinstance(flag, (bool, np.bool_)) and not is_number:
             raise ConfigError(f"env: step() returned the flag {flag!r}: {names} are bools")
+
+
+def check_result(method: str, result: Any, names: Sequence[str]) -> None:
+    """Raise ConfigError if a method of an environment did not return these values."""
+    if isinstance(result, (tuple, list)) and len(result) == len(names):
+        return
+    is_sequence = isinstance(result, (tuple, list))
+    found = f"{len(result)} values" if is_sequence else f"a {type(result).__name__}"
+    raise ConfigError(
+        f"env: {method}() must return ({', '.join(names)}), the environment returned {found}"
+    )
 
 
 def check_reward(reward: Any) -> None:

@@ -18,11 +18,13 @@ import numpy as np
 from gymnasium import spaces
 
 from flowrl.data.spaces import values_equal
-from flowrl.envs.restarting_envs import STEP_RESULTS, RestartingEnvs, check_result
+from flowrl.envs.restarting_envs import RestartingEnvs
 from flowrl.envs.validation import (
+    STEP_RESULTS,
     InvalidStepError,
     ObservationCheck,
     check_flags,
+    check_result,
     check_reward,
     space_of,
 )
@@ -224,9 +226,15 @@ class DirectVectorEnv:
                         self._check.check_structure(observation)
                 elif getattr(observation, "shape", None) != shape or observation.dtype != dtype:
                     self._check.check_structure(observation)  # numpy would broadcast and cast it
+                if reward is None:  # numpy would make it nan
+                    check_reward(reward)
+                try:
+                    rewards[i] = reward
+                except (TypeError, ValueError):
+                    check_reward(reward)
+                    raise
                 if drop_invalid:
                     self._check.check_step(observation, reward, f"sub-environment {i} returned")
-                rewards[i] = reward
             except ConfigError as error:
                 error.add_note(f"raised by sub-environment {i}")
                 raise

@@ -107,7 +107,10 @@ class ObservationFilter:
 
     def __call__(self, observations: np.ndarray) -> np.ndarray:
         """Return a normalized float32 copy of observations [n, *shape]."""
-        normalized = ((observations - self._mean) * self._scale).astype(np.float32, copy=False)
+        # the mean of large float64 or integer values has more digits than float32
+        is_exact = np.result_type(observations, np.float32) == np.float32
+        mean = self._mean if is_exact else self.stats.mean
+        normalized = ((observations - mean) * self._scale).astype(np.float32, copy=False)
         return np.clip(normalized, -self.clip, self.clip, out=normalized)
 
     def take_new_stats(self) -> dict[str, Any]:

@@ -28,6 +28,8 @@ def convert_observation(space: spaces.Space, obs: Any, batch: bool = False) -> A
         if len(sizes) > 1:
             given = ", ".join(f"{name} has {size}" for size, name in sizes.items())
             raise ConfigError(f"observations of a batch must be equally many, but {given}")
+        if 0 in sizes:
+            raise ConfigError("observation: the batch is empty")
     return converted
 
 

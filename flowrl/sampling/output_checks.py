@@ -36,6 +36,7 @@ def check_extra_columns(policy: str, columns: dict[str, Any], count: int) -> Non
         count: number of observations that the policy acted on.
 
     Raises:
+        TypeError: a column is not an array.
         ValueError: the name belongs to the sampler, or the number of rows differs from `count`.
     """
     for name, column in columns.items():
@@ -45,11 +46,41 @@ def check_extra_columns(policy: str, columns: dict[str, Any], count: int) -> Non
             )
         leaves: list[Any] = optree.tree_leaves(column)
         for leaf in leaves:
+            if not isinstance(leaf, np.ndarray) or not leaf.ndim:
+                raise TypeError(
+                    f"{policy} must return the column {name!r} as a numpy array of {count} rows, "
+                    f"it returned a {type(column).__name__}"
+                )
             if len(leaf) != count:
                 raise ValueError(
                     f"{policy} returned the column {name!r} with {len(leaf)} rows for "
                     f"{count} observations"
                 )
+
+
+def check_states(policy: str, states: Any, initial: list[np.ndarray], count: int) -> None:
+    """Check the recurrent states that a policy returns with its actions.
+
+    Args:
+        policy: names the policy in error messages.
+        states: the states, each [count, …].
+        initial: those of one observation, as `Policy.get_initial_state` returns them.
+        count: number of observations that the policy acted on.
+
+    Raises:
+        ValueError: another number of states, or another shape.
+    """
+    if len(states) != len(initial):
+        raise ValueError(
+            f"{policy} returned {len(states)} states, get_initial_state() has {len(initial)}"
+        )
+    for number, (state, first) in enumerate(zip(states, initial, strict=True)):
+        expected = (count, *np.shape(first))
+        if np.shape(state) != expected:
+            raise ValueError(
+                f"{policy} returned state {number} of shape {np.shape(state)} for {count} "
+                f"observations: by get_initial_state(), it has the shape {expected}"
+            )
 
 
 def check_outputs(policy: str, outputs: Any) -> None:
@@ -110,8 +141,10 @@ def check_actions(policy: str, space: spaces.Space, actions: Any, count: int) ->
             f"{policy} returned actions of shape {actions.shape} for {count} observations: the "
             f"action space {space} needs {(count, *space.shape)}"
         )
-    is_discrete = isinstance(space, (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary))
-    if actions.dtype.kind not in ("iub" if is_discrete else "fiu"):
+    is_binary = isinstance(space, spaces.MultiBinary)
+    is_discrete = is_binary or isinstance(space, (spaces.Discrete, spaces.MultiDiscrete))
+    kinds = "iu" if is_discrete else "fiu"
+    if actions.dtype.kind not in (kinds + "b" if is_binary else kinds):
         raise ValueError(
             f"{policy} returned actions of dtype {actions.dtype}: the action space {space} needs "
             f"{'integers' if is_discrete else 'numbers'}"

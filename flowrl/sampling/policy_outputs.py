@@ -16,6 +16,7 @@ from flowrl.sampling.output_checks import (
     check_actions,
     check_extra_columns,
     check_outputs,
+    check_states,
     first_invalid_action,
 )
 
@@ -66,6 +67,7 @@ class PolicyOutputs:
         check_outputs(self._name, outputs)
         actions, states, extra = outputs
         check_extra_columns(self._name, extra, expected)
+        check_states(self._name, states, self._policy.get_initial_state(), expected)
         check_actions(self._name, self._policy.action_space, actions, expected)
         if continues and "vf_preds" in extra and self._columns.get("vf_preds") is None:
             values = values_of(self._policy, self._columns["obs"])

@@ -25,7 +25,10 @@ log = logging.getLogger("flowrl")
 
 MAX_EPISODE_STEPS = 200_000  # env steps of each environment within which an episode must end
 LONG_EPISODE_STEPS = 20_000  # the same before a warning
-_TIME_LIMIT = "give the environment a limit (gymnasium.wrappers.TimeLimit)"
+_TIME_LIMIT = (
+    "give the environment a limit (gymnasium.wrappers.TimeLimit), or set "
+    'evaluation_config={"horizon": …}'
+)
 
 
 def check_env(config: AlgorithmConfig) -> None:
@@ -333,6 +336,8 @@ def evaluation_settings(config: AlgorithmConfig) -> AlgorithmConfig:
         ConfigError: `evaluation_config` has an unknown setting.
     """
     overrides = {k: v for k, v in config.evaluation_config.items() if k != "explore"}
+    if "horizon" in overrides:  # a soft one would not end the episodes
+        overrides.setdefault("soft_horizon", False)
     try:
         return config.updated(**overrides)
     except ConfigError as error:

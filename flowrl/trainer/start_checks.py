@@ -63,6 +63,12 @@ def check_start(config: Any, workers: WorkerSet, stage: Stage) -> None:
             raise ConfigError(f"plan: {problem}")
         log.warning("%s", problem)
     for policy_id, policy in policies.items():
+        if config.output is not None and (policy.observation_filter or policy.reward_scaler):
+            raise ConfigError(
+                f"output: the rows of policy {policy_id!r} would be recorded as they are "
+                "normalized, by statistics that change during the training: leave "
+                "normalize_observations and normalize_rewards out"
+            )
         if isinstance(policy.config, PolicyConfig):
             _warn_about_unused_settings(config, policy_id, policy)
             _warn_about_large_observations(policy_id, policy)
@@ -100,8 +106,15 @@ def _check_schedules(config: Any, total_timesteps: int | None) -> None:
     """Check that schedules can be followed; warn if one ends the learning before the training
     ends."""
     for name, schedule in _schedules_of(config):
+        is_in_percent = needs_total(schedule)
+        is_of_buffer = name.endswith("prioritized_replay_beta")
+        if is_in_percent and is_of_buffer and config.total_timesteps != (total_timesteps or 0):
+            raise ConfigError(
+                f"{name}: a schedule in percent needs the setting total_timesteps, with which the "
+                "replay buffer is created: set it to the env steps of the whole training"
+            )
         if total_timesteps is None:
-            if needs_total(schedule):
+            if is_in_percent:
                 raise ConfigError(
                     f"{name}: a schedule in percent needs total_timesteps, the env steps of the "
                     "whole training: set it, call learn(total_timesteps=…) instead of train(), or "

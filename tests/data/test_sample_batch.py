@@ -372,3 +372,9 @@ def test_pickle_stores_shared_rows_once():
     assert restored["obs"].shape == restored["new_obs"].shape == (99, 1000)
     assert pickle.loads(pickle.dumps(with_next_obs()[1:3]))["new_obs"].tolist() == [2, 3]
     assert pickle.loads(pickle.dumps(with_next_obs()[1:3]))["obs"].tolist() == [1, 2]
+
+
+def test_column_without_rows_is_rejected():
+    batch = SampleBatch(obs=np.zeros((3, 2)))
+    with pytest.raises(ValueError, match="column 'mine' has no rows, the batch 3"):
+        batch["mine"] = "abc"

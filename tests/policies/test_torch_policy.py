@@ -443,3 +443,18 @@ def test_first_actions_have_the_initial_standard_deviation(model):
     np.testing.assert_array_equal(batch["action_dist_inputs"][:, 1], np.float32(-2.0))
     with pytest.raises(ConfigError, match="initial_log_std needs free_log_std=True"):
         PPO("Pendulum-v1", model={"free_log_std": False, "initial_log_std": -2.0})
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int64])
+@pytest.mark.parametrize("base", [1e8 + 3, 1.7e9 + 50])
+def test_large_observations_are_normalized_exactly(dtype, base):
+    rng = np.random.default_rng(0)
+    rows = (base + 100 * rng.normal(size=(1000, 1))).astype(dtype)
+    observations = ObservationFilter((1,))
+    observations.new_stats.update(rows)
+    observations.merge_stats(observations.take_new_stats())
+    normalized = observations(rows)
+    exact = rows.astype(np.float64)
+    expected = (exact - exact.mean()) / exact.std()
+    assert normalized.dtype == np.float32
+    np.testing.assert_allclose(normalized, expected, atol=2e-3)

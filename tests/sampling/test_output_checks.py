@@ -65,6 +65,7 @@ def test_actions_must_be_arrays(actions):
         (spaces.MultiDiscrete([3, 4]), np.zeros((1, 1), int), r"needs \(1, 2\)"),
         (spaces.MultiBinary(3), np.full((1, 3), 0.5), "float64.*needs integers"),
         (spaces.Discrete(2), np.zeros((1, 1), int), r"needs \(1,\)"),
+        (spaces.Discrete(2), np.zeros(1, bool), "dtype bool.*needs integers"),
         (spaces.Box(-1, 1, (1,)), np.array([["a"]]), "needs numbers"),
     ],
 )
@@ -125,3 +126,28 @@ def test_float32_columns_accept_float64():
 
     (rows,) = sample(policy_returning(result))
     assert rows["q"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("column", [[1], 1, np.float32(1)])
+def test_extra_columns_must_be_arrays(column):
+    with pytest.raises(TypeError, match="column 'x' as a numpy array of 1 rows"):
+        sample(policy_returning(lambda obs, n: (np.zeros(1, int), [], {"x": column})))
+
+
+@pytest.mark.parametrize(
+    ("states", "message"),
+    [
+        ([], "returned 0 states, .* has 1"),
+        ([np.zeros((1, 4)), np.zeros((1, 4))], "returned 2 states"),
+        ([np.zeros(4)], r"state 0 of shape \(4,\) for 1 observations.*\(1, 4\)"),
+        ([np.zeros((2, 4))], r"state 0 of shape \(2, 4\)"),
+        ([np.zeros((1, 5))], r"state 0 of shape \(1, 5\)"),
+    ],
+)
+def test_states_must_fit_the_initial_ones(states, message):
+    class Stateful(policy_returning(lambda obs, n: (np.zeros(1, int), states, {}))):
+        def get_initial_state(self):
+            return [np.zeros(4)]
+
+    with pytest.raises(ValueError, match=message):
+        sample(Stateful)

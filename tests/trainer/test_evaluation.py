@@ -7,7 +7,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from flowrl.algorithms.a2c import A2CConfig
+from flowrl.algorithms.a2c import A2C, A2CConfig
+from flowrl.data.checkpoint import CheckpointError
 from flowrl.policies import ConfigError
 from flowrl.trainer.evaluation import EvaluationWorkers
 from tests.extras import require_extra
@@ -317,3 +318,29 @@ def test_evaluation_holds_the_lock_of_the_local_worker():
         algorithm.evaluate(1)
     assert len(acquired) > 5
     assert not any(acquired)
+
+
+class NeverEnds(FixedLength):
+    def step(self, action):
+        return np.zeros(1, np.float32), 1.0, False, False, {}
+
+
+def test_horizon_of_evaluations_replaces_a_soft_one():
+    config = a2c_config(
+        env=NeverEnds, horizon=20, soft_horizon=True, evaluation_config={"horizon": 30}
+    )
+    with config.build() as algorithm:
+        assert algorithm.evaluate(episodes=2)["episode_reward_mean"] == 30
+
+
+def test_weights_of_normalized_observations_need_the_filter(tmp_path):
+    with a2c_config(normalize_observations=True).build() as algorithm:
+        algorithm.train()
+        algorithm.save(tmp_path / "c")
+    with pytest.raises(CheckpointError, match="need normalize_observations=True"):
+        A2C.from_checkpoint(tmp_path / "c", config={"normalize_observations": False})
+
+
+def test_empty_batch_of_observations_is_rejected():
+    with a2c_config().build() as algorithm, pytest.raises(ConfigError, match="batch is empty"):
+        algorithm.predict(np.zeros((0, 4)))

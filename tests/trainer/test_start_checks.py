@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from torch import nn
 
-from flowrl import PPO
+from flowrl import DQN, PPO
 from flowrl.algorithms.a2c import A2C, A2CConfig
 from flowrl.algorithms.sac import SACConfig
 from flowrl.envs import make_multi_agent
@@ -28,6 +28,7 @@ from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.plan_settings import plan_config
 from flowrl.trainer.start_checks import check_start, warn_of_unused_policies
+from tests.extras import require_extra
 
 TO_ZERO = [(0, 1e-3), (1000, 0.0)]
 PERCENT = [("0%", 1e-3), ("100%", 0.0)]
@@ -386,3 +387,81 @@ def test_unused_policy_is_reported_by_training(caplog):
         algorithm.train()
         algorithm.train()
     assert caplog.text.count("no agent has used 'q' so far") == 1
+
+
+class Small(gym.Env):
+    """Episodes of seven steps; the reward of step 4 and the result of step 5 can be chosen."""
+
+    observation_space = gym.spaces.Box(-1, 1, (3,))
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, reward=1.0, parts=5):
+        self.reward, self.parts = reward, parts
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return np.zeros(3, np.float32), {}
+
+    def step(self, action):
+        self.t += 1
+        reward = self.reward if self.t == 4 else 1.0
+        return (np.zeros(3, np.float32), reward, self.t == 7, False, {})[: self.parts]
+
+
+@pytest.mark.parametrize("setting", ["normalize_observations", "normalize_rewards"])
+def test_normalized_rows_are_not_recorded(tmp_path, setting):
+    require_extra("offline")
+    algorithm = PPO(Small, output=str(tmp_path), **{setting: True})
+    with algorithm, pytest.raises(ConfigError, match=r"output: .* normalized"):
+        algorithm.train()
+
+
+def test_exponent_in_percent_needs_the_total_of_the_buffer():
+    beta = [["0%", 0.4], ["100%", 1.0]]
+    settings = {"learning_starts": 100, "seed": 1, "prioritized_replay_beta": beta}
+    for total in (None, 400):
+        algorithm = DQN("CartPole-v1", total_timesteps=total, **settings)
+        with algorithm, pytest.raises(ConfigError, match=r"prioritized_replay_beta: .*setting"):
+            algorithm.learn(500, run_dir=None, progress=False)
+    with DQN("CartPole-v1", total_timesteps=500, **settings) as algorithm:
+        algorithm.learn(500, run_dir=None, progress=False)
+        assert algorithm.env_steps >= 500
+
+
+@pytest.mark.parametrize("reward", [None, "x", np.ones(2)])
+@pytest.mark.parametrize("handling", ["warn", "drop", "replace"])
+def test_reward_that_is_no_number_is_an_error_in_any_step(reward, handling):
+    settings = {"env_config": {"reward": reward}, "on_invalid_step": handling}
+    with PPO(Small, train_batch_size=200, **settings) as algorithm:
+        with pytest.raises(ConfigError, match=r"step\(\) returned the reward"):
+            algorithm.train()
+        assert algorithm.workers.local_worker().reply_tags()["env_restarts"] == 0
+
+
+def test_horizon_keeps_the_message_about_four_values():
+    algorithm = PPO(Small, env_config={"parts": 4}, horizon=10, train_batch_size=200)
+    with algorithm, pytest.raises(ConfigError, match="the environment returned 4 values"):
+        algorithm.train()
+
+
+def test_horizon_truncates_episodes():
+    algorithm = PPO(Small, horizon=5, train_batch_size=200, seed=1)
+    with algorithm:
+        assert algorithm.train()["episode_len_mean"] == 5
+
+
+@pytest.mark.filterwarnings("error")
+def test_float16_observations_raise_no_warning_of_numpy():
+    class Half(Small):
+        observation_space = gym.spaces.Box(-1, 1, (3,), np.float16)
+
+        def reset(self, **kwargs):
+            return super().reset(**kwargs)[0].astype(np.float16), {}
+
+        def step(self, action):
+            obs, *rest = super().step(action)
+            return obs.astype(np.float16), *rest
+
+    with PPO(Half, train_batch_size=40, sgd_minibatch_size=0) as algorithm:
+        algorithm.check_start()
