@@ -139,8 +139,8 @@ def test_reader_that_closes_the_pipe_causes_no_traceback():
         (["train", "ppo", "--lr", "-1"], "lr"),
         (["train", "ppo", "--num-workers", "-1"], "--num-workers: input should be greater"),
         (
-            ["train", "ppo", "--train-batch-size", "64"],
-            "--train-batch-size 64 is smaller than --sgd-minibatch-size 128",
+            ["train", "ppo", "--train-batch-size", "32"],
+            "--train-batch-size 32 is smaller than --sgd-minibatch-size 64",
         ),
         (["train", "ppo", "--env", "CartPol-v1"], "CartPole-v1"),
         (["train", "ppo", "--stop-iters", "0"], "must be positive"),

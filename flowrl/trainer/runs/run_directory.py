@@ -80,8 +80,8 @@ class RunDirectory:
                 for name in (".result.json", ".progress.csv", CHECKPOINTS, EVENTS, JOURNAL):
                     self._check_no_link(name)
                 if not resume:
-                    for name in _FILES_OF_A_RUN:
-                        (path / name).unlink(missing_ok=True)
+                    for file in filter(Path.is_file, (path / name for name in _FILES_OF_A_RUN)):
+                        file.unlink()
                 self._results = ResultFiles(path, names)
                 results = read_results(path) if resume else []
                 self._results.rewrite(results, with_events=not resume)
