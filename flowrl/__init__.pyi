@@ -271,7 +271,7 @@ class _AlgorithmConfigEvaluation(TypedDict, total=False):
 
 class _AlgorithmConfigOfflineData(TypedDict, total=False):
     output: str | None
-    """Folder where sampled experience is written as Parquet files. Rewards are recorded as the policy learns from them (`clip_rewards`). Not with normalize_observations or normalize_rewards."""
+    """Folder where sampled experience is written as Parquet files. Rewards are recorded as policies learn from them (`clip_rewards`). Not with normalize_observations or normalize_rewards."""
     output_rows_per_file: int
     """Rows of one policy per file; the last file may have fewer."""
 

@@ -101,8 +101,8 @@ class WorkerConfig(PolicyConfig):
     """A subclass of DefaultCallbacks."""
 
     output: str | None = setting(None, group="offline_data")
-    """Folder where sampled experience is written as Parquet files. Rewards are recorded as the policy
-    learns from them (`clip_rewards`). Not with normalize_observations or normalize_rewards."""
+    """Folder where sampled experience is written as Parquet files. Rewards are recorded as policies
+    learn from them (`clip_rewards`). Not with normalize_observations or normalize_rewards."""
     output_rows_per_file: Count = setting(50_000, group="offline_data")
     """Rows of one policy per file; the last file may have fewer."""
 
