@@ -78,8 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the command and its arguments; None uses those of the process.
     """
-    if arguments is None:  # this is the whole process
-        # the imports of torch create many objects that stay: collections would visit them often
+    if arguments is None:  # the process runs only this command
+        # importing torch creates many objects that stay: fewer collections visit them
         gc.set_threshold(50_000, 20, 100)
         arguments = sys.argv[1:]
     arguments = list(arguments)

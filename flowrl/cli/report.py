@@ -7,6 +7,7 @@ from pathlib import Path
 from flowrl.cli.arguments import Parser, add_runs
 from flowrl.settings import ConfigError
 from flowrl.trainer.runs.learning_curves import find_runs
+from flowrl.trainer.runs.run_directory import REPORT
 from flowrl.whole_files import write_whole
 
 
@@ -27,7 +28,7 @@ def report_command(arguments: list[str]) -> int:
     )  # fmt: skip
     options = parser.parse_args(arguments)
     runs = find_runs(options.runs)
-    output = (runs[0] if len(runs) == 1 else Path()) / "report.html"
+    output = (runs[0] if len(runs) == 1 else Path()) / REPORT
     if options.output is not None:
         is_file = options.output.is_file()
         output = options.output.resolve() if is_file else options.output  # a link stays a link

@@ -21,6 +21,17 @@ def zeros_of(space: spaces.Space) -> Any:
     return np.zeros(space.shape or (), space.dtype)
 
 
+def first_value_of(space: spaces.Space) -> Any:
+    """Return a value of the space: zeros, but the first choices of spaces with a start."""
+    if isinstance(space, spaces.Dict):
+        return {key: first_value_of(space[key]) for key in sorted(space)}
+    if isinstance(space, spaces.Tuple):
+        return tuple(first_value_of(part) for part in space)
+    if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
+        return np.asarray(zeros_of(space) + space.start, space.dtype)
+    return zeros_of(space)
+
+
 def leaf_spaces(space: spaces.Space) -> list[spaces.Space]:
     """Return the leaves of a nested space, with dict keys in sorted order."""
     if isinstance(space, spaces.Dict):

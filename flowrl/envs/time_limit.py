@@ -14,8 +14,7 @@ class Horizon(TimeLimit[Any, Any]):
 
     def step(self, action: Any) -> Any:
         returned = self.env.step(action)
-        if type(returned) is not tuple or len(returned) != 5:
-            check_result("step", returned, STEP_RESULTS)
+        check_result("step", returned, STEP_RESULTS)
         observation, reward, terminated, truncated, info = returned
         assert self._elapsed_steps is not None
         self._elapsed_steps += 1

@@ -230,16 +230,18 @@ class ReadStage(Stage):
     def _next_batch(self) -> SampleBatch:
         if self._loaded is not None:
             self._restore_position(self._loaded)
-        slices: list[SampleBatch] = []
-        needed = self.batch_size
+        before = self._position_state()
+        try:
+            return self._read_batch()
+        except BaseException:
+            self._loaded = before  # the next pull reads the same rows again
+            raise
+
+    def _read_batch(self) -> SampleBatch:
+        slices, needed = [], self.batch_size
         while needed:
             if self._position >= self._rows.count:
-                try:
-                    self._open_next_part()
-                except BaseException:  # the next pull begins with the rows that this one has taken
-                    if slices:
-                        self._rows, self._position = SampleBatch.concat_samples(slices), 0
-                    raise
+                self._open_next_part()
             rows = self._rows[self._position : self._position + needed]
             self._position += rows.count
             needed -= rows.count
@@ -255,17 +257,19 @@ class ReadStage(Stage):
         """
         num_empty = 0
         while True:
+            pass_ended = False
             if not self._parts:
                 if self._parts_read and num_empty == self._parts_read:
                     raise OfflineDataError(
                         f"{self.source}: there are no rows of policy {self.source.policy_id!r}"
                         f"{self.source.describe_other_policies()}"
                     )
-                if self._parts_read:
-                    _get_shared_metrics().counters["num_passes_over_data"] += 1
+                pass_ended = bool(self._parts_read)
                 self._start_pass()
                 num_empty = 0
             self._load_next_part()
+            if pass_ended:  # counted after the read, which may fail and be repeated
+                _get_shared_metrics().counters["num_passes_over_data"] += 1
             if self._rows.count:
                 return
             num_empty += 1
@@ -277,8 +281,7 @@ class ReadStage(Stage):
 
     def _load_next_part(self) -> None:
         """Load the rows of the next part and shuffle them."""
-        rows = self._read(self._parts[0])
-        del self._parts[0]
+        rows = self._read(self._parts.pop(0))
         self._parts_read += 1
         self._rows, self._position = rows.take_rows(self.rng.permutation(rows.count)), 0
 
@@ -305,13 +308,16 @@ class ReadStage(Stage):
         rows = rows.without_columns("infos") if "infos" in rows else rows
         return rows if self._prepare is None else self._prepare(rows)
 
-    def state_dict(self) -> dict[str, Any]:
-        state = self._loaded or {
+    def _position_state(self) -> dict[str, Any]:
+        """Return the position in the data, which `_restore_position` restores."""
+        return {
             "pass_rng_state": self._pass_rng_state,
             "parts_read": self._parts_read,
             "position": self._position,
         }
-        return {**super().state_dict(), **state}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), **(self._loaded or self._position_state())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state; its files are opened by the next pull."""

@@ -112,7 +112,7 @@ def synchronous_parallel_sample(
     max_agent_steps: int | None = None,
     concat: bool = True,
 ) -> Any:
-    """Repeat rounds of one fragment of every worker, with the newest weights, until a limit.
+    """Sample rounds of one fragment per worker, with the newest weights, until a limit is reached.
 
     If both limits are None, sample one round.
 

@@ -15,7 +15,7 @@ import optree
 import torch
 from gymnasium import spaces
 
-from flowrl.data.spaces import zeros_of
+from flowrl.data.spaces import first_value_of
 from flowrl.errors import ConfigError, check_installed
 from flowrl.policies.config import PolicyConfig
 from flowrl.policies.distributions import ActionDistribution
@@ -135,28 +135,16 @@ def example_inputs(policy: ExportablePolicy, rows: int) -> dict[str, Any]:
         elif column == "rewards":
             value = np.zeros((), np.float32)
         elif column == "obs":
-            value = _value_of(policy.observation_space)
+            value = first_value_of(policy.observation_space)
         elif column == "actions":
-            value = _value_of(policy.action_space)
+            value = first_value_of(policy.action_space)
         elif view.space is not None:
-            value = _value_of(view.space)
+            value = first_value_of(view.space)
         else:
             raise ConfigError(f"export: view {name!r} needs a space")
         shape = (rows, len(view.shifts)) if view.is_window else (rows,)
         inputs[name] = optree.tree_map(lambda leaf, s=shape: _repeat(leaf, s), value)
     return inputs
-
-
-def _value_of(space: spaces.Space) -> Any:
-    """Return a value of a space: zeros, or the first choices."""
-    if isinstance(space, spaces.Dict):
-        return {key: _value_of(space[key]) for key in sorted(space)}
-    if isinstance(space, spaces.Tuple):
-        return tuple(_value_of(part) for part in space)
-    first = zeros_of(space)
-    if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
-        return np.asarray(first + space.start, space.dtype)
-    return first
 
 
 def _repeat(leaf: Any, shape: tuple[int, ...]) -> torch.Tensor:

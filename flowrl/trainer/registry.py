@@ -36,7 +36,11 @@ def algorithm_names() -> list[str]:
 
 def algorithm_path(name: str) -> str:
     """Return the import path "module:Class" of a registered algorithm."""
-    algorithm = _ALGORITHMS[name]
+    return _path_of(_ALGORITHMS[name])
+
+
+def _path_of(algorithm: Any) -> str:
+    """Return the import path of a class, which may be given as its path."""
     if isinstance(algorithm, str):
         return algorithm
     return f"{algorithm.__module__}:{algorithm.__qualname__}"
@@ -46,16 +50,16 @@ def register_algorithm(name: str, algorithm: type) -> None:
     """Register an Algorithm class under a name, for `flowrl train --run=` and Ray Tune.
 
     Raises:
-        ConfigError: the name belongs to another class; case does not distinguish names.
+        ConfigError: the name belongs to another class; upper and lower case are the same.
     """
-    same = [known for known in _ALGORITHMS if known.lower() == name.lower()]
-    path = f"{algorithm.__module__}:{algorithm.__qualname__}"
-    if same and _ALGORITHMS[same[0]] is not algorithm and algorithm_path(same[0]) != path:
+    known = next((other for other in _ALGORITHMS if other.lower() == name.lower()), name)
+    registered = _path_of(_ALGORITHMS.get(known, algorithm))
+    if registered != _path_of(algorithm):
         raise ConfigError(
-            f"register_algorithm: {name!r} is already registered for {algorithm_path(same[0])}; "
-            "names are compared without case"
+            f"register_algorithm: {name!r} is already registered for {registered}; upper and lower "
+            "case are the same"
         )
-    _ALGORITHMS[same[0] if same else name] = algorithm
+    _ALGORITHMS[known] = algorithm
 
 
 def algorithm_class(name: str) -> Any:

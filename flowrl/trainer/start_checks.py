@@ -65,9 +65,9 @@ def check_start(config: Any, workers: WorkerSet, stage: Stage) -> None:
     for policy_id, policy in policies.items():
         if config.output is not None and (policy.observation_filter or policy.reward_scaler):
             raise ConfigError(
-                f"output: the rows of policy {policy_id!r} would be recorded as they are "
-                "normalized, by statistics that change during the training: leave "
-                "normalize_observations and normalize_rewards out"
+                f"output: policy {policy_id!r} has normalized observations or rewards, whose "
+                "statistics change during the training, so the recorded rows would not fit "
+                "together: leave normalize_observations and normalize_rewards out"
             )
         if isinstance(policy.config, PolicyConfig):
             _warn_about_unused_settings(config, policy_id, policy)
@@ -108,7 +108,8 @@ def _check_schedules(config: Any, total_timesteps: int | None) -> None:
     for name, schedule in _schedules_of(config):
         is_in_percent = needs_total(schedule)
         is_of_buffer = name.endswith("prioritized_replay_beta")
-        if is_in_percent and is_of_buffer and config.total_timesteps != (total_timesteps or 0):
+        has_total = config.total_timesteps is not None and config.total_timesteps == total_timesteps
+        if is_in_percent and is_of_buffer and not has_total:
             raise ConfigError(
                 f"{name}: a schedule in percent needs the setting total_timesteps, with which the "
                 "replay buffer is created: set it to the env steps of the whole training"

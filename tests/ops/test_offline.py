@@ -154,8 +154,9 @@ class FailingSource:
         return rows
 
 
+@pytest.mark.parametrize("restored", [False, True])
 @pytest.mark.parametrize("seed", range(6))  # of the order of the parts
-def test_each_pass_reads_every_row_once_although_a_read_fails(seed):
+def test_each_pass_reads_every_row_once_although_a_read_fails(seed, restored):
     with A2CConfig(env="CartPole-v1", seed=1).build() as algorithm:
         policy = algorithm.get_policy()
         policy.find_mismatch = lambda rows: None
@@ -166,6 +167,11 @@ def test_each_pass_reads_every_row_once_although_a_read_fails(seed):
                 rows += next(batches)["obs"].tolist()
             except OSError:
                 failures += 1
+                if restored:  # a checkpoint after the failure
+                    state, arguments = stage.state_dict(), (algorithm.workers, 2, ["obs"])
+                    stage = ReadStage("Read", stage.source, *arguments, None, 9)
+                    stage.load_state_dict(state)
+                    batches = LocalIterator(stage, "read")
     expected = [0, 1, 2, 10, 11, 12, 20, 21, 22]
     assert failures == 1
     assert sorted(rows[:9]) == sorted(rows[9:18]) == expected

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import fcntl
 import functools
-import itertools
 import json
 import os
 import platform
@@ -45,7 +44,8 @@ from flowrl.whole_files import write_whole
 EVENTS = "events.jsonl"
 TRACE = "trace.json"
 REPORT = "report.html"
-_FILES_OF_A_RUN = (JOURNAL, EVENTS, ACTIVITIES, TRACE, REPORT)  # beside those of results and setup
+# files that a run removes from the run that it overwrites; the others are written again
+_REMOVED_FILES = (JOURNAL, EVENTS, ACTIVITIES, TRACE, REPORT)
 
 
 class RunDirectory:
@@ -55,7 +55,7 @@ class RunDirectory:
         path: created if it does not exist.
         names: names of metrics in progress.csv and TensorBoard, see the setting `logged_names`.
         resume: continue the run in `path`; an incomplete last line of result.json is dropped.
-        unique: if `path` exists, add a number to it: another process may have the same idea.
+        unique: add a number to `path` if it exists, another process may have chosen it, too.
 
     Raises:
         ConfigError: the directory cannot be written, is in use, or has other contents.
@@ -80,7 +80,7 @@ class RunDirectory:
                 for name in (".result.json", ".progress.csv", CHECKPOINTS, EVENTS, JOURNAL):
                     self._check_no_link(name)
                 if not resume:
-                    for file in filter(Path.is_file, (path / name for name in _FILES_OF_A_RUN)):
+                    for file in filter(Path.is_file, (path / name for name in _REMOVED_FILES)):
                         file.unlink()
                 self._results = ResultFiles(path, names)
                 results = read_results(path) if resume else []
@@ -101,7 +101,8 @@ class RunDirectory:
         """Create the folder; return False if it exists."""
         wanted = self.path
         wanted.parent.mkdir(parents=True, exist_ok=True)
-        for number in itertools.count(2):
+        number = 1
+        while True:
             try:
                 self.path.mkdir()
                 return True
@@ -110,8 +111,8 @@ class RunDirectory:
                     if self.path.is_dir():
                         return False
                     raise
+            number += 1
             self.path = wanted.with_name(f"{wanted.name}-{number}")
-        raise AssertionError
 
     def _remove_if_new(self) -> None:
         """Remove the folder, while it is locked, if this object created it."""
