@@ -109,7 +109,7 @@ def test_list_of_examples(capsys):
     ("env", "expected"),
     [
         ("ALE/Breakout-v5", "ALE/Breakout-v5"),
-        ("ALE/Qbert-v5", "ALE/Pong-v5"),
+        ("ALE/Qbert-v5", "ALE/Breakout-v5"),
         ("MinAtar/Seaquest-v1", "MinAtar/Breakout-v1"),
         ("Blackjack-v1", None),
         ("Other/Game-v0", None),
