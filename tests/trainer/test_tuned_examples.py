@@ -124,7 +124,7 @@ def test_games_of_a_collection_share_settings(env, expected):
 @pytest.mark.parametrize("env", ["Breakout-v4", "PongNoFrameskip-v4"])
 def test_old_ids_of_games_have_tuned_settings(env):
     require_extra("atari")
-    assert tuned_example("ppo", env).env == "ALE/Pong-v5"
+    assert tuned_example("ppo", env).env == "ALE/Breakout-v5"
     assert plan_config("ppo", env).train_batch_size == 1024
 
 
