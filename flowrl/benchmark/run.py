@@ -17,8 +17,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from flowrl.benchmark.processes import run_training
 from flowrl.benchmark.rows import BenchmarkRow, rows_named
-from flowrl.benchmark.sb3 import PACKAGES, installed_version, run_process, train_sb3
+from flowrl.benchmark.sb3 import PACKAGES, installed_version, train_sb3
 from flowrl.data.checkpoint import list_checkpoints
 from flowrl.process_usage import num_cores
 from flowrl.trainer.algorithm import Algorithm
@@ -53,7 +54,7 @@ def train_flowrl(row: BenchmarkRow, seed: int, run_dir: Path) -> Outcome:
 
     Raises:
         subprocess.CalledProcessError: the training failed.
-        SystemExit: Ctrl-C; the training has saved a checkpoint.
+        SystemExit: Ctrl-C or SIGTERM; the training has saved a checkpoint.
     """
     command = [sys.executable, "-m", "flowrl"]
     if list_checkpoints(run_dir):
@@ -62,7 +63,7 @@ def train_flowrl(row: BenchmarkRow, seed: int, run_dir: Path) -> Outcome:
         command += ["train", row.plan, "--env", row.env, "--seed", str(seed)]
         command += ["--stop-timesteps", str(row.env_steps), "--run-dir", str(run_dir)]
     started = time.perf_counter()
-    run_process([*command, "--display", "none"])
+    run_training([*command, "--display", "none"])
     seconds = time.perf_counter() - started
     with Algorithm.from_checkpoint(run_dir) as algorithm:
         evaluation = algorithm.evaluate(

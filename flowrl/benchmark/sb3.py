@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from flowrl.benchmark.processes import run_training
 from flowrl.benchmark.rows import BenchmarkRow
 from flowrl.errors import ConfigError
 
@@ -60,23 +61,6 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def run_process(command: list[str]) -> None:
-    """Run a process and wait until it ends. Ctrl-C reaches the process, too; then also wait.
-
-    Raises:
-        subprocess.CalledProcessError: the process failed.
-        SystemExit: Ctrl-C.
-    """
-    process = subprocess.Popen(command)
-    try:
-        code = process.wait()
-    except KeyboardInterrupt:
-        process.wait()
-        raise SystemExit(130) from None
-    if code:
-        raise subprocess.CalledProcessError(code, command)
-
-
 def train_sb3(row: BenchmarkRow, seed: int, run_dir: Path, episodes: int) -> dict[str, Any]:
     """Train a row from the start, and evaluate its last policy; return the fields of `Outcome`.
 
@@ -85,7 +69,7 @@ def train_sb3(row: BenchmarkRow, seed: int, run_dir: Path, episodes: int) -> dic
     Raises:
         ConfigError: there are no settings for the row.
         subprocess.CalledProcessError: the training failed.
-        SystemExit: Ctrl-C.
+        SystemExit: Ctrl-C or SIGTERM.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     spec, outcome = run_dir / "spec.json", run_dir / "outcome.json"
@@ -103,6 +87,6 @@ def train_sb3(row: BenchmarkRow, seed: int, run_dir: Path, episodes: int) -> dic
     )  # fmt: skip
     script = Path(__file__).with_name("sb3_script.py")
     python = run_dir.parents[1] / ENVIRONMENT / "bin" / "python"
-    run_process([str(python), str(script), str(spec), str(outcome)])
+    run_training([str(python), str(script), str(spec), str(outcome)])
     values: dict[str, Any] = json.loads(outcome.read_text())
     return values

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 from flowrl.benchmark import sb3
+from flowrl.benchmark.processes import INTERRUPTED, Processes
 from flowrl.benchmark.rows import BenchmarkRow, rows_named, shipped_tables
 from flowrl.benchmark.summary import COLUMNS, cells, read_results, write_tables
 from flowrl.cli.arguments import Parser, count
@@ -85,18 +84,16 @@ def benchmark_command(arguments: list[str]) -> int:
         if existing:
             print(f"{row.name}: {format_count(existing, 'result')} in {results}, not repeated")
         missing += to_train
-    interrupted = threading.Event()
-    train = partial(
-        _train, tables=tables, runs=options.runs, results=results, interrupted=interrupted
-    )
-    with ThreadPoolExecutor(options.jobs) as pool:
+    processes = Processes()
+    train = partial(_train, tables=tables, runs=options.runs, results=results, processes=processes)
+    with processes.ended_by_sigterm(), ThreadPoolExecutor(options.jobs) as pool:
         try:
             ended = list(pool.map(train, missing))
-        except KeyboardInterrupt:  # the trainings receive it, too
-            interrupted.set()
-    if interrupted.is_set():
+        except KeyboardInterrupt:
+            processes.is_interrupted = True
+    if processes.is_interrupted:
         print("interrupted: the same command continues", flush=True)
-        return 130
+        return INTERRUPTED
     write_tables(tables, results)
     print(f"results, tables and learning curves: {results}")
     for row in rows:
@@ -131,10 +128,10 @@ def _train(
     tables: Path,
     runs: Path,
     results: Path,
-    interrupted: threading.Event,
+    processes: Processes,
 ) -> bool:
     """Train a row with a seed and a library in a process; return whether its result was written."""
-    if interrupted.is_set():
+    if processes.is_interrupted:
         return False
     row, seed, library = run
     run_dir = runs / row.file_stem(library) / f"seed-{seed}"
@@ -146,11 +143,11 @@ def _train(
     log = run_dir.with_suffix(".log")
     print(f"{name}: training for {row.env_steps:,} env steps, log: {log}", flush=True)
     with open(log, "a") as output:
-        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT)
-    if done.returncode == 130:  # Ctrl-C
-        interrupted.set()
+        code = processes.run(command, output)
+    if code == INTERRUPTED:
+        processes.is_interrupted = True
         return False
-    if done.returncode:
+    if code:
         print(f"{name}: failed, see {log}: {shlex.join(command)}", flush=True)
         return False
     (result,) = [one for one in read_results(row, results, library) if one["seed"] == seed]

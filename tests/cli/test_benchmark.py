@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 
 import pytest
 
@@ -72,11 +71,11 @@ def test_interrupted_benchmark_trains_no_other_seed(cli, tmp_path, tiny_table, m
     require_extra("plot")
     started = []
 
-    def run(command, **options):
+    def run(processes, command, output):
         started.append(command)
-        return subprocess.CompletedProcess(command, 130)
+        return 130
 
-    monkeypatch.setattr("flowrl.cli.benchmark.subprocess.run", run)
+    monkeypatch.setattr("flowrl.benchmark.processes.Processes.run", run)
     code, out, _ = cli("benchmark", "tiny", "--seeds", "5", *tiny_table)
     assert code == 130
     assert out.splitlines() == [

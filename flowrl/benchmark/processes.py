@@ -1,0 +1,76 @@
+"""Processes: the processes that a benchmark trains in, which end with it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any
+
+INTERRUPTED = 130  # exit code after Ctrl-C or SIGTERM
+
+
+class Processes:
+    """Runs processes, and ends them on SIGTERM. Ctrl-C reaches them without help.
+
+    Attributes:
+        is_interrupted: whether no other process may start.
+    """
+
+    def __init__(self) -> None:
+        self.is_interrupted = False
+        self._running: set[subprocess.Popen[bytes]] = set()
+
+    def run(self, command: list[str], output: IO[Any] | None = None) -> int:
+        """Run a process until it ends; return its exit code, INTERRUPTED after Ctrl-C and SIGTERM.
+
+        Args:
+            command: the program and its arguments.
+            output: file for stdout and stderr; None: those of this process.
+        """
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+        self._running.add(process)
+        try:
+            if self.is_interrupted:
+                process.terminate()
+            code = process.wait()
+        except KeyboardInterrupt:
+            self.is_interrupted = True
+            process.wait()
+        finally:
+            self._running.discard(process)
+        return INTERRUPTED if self.is_interrupted else code
+
+    @contextmanager
+    def ended_by_sigterm(self) -> Iterator[None]:
+        """Let SIGTERM end the running processes and raise KeyboardInterrupt; for the main
+        thread."""
+
+        def end(number: int, frame: Any) -> None:
+            self.is_interrupted = True
+            for process in tuple(self._running):
+                process.terminate()
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGTERM, end)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+def run_training(command: list[str]) -> None:
+    """Run a training from the main thread until it ends.
+
+    Raises:
+        subprocess.CalledProcessError: the training failed.
+        SystemExit: Ctrl-C or SIGTERM.
+    """
+    processes = Processes()
+    with processes.ended_by_sigterm():
+        code = processes.run(command)
+    if code == INTERRUPTED:
+        raise SystemExit(INTERRUPTED)
+    if code:
+        raise subprocess.CalledProcessError(code, command)

@@ -1,0 +1,64 @@
+"""Processes of a benchmark end with it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from flowrl.benchmark.processes import INTERRUPTED, Processes, run_training
+
+CHILD = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"]
+SCRIPT = f"""
+from flowrl.benchmark.processes import run_training
+
+run_training({CHILD!r})
+"""
+
+
+def is_running(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_sigterm_ends_the_training():
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True)
+    child = int(process.stdout.readline())
+    assert is_running(child)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == INTERRUPTED
+    process.stdout.close()
+    assert not is_running(child)
+
+
+def test_sigterm_ends_all_trainings_and_starts_no_other(tmp_path):
+    processes = Processes()
+    with open(tmp_path / "log", "w") as output, ThreadPoolExecutor(2) as pool:
+        with processes.ended_by_sigterm(), pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            running = [pool.submit(processes.run, CHILD, output) for _ in range(2)]
+            while len((tmp_path / "log").read_text().splitlines()) < 2:
+                time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        assert [each.result(timeout=30) for each in running] == [INTERRUPTED] * 2
+    assert processes.run(CHILD) == INTERRUPTED
+
+
+def test_failure_of_a_training():
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        run_training([sys.executable, "-c", "raise SystemExit(3)"])
+    assert error.value.returncode == 3
+    run_training([sys.executable, "-c", ""])
+
+
+def test_output_goes_to_a_file(tmp_path):
+    command = [sys.executable, "-c", "import sys; print('a'); print('b', file=sys.stderr)"]
+    with open(tmp_path / "log", "w") as output:
+        assert Processes().run(command, output) == 0
+    assert sorted((tmp_path / "log").read_text().split()) == ["a", "b"]
