@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import optree
@@ -143,7 +143,7 @@ class Columns(dict[str, Any]):
         for name, column in self.stored():
             if not name.startswith(PER_SEQUENCE):
                 return len(leaves_of(column)[0])
-        return 0
+        return self.count
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -256,6 +256,24 @@ class Columns(dict[str, Any]):
                         f"column {key!r} has {rows} rows, the batch {self._padded_count()}"
                     )
         super().__setitem__(key, column)
+
+    def update(self, other: Any = (), /, **more: Any) -> None:
+        """Set several columns."""
+        for name, value in dict(other, **more).items():
+            self[name] = value
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        """Return a column; set it first if the batch does not have it."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def __ior__(self, other: Any) -> Self:
+        self.update(other)
+        return self
+
+    def __delitem__(self, key: str) -> None:
+        super().__delitem__(_ALIASES.get(key, key))
 
     def pop(self, key: str, *default: Any) -> Any:
         """Remove a column and return it."""

@@ -61,6 +61,7 @@ class GymnasiumVectorEnv:
         self.resets_in_next_step = mode is AutoresetMode.NEXT_STEP
         self._resetting: np.ndarray = np.zeros(self.num_envs, bool)
         self._num_restores = 0  # each restored run starts episodes with other seeds
+        self._is_seeded = False  # the environment has its seed since it was made or restored
 
     def reset(self, observations: Any) -> None:
         if self._failed and self._make_env is not None:  # it may be unusable after an error
@@ -68,14 +69,15 @@ class GymnasiumVectorEnv:
             self.env = self._make_env()
         self._failed = False
         purpose = ("resumed", self._num_restores) if self._num_restores else ()
-        seed: Any = derive_seed(self._seed, "env", *purpose)
-        if self._seed is not None and isinstance(self.env, (SyncVectorEnv, AsyncVectorEnv)):
-            seed = [derive_seed(self._seed, "env", i, *purpose) for i in range(self.num_envs)]
+        base = None if self._is_seeded else self._seed
+        seed: Any = derive_seed(base, "env", *purpose)
+        if base is not None and isinstance(self.env, (SyncVectorEnv, AsyncVectorEnv)):
+            seed = [derive_seed(base, "env", i, *purpose) for i in range(self.num_envs)]
         elif seed is not None:
             seed %= 2**31 - self.num_envs  # some add the index and take 32-bit integers only
         first, _ = self.env.reset() if seed is None else self.env.reset(seed=seed)
         observations[:] = self._by_env(first)
-        self._seed = None
+        self._is_seeded = True
         self._resetting[:] = False
 
     def _by_env(self, observations: Any) -> Any:
@@ -129,6 +131,7 @@ class GymnasiumVectorEnv:
 
     def load_state_dict(self, state: dict[str, Any] | None, observations: Any) -> list[int]:
         self._num_restores = 0 if state is None else state["num_restores"] + 1
+        self._is_seeded = False
         self.reset(observations)
         return list(range(self.num_envs))
 

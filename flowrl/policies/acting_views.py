@@ -178,7 +178,7 @@ class ActingViews:
         of_agents: the views of other agents.
 
     Raises:
-        ConfigError: a view shows other agents, but there are none.
+        ConfigError: a view shows other agents, and `has_agents` is False.
     """
 
     def __init__(self, policy: ViewingPolicy, states: InitialStates, has_agents: bool = False):
@@ -196,8 +196,8 @@ class ActingViews:
         self._fills: dict[str, Any] = {}
         if self.of_agents and not has_agents:
             raise ConfigError(
-                f"view {next(iter(self.of_agents))!r} shows other agents: set such views before "
-                "the first fragment"
+                f"view {next(iter(self.of_agents))!r} shows other agents: this needs a worker, and "
+                "views that are set before its first fragment"
             )
 
     def _use(self, views: Iterable[View]) -> None:

@@ -376,11 +376,11 @@ class Policy(ActsOnObservations):
         missing = [f"the filter of {name}" for name in self._filters() if name not in saved]
         if missing:
             raise ValueError(f"the state of a {type(self).__name__} lacks {', '.join(missing)}")
-        self.set_weights(state["weights"])
-        if "observations" in state["filters"] and self.observation_filter is None:
+        if "observations" in saved and self.observation_filter is None:
             raise ValueError(
                 "the state normalizes observations: the weights need normalize_observations=True"
             )
+        self.set_weights(state["weights"])
         self.load_filter_state_dict(state["filters"])
         self.timestep = int(state["timestep"])
         self.total_timesteps = self.total_timesteps or state["total_timesteps"]

@@ -17,6 +17,7 @@ from flowrl.replay.frame_table import FrameTable, is_stacked
 from flowrl.replay.output_pool import OutputPool
 from flowrl.replay.schema import (
     DONE_FLAGS,
+    FLAT_KINDS,
     NEXT_OBS,
     OBS,
     ColumnSchema,
@@ -29,7 +30,6 @@ from flowrl.replay.schema import (
 from flowrl.replay.trajectories import SuccessorTable, sort_rows, split_final_observations
 from flowrl.state_schema import Fields, Natural, check_finite, check_own_state
 
-_FLAT = {"rewards": "f", "terminateds": "b", "truncateds": "b", "eps_id": "i", "t": "i"}
 _FINITE = (OBS, "actions", "rewards")
 _ANY_KIND = "biufScO"
 POOLED_BYTES = 1 << 20  # outputs of at least this size reuse memory
@@ -127,7 +127,7 @@ class RingBuffer:
 
     def replace(self, batch: SampleBatch, slots: np.ndarray) -> None:
         """Store rows in these slots [rows], each with its own next observation."""
-        if not self.columns:
+        if self._schema is None:
             self._allocate(batch)
         for slot in slots if self._files is not None else ():
             self._reserve(int(slot), 1, int(slot) + 1)
@@ -151,7 +151,7 @@ class RingBuffer:
         count = sum(counts)
         if not count:
             return
-        if not self.columns:
+        if self._schema is None:
             self._allocate(batches[0])
         batches, ends, final_leaves = split_final_observations(batches, counts)
         first, start = self.num_added, self.num_added % self.capacity
@@ -343,8 +343,9 @@ class RingBuffer:
             raise ValueError(f"the columns {sorted(names)} are not {sorted(state['treespecs'])}")
         for name, leaves in state["columns"].items():
             for leaf in leaves:
-                is_flat = name not in _FLAT or leaf.ndim == 1
-                if not is_flat or leaf.dtype.kind not in _FLAT.get(name, _ANY_KIND):
+                has_one_axis = name not in FLAT_KINDS or leaf.ndim == 1
+                kinds, _ = FLAT_KINDS.get(name, (_ANY_KIND, ""))
+                if not has_one_axis or leaf.dtype.kind not in kinds:
                     raise ValueError(f"the column {name!r} is {leaf.dtype} of shape {leaf.shape}")
         for name in _FINITE:
             check_finite(state["columns"].get(name, []), f"columns/{name}")
@@ -356,7 +357,7 @@ class RingBuffer:
         columns = {name: ring._empty_leaves(name, like) for name, like in state["columns"].items()}
         if "frames" in state:
             ring._frames = FrameTable.from_state(self.capacity, state["frames"], ring._files)
-        if columns:
+        if names:
             treespecs = {
                 name: treespec_from_json(json)
                 for name, json in state["treespecs"].items()

@@ -14,7 +14,8 @@ OBS, NEXT_OBS = SampleBatch.OBS, SampleBatch.NEXT_OBS
 DONE_FLAGS = ("terminateds", "truncateds")
 NOT_STORED = ("unroll_id", "env_id", "infos")  # ids are unique in their fragment only
 
-_KINDS = {  # column -> numpy kinds of its dtype, their description
+# columns with one number per row -> numpy kinds of their dtypes, description
+FLAT_KINDS = {
     **dict.fromkeys(DONE_FLAGS, ("b", "booleans")),
     **dict.fromkeys(("eps_id", "t", "agent_index"), ("iu", "integers")),
     "rewards": ("fiu", "numbers"),
@@ -46,9 +47,9 @@ def check_first_batch(batch: SampleBatch, in_files: bool) -> None:
             f"a batch of sequences (columns {', '.join(recurrent)}) for a buffer of single rows: "
             'for recurrent policies give the buffer storage_unit="sequences"'
         )
-    for name in names & set(_KINDS):
+    for name in names & set(FLAT_KINDS):
         column = np.asarray(batch[name])
-        kinds, description = _KINDS[name]
+        kinds, description = FLAT_KINDS[name]
         if column.ndim != 1 or column.dtype.kind not in kinds:
             raise ValueError(
                 f"column {name!r}: expected {description} [rows], got {column.dtype} "

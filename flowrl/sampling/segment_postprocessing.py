@@ -63,7 +63,8 @@ class SegmentPostprocessing:
             others = {a: pair for a, pair in batches.items() if a != agent}
             result = postprocessed(policy, batch, others or None, episode)
             if self._calls_back:
-                own = policy, batch.without_columns("next_values")
+                # an agent that returned after its end has two parts; batches has the last one
+                own = policy, batch.without_columns("next_values").isolated()
                 call(
                     self._callbacks,
                     "on_postprocess_trajectory",

@@ -52,6 +52,37 @@ def test_next_obs_is_stored_as_new_obs():
         SampleBatch(new_obs=[1], next_obs=[1])
 
 
+def test_methods_of_dicts_check_columns():
+    batch = SampleBatch(obs=[1, 2, 3], new_obs=[2, 3, 4])
+    for write in (
+        lambda: batch.update(next_obs=np.zeros(5)),
+        lambda: batch.update({"rewards": [1.0]}),
+        lambda: batch.setdefault("rewards", [1.0, 2.0]),
+        lambda: batch.__ior__({"rewards": [1.0]}),
+    ):
+        with pytest.raises(ValueError, match="rows, the batch 3"):
+            write()
+    assert list(batch) == ["obs", "new_obs"]
+    batch.update({"next_obs": [7, 8, 9]}, rewards=[0.0, 1.0, 2.0])
+    assert batch["new_obs"].tolist() == [7, 8, 9]
+    assert batch.setdefault("rewards", None).tolist() == [0.0, 1.0, 2.0]
+    assert isinstance(batch.setdefault("t", [0, 1, 2]), np.ndarray)
+    batch |= {"next_obs": [1, 1, 1]}
+    assert type(batch) is SampleBatch
+    del batch["next_obs"]
+    assert list(batch) == ["obs", "rewards", "t"]
+    with pytest.raises(KeyError):
+        del batch["next_obs"]
+
+
+def test_columns_are_added_to_lengths_of_sequences():
+    batch = SampleBatch(seq_lens=[2])
+    batch["obs"] = np.zeros(2)
+    assert batch.count == 2
+    with pytest.raises(ValueError, match="has 3 rows, the batch 2"):
+        SampleBatch(seq_lens=[2])["obs"] = np.zeros(3)
+
+
 def test_dones_need_both_flags():
     for flag in ("terminateds", "truncateds"):
         batch = SampleBatch({flag: [True, False]})

@@ -11,7 +11,7 @@ from flowrl.algorithms.sac import SACTorchPolicy
 from flowrl.algorithms.td3 import TD3TorchPolicy
 from flowrl.data import pad_batch_to_sequences_of_same_size
 from flowrl.data.sequences import sequence_minibatches
-from flowrl.policies import ConfigError
+from flowrl.policies import ConfigError, Policy
 from flowrl.sampling import RolloutWorker
 from flowrl.seeding import stream_state
 
@@ -209,6 +209,23 @@ def test_padded_batches_learn_in_minibatches():
     assert other.learn_on_minibatches(padded, 2, 8) == pytest.approx(stats, rel=1e-4, abs=1e-6)
     with pytest.raises(ValueError, match="without_padding"):
         next(sequence_minibatches(padded, 8))
+
+
+def test_state_of_a_normalizing_policy_changes_no_other_policy():
+    class Plain(Policy):
+        weights = np.zeros(2)
+
+        def get_weights(self):
+            return {"w": self.weights}
+
+        def set_weights(self, weights):
+            self.weights = weights["w"]
+
+    normalizing, other = Plain(BOX, TWO, {"normalize_observations": True}), Plain(BOX, TWO, {})
+    normalizing.weights = np.ones(2)
+    with pytest.raises(ValueError, match="need normalize_observations=True"):
+        other.set_state(normalizing.get_state())
+    assert other.weights.tolist() == [0, 0]
 
 
 def test_sequences_of_one_row_learn():

@@ -385,6 +385,20 @@ def test_invalid_first_batch_leaves_the_buffer_unchanged(make, columns, match):
         ReplayBuffer(9, n_step=2).add(batch.without_columns("rewards"))
 
 
+@pytest.mark.parametrize(
+    "columns", [{"rewards": np.arange(3)}, {"eps_id": np.ones(3, np.uint32)}], ids=str
+)
+def test_all_dtypes_of_numbers_can_be_restored(columns):
+    batch = FragmentStream(1, [5]).fragment(3, "plain").with_columns(**columns)
+    buffer, restored = ReplayBuffer(9, seed=0), ReplayBuffer(9, seed=0)
+    buffer.add(batch)
+    restored.load_state_dict(buffer.state_dict())
+    (name,) = columns
+    drawn = restored.sample(8)[name]
+    assert drawn.dtype == columns[name].dtype
+    assert drawn.tolist() == buffer.sample(8)[name].tolist()
+
+
 def test_integers_are_stored_without_loss_only():
     def batch(dtype, value):
         return SampleBatch(

@@ -106,6 +106,25 @@ def test_stacks_of_other_buffers(kind):
     check_uses(buffer._ring._frames)
 
 
+def test_stacks_without_other_columns():
+    def batch(first):
+        index = np.stack([np.arange(4), np.arange(1, 5)], 1)
+        base = np.arange(first, first + 6, dtype=np.float32)[:, None]
+        obs, new_obs = IndexedColumn(base, index), IndexedColumn(base, index + 1)
+        return SampleBatch.unchecked({"obs": obs, "new_obs": new_obs})
+
+    buffer = ReplayBuffer(10, seed=0)
+    for first in (0, 10):
+        buffer.add(batch(first))
+    restored = ReplayBuffer(10, seed=0)
+    restored.load_state_dict(buffer.state_dict())
+    for each in (buffer, restored):
+        each.add(batch(20))  # replaces the two oldest rows
+        drawn = {tuple(stack) for stack in each.sample(500)["obs"][:, :, 0].tolist()}
+        expected = [(first + i, first + i + 1) for first in (0, 10, 20) for i in range(4)]
+        assert sorted(drawn) == expected[2:]
+
+
 def test_stacks_of_sequences():
     stream = FragmentStream(1, [7] * 100)
     buffer = ReplayBuffer(60, storage_unit="sequences", max_seq_len=4, burn_in=2, seed=0)

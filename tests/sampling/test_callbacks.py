@@ -164,6 +164,16 @@ def test_callback_adds_next_actions_column():
     worker.policy.learn_on_batch(batch)
 
 
+def test_original_batches_are_read_only():
+    class Writes(DefaultCallbacks):
+        def on_postprocess_trajectory(self, *, agent_id, original_batches, **kwargs):
+            original_batches[agent_id][1]["rewards"][:] = -7
+
+    worker = RolloutWorker("CartPole-v1", PPOTorchPolicy, {"callbacks_class": Writes})
+    with pytest.raises(ValueError, match="read-only"):
+        worker.sample()
+
+
 def test_column_missing_in_some_segments_is_filled_with_zeros(caplog):
     class OddEpisodes(DefaultCallbacks):
         def on_postprocess_trajectory(self, *, postprocessed_batch, **kwargs):

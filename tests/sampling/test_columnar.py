@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from flowrl.data import SampleBatch
 from flowrl.data.indexed_columns import IndexedColumn
 from flowrl.envs import register_env
+from flowrl.envs.gymnasium_vector_env import GymnasiumVectorEnv
 from flowrl.policies import ConfigError
 from flowrl.policies.views import ViewRequirement
 from flowrl.sampling import RolloutWorker, SimpleListCollector, WorkerSet
@@ -119,6 +120,21 @@ def test_resets_of_vector_environments_cost_no_rows(lengths, fragment, by_row, w
         check_rows(rows, length)
         steps = rows["obs"][:, 0] * length + rows["obs"][:, 1]
         assert steps.tolist() == list(range(rows.count))
+
+
+@pytest.mark.parametrize("mode", ["sync", "vector_entry_point"])
+def test_restored_vector_environments_start_the_same_episodes(mode):
+    def starts(*earlier):
+        env = GymnasiumVectorEnv(gym.make_vec("CartPole-v1", 2, vectorization_mode=mode), seed=3)
+        observations = np.zeros((2, 4), np.float32)
+        for _ in earlier:
+            env.reset(observations)
+        env.load_state_dict({"num_restores": 0}, observations)
+        env.close()
+        return observations.tolist()
+
+    assert starts() == starts("used")
+    assert starts()[0] != starts()[1]
 
 
 @pytest.mark.parametrize("mode", ["sync", "async", "vector_entry_point"])

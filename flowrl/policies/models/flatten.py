@@ -82,8 +82,7 @@ def flatten_numpy(space: spaces.Space, values: Any) -> np.ndarray:
         indices = values.reshape(-1) - int(space.start)
         if indices.size and not (indices.min() >= 0 and indices.max() < space.n):
             raise ValueError(f"observations {values} are not in {space}")
-        one_hot = np.eye(int(space.n), dtype=np.float32)[indices]
-        return one_hot.reshape(values.shape[0], -1)
+        return _one_hot(indices, int(space.n)).reshape(values.shape[0], -1)
     if isinstance(space, spaces.MultiDiscrete):
         nvec, start = space.nvec.reshape(-1), space.start.reshape(-1)
         indices = values.reshape(len(values), -1, len(nvec)) - start
@@ -99,6 +98,13 @@ def flatten_numpy(space: spaces.Space, values: Any) -> np.ndarray:
 def flatten_actions_numpy(space: spaces.Space, actions: Any) -> np.ndarray:
     """Return features [rows, size], float32, of a policy's zero-based actions, nested or not."""
     if isinstance(space, spaces.Discrete):
-        return np.eye(int(space.n), dtype=np.float32)[actions]
+        return _one_hot(np.asarray(actions), int(space.n))
     tensors = optree.tree_map(lambda leaf: torch.from_numpy(np.array(leaf)), actions)
     return flatten(space, tensors, zero_based=True).numpy()
+
+
+def _one_hot(indices: np.ndarray, size: int) -> np.ndarray:
+    """Return vectors [..., size], float32, with 1 at the indices [...] and 0 elsewhere."""
+    vectors = np.zeros((indices.size, size), np.float32)
+    vectors[np.arange(indices.size), indices.reshape(-1)] = 1.0
+    return vectors.reshape(*indices.shape, size)
