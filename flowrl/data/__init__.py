@@ -1,4 +1,4 @@
-"""Batches of experience and their storage; needs numpy only."""
+"""Batches of experience and their storage; imports neither torch nor Ray."""
 
 from flowrl.data.batch_ref import BatchRef
 from flowrl.data.sample_batch import DEFAULT_POLICY_ID, Batch, MultiAgentBatch, SampleBatch

@@ -31,14 +31,16 @@ NO_LIMITS = CallLimits()
 def _limited(function: Callable[..., Any], seconds: float, method: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with time_limit(seconds, f"{method}() took more than env_{method}_timeout_s={seconds:g} s"):
+        with limit_seconds(
+            seconds, f"{method}() took more than env_{method}_timeout_s={seconds:g} s"
+        ):
             return function(*args, **kwargs)
 
     return call
 
 
 @contextmanager
-def time_limit(seconds: float, message: str) -> Iterator[None]:
+def limit_seconds(seconds: float, message: str) -> Iterator[None]:
     """Raise TimeoutError in the block after a time, by the signal SIGALRM.
 
     A function in C that ignores signals is not interrupted, and neither is another thread than the

@@ -33,8 +33,8 @@ from flowrl.envs.registry import (
     EnvCreator,
     apply_horizon,
     creator_name,
+    ensure_registered,
     env_id_of,
-    find_env_spec,
 )
 from flowrl.envs.restarting_envs import RestartingEnvs
 from flowrl.envs.single_agent_adapter import SingleAgentAdapter
@@ -206,7 +206,7 @@ class EnvFactory:
             raise ConfigError(f'vectorization_mode="{self._mode}" needs an env id')
         self._check_horizon()
         if self._mode == "vector_entry_point":
-            find_env_spec(env_id)  # a worker has not registered it yet
+            ensure_registered(env_id)  # a worker has not registered it yet
             settings = self._with_atari(for_vector_entry_point)
             try:
                 env = gym.make_vec(
@@ -224,7 +224,7 @@ class EnvFactory:
 
         settings = {"num_threads": 1}
         if self.is_atari:
-            find_env_spec(env_id)
+            ensure_registered(env_id)
             settings |= self._with_atari(partial(for_envpool, env_id))
             env_id = env_id.removeprefix("ALE/")
         settings |= self._env_config

@@ -103,8 +103,8 @@ def register_env(name: str, creator: EnvCreator) -> None:
     _CREATORS[name] = _creator_of_function(creator)
 
 
-def find_env_spec(env_id: str) -> None:
-    """Find an id in gymnasium's registry; register those of other packages if they are needed.
+def ensure_registered(env_id: str) -> None:
+    """Check that gymnasium's registry has an id; register those of known packages first.
 
     Raises:
         ConfigError: the id is unknown; the message suggests what to install or the nearest id.
@@ -153,7 +153,7 @@ def find_env_spec(env_id: str) -> None:
 
 
 def _make_by_id(env_id: str, context: EnvContext) -> gym.Env:
-    find_env_spec(env_id)
+    ensure_registered(env_id)
     try:
         if context.atari is not None and is_atari(env_id):
             return make_atari(env_id, context.atari, **context)
@@ -355,7 +355,7 @@ def env_creator_for(env: Any) -> EnvCreator:
             return _CREATORS[env]
         if ":" in env:
             return _creator_of_import(env)
-        find_env_spec(env)
+        ensure_registered(env)
         return partial(_make_by_id, env)
     if isinstance(env, type):
         _check_methods(env)
@@ -373,7 +373,7 @@ def env_creator_for(env: Any) -> EnvCreator:
     )
 
 
-def check_registered(env: str, env_config: dict[str, Any]) -> None:
+def check_imports_no_code(env: str, env_config: dict[str, Any]) -> None:
     """Check that creating an environment named in a file imports nothing that the file chooses.
 
     Args:

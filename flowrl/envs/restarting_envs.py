@@ -99,7 +99,7 @@ class RestartingEnvs:
         self._seed = seed
         self._max_restarts = max_restarts
         self._failures = [0] * num_envs  # consecutive
-        self._late_failures = [0] * num_envs  # likewise
+        self._late_failures = [0] * num_envs  # consecutive, after LATE_STEPS steps of an episode
         self._failed_steps = [0] * num_envs  # of the episode, at the last failure
         self._num_created = [0] * num_envs
         self._seeded = [False] * num_envs

@@ -1,4 +1,4 @@
-"""Checks of observations, rewards, actions and policy outputs against their spaces."""
+"""Checks of what environments return: results, observations, rewards and flags."""
 
 from __future__ import annotations
 

@@ -61,8 +61,8 @@ class VectorEnv(Protocol):
         Args:
             actions: [N, ...].
             observations: output, the observations to act on next [N, ...].
-            rewards: output [N].
-            terminateds, truncateds: output [N]; the caller passes them filled with False.
+            rewards: output, float32 [N].
+            terminateds, truncateds: output, bool [N], filled with False by the caller.
 
         All are arrays or lists of length N.
         """

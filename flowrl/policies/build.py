@@ -184,7 +184,8 @@ class BuiltTorchPolicy(TorchPolicy):
 
     def __init__(self, observation_space: Any, action_space: Any, config: Any = None):
         settings = self.config = self.config_from({} if config is None else config)
-        self._last_loss: tuple[Any, Any] = (None, None)  # and its batch, for extra_grad_process
+        # loss and batch of the current update, for extra_grad_process
+        self._last_loss: tuple[Any, Any] = (None, None)
         for hook in ("validate_spaces", "before_init"):
             self._call_init_hook(hook, observation_space, action_space)
         TorchPolicy.__init__(self, observation_space, action_space, settings)

@@ -153,9 +153,10 @@ class ExplorationConfig(Settings):
         "OrnsteinUhlenbeckNoise",
         "Random",
     ] = "StochasticSampling"
-    """Sample from the distribution; take the best action, except for a share of random ones;
-    the same with a different share on each worker; add noise to the best action (independent or
-    correlated); or act randomly."""
+    """How actions are chosen. "StochasticSampling" samples from the distribution. "EpsilonGreedy"
+    takes the best action, except for a share of random ones; "PerWorkerEpsilonGreedy" has another
+    share on each worker. "GaussianNoise" and "OrnsteinUhlenbeckNoise" add independent or
+    correlated noise to the best action. "Random" acts uniformly at random."""
     random_timesteps: NotNegativeInt = 0
     """Env steps of random actions at the start."""
     epsilon: Schedule = Field(default=cast(ScheduleValue, [(0, 1.0), (10_000, 0.05)]))

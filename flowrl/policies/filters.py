@@ -14,12 +14,17 @@ class RunningMeanStd:
 
     Args:
         shape: shape of one row.
+
+    Attributes:
+        count: number of rows.
+        mean: mean of the rows, float64 [*shape].
+        m2: sum of squared deviations from the mean, float64 [*shape].
     """
 
     def __init__(self, shape: tuple[int, ...] = ()):
         self.count = 0.0
         self.mean = np.zeros(shape)
-        self.m2 = np.zeros(shape)  # sum of squared deviations from the mean
+        self.m2 = np.zeros(shape)
 
     def update(self, rows: np.ndarray) -> None:
         """Add rows [n, *shape]."""

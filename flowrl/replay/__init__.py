@@ -1,4 +1,7 @@
-"""Replay buffers: uniform, prioritized, mix-in, reservoir, multi-agent; needs numpy only."""
+"""Replay buffers: uniform, prioritized, mix-in, reservoir, multi-agent.
+
+Imports neither torch nor Ray.
+"""
 
 from flowrl.replay.buffers import ReplayBuffer
 from flowrl.replay.mix_in import MixInReplayBuffer

@@ -1,11 +1,17 @@
 """Sampling: rollout workers and what they consist of.
 
-Workers: worker_set, rollout_worker, rollout_pool, weight_sync, placement. Samplers, of which
-fragment_sampler chooses one: column_sampler (one agent per environment), multi_agent_sampler
-(several), collector_sampler (a user's SampleCollector). Rows: lane_rows, policy_lanes, segments,
-running_episodes. Batches: fragment_builder, agent_batches, views, column_shipping. Callbacks:
-callbacks, episode, episode_callbacks, agent_records. Checks: step_checks, agent_checks,
-output_checks.
+Workers: worker_set, rollout_worker, worker_config, environments, policy_map, ids, rollout_pool,
+replayed_pool, spare_worker, weight_sync, placement.
+Samplers: sampler (on request or ahead). fragment_sampler chooses column_sampler (one agent per
+environment), multi_agent_sampler (several agents; with agent_episodes, agent_state) or
+collector_sampler (a user's collector).
+Collectors: sample_collector (the abstract class), list_collector, collected_rows.
+Rows: lane_rows, policy_lanes, policy_outputs, segments, running_episodes, agent_views, lost_lives,
+episode_returns.
+Batches: fragment_builder, agent_batches, segment_postprocessing, views, column_shipping.
+Callbacks: callbacks, episode, episode_callbacks, agent_records.
+Checks: step_checks, agent_checks, output_checks.
+Protocols: sampler_worker, callback_worker.
 """
 
 from flowrl.data.types import AgentID, EpisodeID, PolicyID, TensorType

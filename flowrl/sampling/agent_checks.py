@@ -29,18 +29,18 @@ class AgentChecks:
     """Checks observations and rewards against the spaces of agents and policies.
 
     Args:
-        multi_agent_env: the environments.
+        agent_envs: the environments.
         on_invalid_step: the setting; "warn" accepts observations outside of the bounds of a Box.
         worker_index: for the warning.
     """
 
     def __init__(
         self,
-        multi_agent_env: MultiAgentVectorEnv,
+        agent_envs: MultiAgentVectorEnv,
         on_invalid_step: OnInvalidStep,
         worker_index: int,
     ):
-        self._multi_agent_env = multi_agent_env
+        self._multi_agent_env = agent_envs
         self._warn_only = on_invalid_step == "warn"
         self._replaces = on_invalid_step == "replace"
         self._worker_index = worker_index

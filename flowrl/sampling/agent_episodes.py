@@ -28,7 +28,7 @@ class AgentEpisodes:
     """Starts and ends episodes and trajectories, and calls the callbacks.
 
     Args:
-        multi_agent_env: the environments.
+        agent_envs: the environments.
         worker: passed to the records of episodes; maps agents to policies.
         settings: the sampling settings.
         policies: the rows of each policy.
@@ -49,7 +49,7 @@ class AgentEpisodes:
 
     def __init__(
         self,
-        multi_agent_env: MultiAgentVectorEnv,
+        agent_envs: MultiAgentVectorEnv,
         worker: SamplerWorker,
         settings: WorkerConfig,
         policies: Mapping[PolicyID, PolicyLanes],
@@ -58,12 +58,12 @@ class AgentEpisodes:
         batches: AgentBatches,
         first_id: int,
     ):
-        self._worker, self._multi_agent_env, self._policies = worker, multi_agent_env, policies
+        self._worker, self._multi_agent_env, self._policies = worker, agent_envs, policies
         self._soft_horizon = settings.horizon if settings.soft_horizon else None
         self.ids = IdCounter(first_id)
         self.checks, self.records, self._batches = checks, records, batches
-        self.running: list[RunningEpisode | None] = [None] * multi_agent_env.num_envs
-        self.is_steady = [False] * multi_agent_env.num_envs
+        self.running: list[RunningEpisode | None] = [None] * agent_envs.num_envs
+        self.is_steady = [False] * agent_envs.num_envs
         self.ended: list[RunningEpisode] = []
         self.changed: set[int] = set()
         self.failed: set[int] = set()

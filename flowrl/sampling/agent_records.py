@@ -10,7 +10,7 @@ import numpy as np
 from flowrl.data.fragment_columns import FragmentColumns, map_leaves, value_at
 from flowrl.data.types import PolicyID
 from flowrl.policies.policy import Policy
-from flowrl.sampling.callbacks import EPISODE_EVENTS, STEP_EVENTS, call, overrides
+from flowrl.sampling.callbacks import EPISODE_EVENTS, EVENTS_WITH_EPISODE, call, overrides
 from flowrl.sampling.episode import AgentRecord, MultiAgentEpisode
 from flowrl.sampling.policy_lanes import PolicyLanes
 from flowrl.sampling.running_episodes import RunningEpisode, Trajectory
@@ -39,8 +39,8 @@ class AgentRecords:
     ):
         self._worker, self._base_env, self._policies = worker, base_env, policies
         callbacks = worker.callbacks
-        self._is_used = is_used or overrides(callbacks, *EPISODE_EVENTS)
-        self._calls = {name for name in STEP_EVENTS if overrides(callbacks, name)}
+        self._is_used = is_used or overrides(callbacks, *EVENTS_WITH_EPISODE)
+        self._calls = {name for name in EPISODE_EVENTS if overrides(callbacks, name)}
         self.needs_steps = "on_episode_step" in self._calls
 
     def updated(self, episode: RunningEpisode) -> MultiAgentEpisode | None:

@@ -15,11 +15,9 @@ from flowrl.sampling.episode import MultiAgentEpisode
 from flowrl.setting_values import nearest
 from flowrl.settings import ConfigError
 
-STEP_EVENTS = ("on_episode_start", "on_episode_step", "on_episode_end")
-
-EPISODE_EVENTS = (*STEP_EVENTS, "on_postprocess_trajectory")
-
-SAMPLING_EVENTS = (*EPISODE_EVENTS, "on_sample_end")  # called while a worker samples
+EPISODE_EVENTS = ("on_episode_start", "on_episode_step", "on_episode_end")
+EVENTS_WITH_EPISODE = (*EPISODE_EVENTS, "on_postprocess_trajectory")  # get a MultiAgentEpisode
+SAMPLING_EVENTS = (*EVENTS_WITH_EPISODE, "on_sample_end")  # called while a worker samples
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -310,7 +310,7 @@ class CollectorSampler(MultiAgentSampler):
             policy_id: CollectorLanes(collectors, policy_id, policy, settings)
             for policy_id, policy in worker.policy_map.items()
         }
-        records = AgentRecords(worker, self.multi_agent_env, policies, is_used=True)
+        records = AgentRecords(worker, self.agent_envs, policies, is_used=True)
         postprocess = SegmentPostprocessing(worker.policy_map, worker.callbacks, worker)
         return (
             policies,

@@ -22,7 +22,7 @@ from flowrl.data.spaces import stack_values, zeros_of
 from flowrl.envs.validation import ObservationCheck
 from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv, VectorStep
 from flowrl.policies.acting_views import InitialStates, signature_of
-from flowrl.sampling.callbacks import EPISODE_EVENTS, overrides
+from flowrl.sampling.callbacks import EVENTS_WITH_EPISODE, overrides
 from flowrl.sampling.episode import EpisodeMetrics, MultiAgentEpisode
 from flowrl.sampling.episode_callbacks import EpisodeCallbacks
 from flowrl.sampling.episode_returns import EpisodeReturns
@@ -46,7 +46,6 @@ from flowrl.state_schema import Fields, Natural, check_state
 log = logging.getLogger("flowrl")
 
 INPUTS = ("raw_obs", "obs", "rewards", "terminateds", "truncateds")
-
 
 _STATE: Fields = {
     "tracker": dict[str, Any],
@@ -118,19 +117,17 @@ class ColumnSampler:
         check_actions = not (discrete and isinstance(vector_env, DirectVectorEnv))
         self._outputs = PolicyOutputs(policy, self._columns, self._check, check_actions)
         self._callbacks: EpisodeCallbacks | None = None
-        if overrides(worker.callbacks, *EPISODE_EVENTS):
+        if overrides(worker.callbacks, *EVENTS_WITH_EPISODE):
             ids = self._tracker.episode_ids
             self._callbacks = EpisodeCallbacks(worker, base_env, self._columns, self._check, ids)
-        # glibc maps and unmaps each large block, at a page fault per 4 KiB, until a larger block
-        # was freed; afterwards the columns of fragments reuse mapped memory
-        np.empty(16 << 20, np.uint8)
+        _keep_freed_memory()
         # nested observations, which are not written to the columns directly
         self._nested: list[Any] | None = (
             None if self._check.is_array else [None] * vector_env.num_envs
         )
         self._defers_values = False  # in the current fragment
         self._used = 0  # rows in the columns that are in no fragment yet
-        self._infos: list[Any] = []  # of each of these rows
+        self._infos: list[Any] = []  # of the rows from 0 to _used
         self._returns = EpisodeReturns(vector_env.num_envs)
 
     def _allocate_inputs(self) -> None:
@@ -169,7 +166,7 @@ class ColumnSampler:
         if self._views.signature != signature_of(self.policy.view_requirements):
             self._views = Views(self.policy, self._states)
             self._columns.look_back(self._views.lookback)
-        self._defers_values = self._views.defer_values
+        self._defers_values = self._views.defers_values
         if self._defers_values:
             self._columns.drop("vf_preds")
         self._states.begin()
@@ -442,3 +439,9 @@ class ColumnSampler:
 
 def _savable(info: dict[str, Any]) -> dict[str, Any]:
     return info if can_be_saved(info) else {}
+
+
+def _keep_freed_memory() -> None:
+    """Allocate and free one large block: afterwards glibc keeps the memory of freed columns for new
+    ones, instead of returning each to the system at the cost of page faults."""
+    np.empty(16 << 20, np.uint8)

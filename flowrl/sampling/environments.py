@@ -28,7 +28,7 @@ class WorkerEnvironments:
         on_created: called with each new environment and its EnvContext.
 
     Attributes:
-        multi_agent_env: the environments, stepped with actions by agent id.
+        agent_envs: the environments, stepped with actions by agent id.
         vector_env: the environments, stepped with arrays; None for multi-agent environments.
         is_atari: whether the environments are preprocessed Atari games.
     """
@@ -62,10 +62,10 @@ class WorkerEnvironments:
         self._open()
 
     def _open(self) -> None:
-        self.multi_agent_env: MultiAgentVectorEnv = self._envs.make_vector_env()
+        self.agent_envs: MultiAgentVectorEnv = self._envs.make_vector_env()
         self.vector_env: VectorEnv | None = None
-        if isinstance(self.multi_agent_env, SingleAgentAdapter):
-            self.vector_env = self.multi_agent_env.vector_env
+        if isinstance(self.agent_envs, SingleAgentAdapter):
+            self.vector_env = self.agent_envs.vector_env
 
     def reopen(self) -> None:
         """Recreate the environments; their first episodes are seeded as in a new worker."""
@@ -75,9 +75,9 @@ class WorkerEnvironments:
     def space_of(self, agent_id: AgentID, column: str) -> spaces.Space:
         """Return the space of an agent's `obs` or `actions`."""
         if column == "obs":
-            return self.multi_agent_env.observation_space(agent_id)
-        return self.multi_agent_env.action_space(agent_id)
+            return self.agent_envs.observation_space(agent_id)
+        return self.agent_envs.action_space(agent_id)
 
     def close(self) -> None:
         """Close the environments."""
-        self.multi_agent_env.close()
+        self.agent_envs.close()

@@ -37,7 +37,20 @@ _STATE_FIELDS = ("length", "total_reward", "custom_metrics", "hist_data", "is_fa
 
 
 class AgentRecord:
-    """One agent in an episode."""
+    """One agent in an episode.
+
+    Attributes:
+        policy_id: the policy that acts for the agent.
+        agent_index: number of the agent in the episode, from 0, in the order of appearance.
+        alive: whether the agent was observed and has not ended.
+        action: latest action without a next observation; None otherwise.
+        pending_reward: sum of rewards since that action.
+        total_reward: sum of all rewards.
+        obs, raw_obs: latest observation, normalized and as the environment returned it.
+        info: latest info dict.
+        last_action, last_reward: those of the latest complete row.
+        prev_action, prev_reward: those of the row before it.
+    """
 
     __slots__ = (
         "action", "agent_index", "alive", "info", "last_action", "last_reward", "obs",
@@ -47,8 +60,8 @@ class AgentRecord:
     def __init__(self, policy_id: PolicyID, agent_index: int):
         self.policy_id = policy_id
         self.agent_index = agent_index
-        self.alive = False  # observed and not done
-        self.action: Any = None  # waits for its reward and next observation
+        self.alive = False
+        self.action: Any = None
         self.pending_reward = 0.0
         self.total_reward = 0.0
         self.obs: Any = None

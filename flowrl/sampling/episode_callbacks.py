@@ -12,7 +12,7 @@ from flowrl.envs.single_agent_adapter import SINGLE_AGENT
 from flowrl.envs.validation import ObservationCheck
 from flowrl.envs.vector_env import VectorStep
 from flowrl.sampling.agent_records import add_rows, note_observation
-from flowrl.sampling.callbacks import STEP_EVENTS, call, overrides
+from flowrl.sampling.callbacks import EPISODE_EVENTS, call, overrides
 from flowrl.sampling.episode import MultiAgentEpisode
 from flowrl.sampling.sampler_worker import SamplerWorker
 
@@ -20,14 +20,14 @@ from flowrl.sampling.sampler_worker import SamplerWorker
 class EpisodeCallbacks:
     """Keeps a MultiAgentEpisode for each environment, and passes it to the callbacks.
 
+    An episode is updated from the columns before a callback is called, and by `update_all`.
+
     Args:
         worker: its callbacks are called.
         base_env: the environments, passed to the callbacks.
         columns: the rows of all environments.
         check: copies final observations.
         episode_ids: id of each environment's episode, [N]; the sampler updates it.
-
-    An episode is updated from the columns when a callback is called, or `update_all`.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class EpisodeCallbacks:
         self._row: int | None = None  # the row of the step whose callbacks are called
         self._finished: dict[int, MultiAgentEpisode] = {}
         self._by_id: dict[int, MultiAgentEpisode] = {}
-        self._calls = {name for name in STEP_EVENTS if overrides(worker.callbacks, name)}
+        self._calls = {name for name in EPISODE_EVENTS if overrides(worker.callbacks, name)}
 
     def start_all(self) -> None:
         """Start an episode in every environment, with the observations of row 0."""

@@ -54,7 +54,7 @@ class FragmentBuilder:
         segments: Segments,
         finals: Any,
         infos: list[Any] | None = None,
-        more_inputs: Callable[[np.ndarray], dict[str, Any]] | None = None,
+        agent_inputs: Callable[[np.ndarray], dict[str, Any]] | None = None,
         adds_values: bool = False,
     ) -> SampleBatch:
         """Return the rows of segments, in their order; with `next_values` if each segment is
@@ -68,13 +68,13 @@ class FragmentBuilder:
             finals: final observations of the episodes that ended, normalized.
             infos: the infos of each row, by lane; an empty list for rows without infos. None: they
                 are a column.
-            more_inputs: returns the views of other agents after segments, from their indices.
+            agent_inputs: returns the views of other agents after segments, from their indices.
             adds_values: compute the column `vf_preds`, which was not stored with the actions.
         """
         policy, lanes = self.policy, columns.lanes
         lengths = segments.lengths
         count = int(lengths.sum())
-        order = real = None
+        order = in_segments = None
         if count < used * lanes or not segments.in_lane_order:
             row, segment = segments.rows()
             order = row * lanes + segments.lanes[segment]
@@ -86,10 +86,13 @@ class FragmentBuilder:
         obs = grid.pop("obs")
         recorded: dict[str, Any] = {name: grid.pop(name) for name in ("infos", "t") if name in grid}
         if order is not None:
-            real = np.zeros((used, lanes), bool)
-            real.reshape(-1)[order] = True
+            in_segments = np.zeros((used, lanes), bool)
+            in_segments.reshape(-1)[order] = True
             # sums and estimates must not depend on rows that are not returned
-            grid = {name: map_leaves(lambda a: _masked(a, real), a) for name, a in grid.items()}
+            grid = {
+                name: map_leaves(lambda a: _zero_others(a, in_segments), column)
+                for name, column in grid.items()
+            }
         if adds_values:
             started = time.perf_counter()
             grid["vf_preds"] = values_of(policy, obs, order)
@@ -102,13 +105,13 @@ class FragmentBuilder:
             grid["terminateds"], grid["truncateds"] = none, none
         if policy.reward_scaler is not None:
             grid["rewards"] = self._scaled(
-                grid["rewards"], segments, None if order is None else real
+                grid["rewards"], segments, None if order is None else in_segments
             )
         grid["rewards"] = clipped_rewards(grid["rewards"], self._clip_rewards)
         last = _last_observations(columns, segments, finals)
-        added = self._postprocessed(columns, views, segments, obs, grid, last, more_inputs)
+        added = self._postprocessed(columns, views, segments, obs, grid, last, agent_inputs)
         rows: dict[str, Any] = {}
-        if not views.replace_observations:
+        if not views.replaces_observations:
             rows = _observations(obs, order, last, np.cumsum(lengths) - 1)
         for name, column in {**grid, **recorded, **added}.items():
             if isinstance(column, np.ndarray):
@@ -152,14 +155,14 @@ class FragmentBuilder:
         }
 
     def _scaled(
-        self, rewards: np.ndarray, segments: Segments, real: np.ndarray | None
+        self, rewards: np.ndarray, segments: Segments, in_segments: np.ndarray | None
     ) -> np.ndarray:
         """Return scaled rewards [rows, N]; only those of the segments are observed.
 
         Args:
             rewards: [rows, N], 0 where no segment has the row.
             segments: the rows to return.
-            real: which rows are in segments, bool [rows, N]; None if all are.
+            in_segments: which rows are in segments, bool [rows, N]; None if all are.
         """
         scaler = self.policy.reward_scaler
         assert scaler is not None
@@ -178,7 +181,7 @@ class FragmentBuilder:
         resets[segments.begins[starts] - 1, segments.lanes[starts]] = True
         ended = segments.events == Event.ENDED
         resets[segments.ends[ended] - 1, segments.lanes[ended]] = True
-        sums = scaler.observe(rewards, sums, resets, real)
+        sums = scaler.observe(rewards, sums, resets, in_segments)
         continues = np.ones(len(sums), bool)
         continues[segments.lanes[order]] = ~ended[order]  # the last segment of each lane decides
         scaler.discounted_sums = np.where(continues, sums, 0.0)
@@ -192,7 +195,7 @@ class FragmentBuilder:
         obs: Any,
         grid: dict[str, Any],
         last: Any,
-        more_inputs: Callable[[np.ndarray], dict[str, Any]] | None,
+        agent_inputs: Callable[[np.ndarray], dict[str, Any]] | None,
     ) -> dict[str, Any]:
         """Return the columns that the policy adds, [rows, N, …]."""
         policy = self.policy
@@ -213,8 +216,8 @@ class FragmentBuilder:
                     found = policy.compute_values(observations)
                 else:
                     inputs = views.inputs_after(columns, segments.select(cut), observations)
-                    if more_inputs is not None:
-                        inputs |= more_inputs(cut)
+                    if agent_inputs is not None:
+                        inputs |= agent_inputs(cut)
                     found = policy.compute_values_from_input_dict(inputs)
                 next_values[ends[cut] - 1, lanes[cut]] = found
             fragment["next_values"] = next_values
@@ -267,10 +270,10 @@ def clipped_rewards(rewards: np.ndarray, clip: bool | float | None) -> np.ndarra
     return np.sign(rewards) if clip is True else np.clip(rewards, -clip, clip)
 
 
-def _masked(column: np.ndarray, real: np.ndarray) -> np.ndarray:
-    """Return a copy of a column [T, N, …] with zeros in the rows that are not real."""
+def _zero_others(column: np.ndarray, in_segments: np.ndarray) -> np.ndarray:
+    """Return a copy of a column [T, N, …] with zeros in the rows that are in no segment."""
     copied = column.copy()
-    copied[~real] = 0
+    copied[~in_segments] = 0
     return copied
 
 

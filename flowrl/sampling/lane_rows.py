@@ -228,7 +228,9 @@ class LaneRows:
             self.columns["unseen"][self.columns.lookback :][rows, lane] = False
         trajectory.end = trajectory.begin
         self.ensure_room()
-        self.rows[lane] += 1  # a segment before a soft horizon may end with the current row
+        # skip the current row: a kept segment that a soft horizon ended reads it as its next
+        # observation
+        self.rows[lane] += 1
         self._release(trajectory)
 
     def drop_segments(self, episode: RunningEpisode) -> None:

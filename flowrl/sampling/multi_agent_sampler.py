@@ -68,7 +68,7 @@ class MultiAgentSampler:
     dropped, and the next call of `collect` starts new episodes.
 
     Args:
-        multi_agent_env: the environments.
+        agent_envs: the environments.
         worker: its policies act and its callbacks are called.
         settings: the sampling settings.
         unroll_ids: the counter of the column `unroll_id`.
@@ -77,23 +77,23 @@ class MultiAgentSampler:
 
     def __init__(
         self,
-        multi_agent_env: MultiAgentVectorEnv,
+        agent_envs: MultiAgentVectorEnv,
         worker: SamplerWorker,
         settings: WorkerConfig,
         unroll_ids: IdCounter,
         first_id: int = 0,
     ):
-        self.multi_agent_env, self.worker, self.settings = multi_agent_env, worker, settings
+        self.agent_envs, self.worker, self.settings = agent_envs, worker, settings
         self.episodes: list[EpisodeMetrics] = []
         self.env_steps = 0
         self.timings = dict.fromkeys(TIMINGS, 0.0)
         self._whole = settings.batch_mode == "complete_episodes"
         self._by_agent = settings.count_steps_by == "agent_steps"
         self._unroll_ids = unroll_ids
-        checks = AgentChecks(multi_agent_env, settings.on_invalid_step, worker.worker_index)
+        checks = AgentChecks(agent_envs, settings.on_invalid_step, worker.worker_index)
         self._policies, records, self._batches = self._make_storage(checks)
         self._episodes = AgentEpisodes(
-            multi_agent_env,
+            agent_envs,
             worker,
             settings,
             self._policies,
@@ -123,7 +123,7 @@ class MultiAgentSampler:
             lookback = max(lanes.columns.lookback for lanes in policies.values())
             for lanes in policies.values():
                 lanes.look_back(lookback)
-        records = AgentRecords(worker, self.multi_agent_env, policies, postprocess.is_needed)
+        records = AgentRecords(worker, self.agent_envs, policies, postprocess.is_needed)
         return policies, records, AgentBatches(policies, checks, records, postprocess)
 
     @property
@@ -166,20 +166,20 @@ class MultiAgentSampler:
         """Start an episode in every environment."""
         for lanes in self._policies.values():
             lanes.clear()
-        self._batches.clear(self.multi_agent_env.num_envs)
-        self._acting = [[] for _ in range(self.multi_agent_env.num_envs)]
-        self._episodes.start(self.multi_agent_env.reset())
+        self._batches.clear(self.agent_envs.num_envs)
+        self._acting = [[] for _ in range(self.agent_envs.num_envs)]
+        self._episodes.start(self.agent_envs.reset())
 
     def _roll(self, min_rows: int) -> None:
         """Act and step until the fragment is complete."""
-        clock, multi_agent_env = time.perf_counter, self.multi_agent_env
+        clock, agent_envs = time.perf_counter, self.agent_envs
         start, acting, stepping = clock(), 0.0, 0.0
         steps = skipped = room = 0
         self._num_ended = self._ended_rows = 0
-        self._episodes.changed.update(range(multi_agent_env.num_envs))
+        self._episodes.changed.update(range(agent_envs.num_envs))
         while True:
             if not (self._whole or self._by_agent):
-                found = steps * multi_agent_env.num_envs - skipped
+                found = steps * agent_envs.num_envs - skipped
             else:
                 found = self._rows_found()
                 self._warn_without_data(steps, found)
@@ -191,7 +191,7 @@ class MultiAgentSampler:
             actions = self._act()
             step_start = clock()
             try:
-                results = multi_agent_env.step(actions)
+                results = agent_envs.step(actions)
                 stepped = clock()
                 self._store(actions, results)
             except Exception as error:
@@ -218,7 +218,7 @@ class MultiAgentSampler:
         return episode.new_rows if self._by_agent else episode.new_steps
 
     def _warn_without_data(self, steps: int, found: int) -> None:
-        envs, most = self.multi_agent_env.num_envs, MAX_STEPS_WITHOUT_DATA
+        envs, most = self.agent_envs.num_envs, MAX_STEPS_WITHOUT_DATA
         if found:
             return
         if (steps - 1) * envs < most <= steps * envs:
@@ -248,8 +248,8 @@ class MultiAgentSampler:
             self._acting[env_index] = list(parts.values())
         self._episodes.changed.clear()
         waiting: dict[PolicyID, list[Trajectory]] = {pid: [] for pid in self._policies}
-        for parts_of_slot, episode in zip(self._acting, running, strict=True):
-            for lanes, agents, _ in parts_of_slot:
+        for parts_of_env, episode in zip(self._acting, running, strict=True):
+            for lanes, agents, _ in parts_of_env:
                 assert episode is not None
                 waiting[lanes.policy_id] += [episode.agents[agent] for agent in agents]
         for policy_id, trajectories in waiting.items():
@@ -356,16 +356,14 @@ class MultiAgentSampler:
             lanes.advance(trajectories_of(running, policy_id), past, since)
         if episodes.has_agent_views:
             episodes.forget(ended, lookback)
-        self.multi_agent_env.mark_healthy(
-            set(range(self.multi_agent_env.num_envs)) - episodes.failed
-        )
+        self.agent_envs.mark_healthy(set(range(self.agent_envs.num_envs)) - episodes.failed)
         episodes.failed.clear()
         return MultiAgentBatch(batches, steps)
 
     def _shown_since(self, running: list[RunningEpisode]) -> np.ndarray:
         """Return the first env step of each environment that views of other agents may show from
         rows that are in no fragment."""
-        since = np.full(self.multi_agent_env.num_envs, self._time)
+        since = np.full(self.agent_envs.num_envs, self._time)
         for episode in running:
             for trajectory in episode.agents.values():
                 columns = self._policies[trajectory.policy_id].columns
@@ -410,7 +408,7 @@ class MultiAgentSampler:
         batches = self._batches.state_dict()
         if self._open and batches is not None:
             state["open"] = {
-                "envs": self.multi_agent_env.state_dict(),
+                "envs": self.agent_envs.state_dict(),
                 "batches": batches,
                 **episodes_state_dict(self._episodes, self._policies, self._batches),
             }
@@ -437,10 +435,8 @@ class MultiAgentSampler:
             return 0
         self._batches.load_state_dict(running["batches"])
         load_episodes(running, episodes, self._policies, self._batches)
-        self._acting = [[] for _ in range(self.multi_agent_env.num_envs)]
-        restarted = self.multi_agent_env.load_state_dict(
-            running["envs"], episodes.last_observations()
-        )
+        self._acting = [[] for _ in range(self.agent_envs.num_envs)]
+        restarted = self.agent_envs.load_state_dict(running["envs"], episodes.last_observations())
         for env_index, (observations, infos) in restarted.items():
             episodes.restart(env_index, observations, infos)
         self._open = True

@@ -50,7 +50,7 @@ class PolicyLanes(LaneRows):
         self._outputs = PolicyOutputs(
             policy, self.columns, self._check, True, f"policy {policy_id!r}", self._describe_actor
         )
-        self._is_first = True  # step of a fragment
+        self._at_first_step = True  # of a fragment
         self._builder = FragmentBuilder(policy, settings, unroll_ids, by_segment)
 
     def _new_views(self) -> Views:
@@ -93,9 +93,9 @@ class PolicyLanes(LaneRows):
     def _store_outputs(self, outputs: tuple[Any, Any, dict[str, Any]]) -> list[Any]:
         """Store actions, states and extra outputs; return the actions for the environments."""
         lanes = self._lanes
-        if self._is_first:
+        if self._at_first_step:
             self._outputs.allocate(len(lanes), outputs, continues=bool(self.rows.any()))
-            self._is_first = False
+            self._at_first_step = False
         at = self.columns.lookback + self.rows[lanes], lanes
         to_env = self._outputs.store(at, *outputs)
         if isinstance(to_env, np.ndarray):
@@ -118,8 +118,8 @@ class PolicyLanes(LaneRows):
             self._views = self._new_views()
             self.columns.look_back(max(self._least_lookback, self._views.lookback))
         self.states.begin()
-        self._is_first = True
-        policy, self._defers_values = self.policy, self._views.defer_values
+        self._at_first_step = True
+        policy, self._defers_values = self.policy, self._views.defers_values
         self._compute_actions = policy.compute_actions
         if self._defers_values:
             self._compute_actions = policy.compute_actions_only

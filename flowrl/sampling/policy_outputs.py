@@ -46,7 +46,7 @@ class PolicyOutputs:
         self._policy, self._columns, self._check = policy, columns, check
         self._check_actions = check_actions
         self._name, self._actor = name, actor
-        self._is_first = True  # step of a fragment
+        self._at_first_step = True  # of a fragment
         # of the outputs in this fragment; None for a nest of arrays
         self._dtype: Any = None
         self._extra: list[tuple[str, Any]] = []
@@ -77,7 +77,7 @@ class PolicyOutputs:
             self._columns.allocate_like(name, value)
         self._dtype = getattr(actions, "dtype", None)
         self._extra = [(name, getattr(value, "dtype", None)) for name, value in extra.items()]
-        self._is_first = True
+        self._at_first_step = True
 
     def store(self, at: Any, actions: Any, states: Any, extra: dict[str, Any]) -> Any:
         """Store the outputs at an index of the columns; return the actions in the environments'
@@ -85,8 +85,8 @@ class PolicyOutputs:
         arrays = self._columns.arrays
         if len(extra) != len(self._extra):
             raise self._other_columns(extra)
-        if self._check_actions or self._is_first:
-            actions, self._is_first = self._valid(actions, at), False
+        if self._check_actions or self._at_first_step:
+            actions, self._at_first_step = self._valid(actions, at), False
         if type(actions) is np.ndarray and actions.dtype is self._dtype:
             arrays["actions"][at] = actions
         else:

@@ -103,13 +103,13 @@ class Views(ActingViews):
         self._use([*self._acting.values(), *self._training.values(), *of_agents.values()])
 
     @property
-    def defer_values(self) -> bool:
+    def defers_values(self) -> bool:
         """Whether values are computed at the end of a fragment: the policy allows that, and no view
         shows them before, not even one of another policy's agents."""
         return self.shows_columns and not self._has_agents and self.policy.defers_values
 
     @property
-    def replace_observations(self) -> bool:
+    def replaces_observations(self) -> bool:
         """Whether views replace both `obs` and `new_obs` in train batches."""
         return {"obs", "new_obs"} <= set(self._training)
 

@@ -135,7 +135,8 @@ class WorkerSet:
     # -- workers -------------------------------------------------------------------------------
 
     def new_worker(self, worker_index: int) -> RolloutWorker:
-        """Return a new worker in this process; its number is 0 for a local one, else from 1."""
+        """Return a new worker in this process; `worker_index` is 0 for the local one, else from
+        1."""
         return RolloutWorker(**self._worker_arguments(worker_index))
 
     def _worker_arguments(self, worker_index: int) -> dict[str, Any]:

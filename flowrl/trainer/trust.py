@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from flowrl.envs.registry import check_registered
+from flowrl.envs.registry import check_imports_no_code
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.policy_spec import specs_of
 from flowrl.settings import ConfigError
@@ -45,7 +45,7 @@ def untrusted_code(config: Any, passed: Collection[str] = ()) -> str | None:
     for name, env, env_config in envs:
         if name not in passed and isinstance(env, str):
             try:
-                check_registered(env, {} if "env_config" in passed else env_config)
+                check_imports_no_code(env, {} if "env_config" in passed else env_config)
             except ConfigError as error:
                 return f"the environment {error}"
     for policy_id in specs_of(config.policies):

@@ -9,7 +9,7 @@ from gymnasium.envs.classic_control import CartPoleEnv
 
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.envs import make_multi_agent
-from flowrl.envs.call_limits import CallLimits, time_limit
+from flowrl.envs.call_limits import CallLimits, limit_seconds
 from flowrl.sampling import WorkerSet
 from flowrl.settings import ConfigError
 
@@ -114,7 +114,7 @@ def test_a_timer_and_handler_of_the_caller_are_restored():
     before = signal.signal(signal.SIGALRM, lambda *_: fired.append(1))
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.15)
-        with time_limit(10, "never"):
+        with limit_seconds(10, "never"):
             pass
         until = time.monotonic() + 10
         while not fired and time.monotonic() < until:
@@ -130,7 +130,7 @@ def test_another_thread_gets_the_error_when_the_call_ends():
 
     def run():
         try:
-            with time_limit(0.01, "too long"):
+            with limit_seconds(0.01, "too long"):
                 time.sleep(0.05)
         except TimeoutError as error:
             errors.append(str(error))

@@ -88,7 +88,7 @@ def make_model(
             inner_space, action_space, num_outputs, config, free_log_std, rng, use_numpy=use_numpy
         )
         return MaskedModel(inner, obs_space, action_space, num_outputs, config, outputs_per_action)
-    is_fcnet = use_numpy and config.custom_model is None and _is_flat(obs_space, config)
+    is_fcnet = use_numpy and config.custom_model is None and _is_fully_connected(obs_space, config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0 if is_fcnet else int(rng.integers(2**63)))
         model = _make(obs_space, action_space, num_outputs, config, free_log_std, rng, is_fcnet)
@@ -98,7 +98,7 @@ def make_model(
     return model
 
 
-def _is_flat(space: spaces.Space, config: ModelConfig) -> bool:
+def _is_fully_connected(space: spaces.Space, config: ModelConfig) -> bool:
     return not (has_image(space) or config.use_lstm or config.use_attention)
 
 
