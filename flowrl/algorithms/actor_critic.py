@@ -9,6 +9,7 @@ import torch
 from gymnasium import spaces
 
 from flowrl.algorithms.off_policy import OffPolicyConfig
+from flowrl.policies.action_scaling import is_bounded
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.learning.flat_parameters import FlatAdam
 from flowrl.policies.learning.torch_learner import TorchLearner
@@ -101,9 +102,8 @@ class ActorCriticPolicy(TargetNetwork):
         name = type(self).__name__.removesuffix("TorchPolicy")
         config = self.config_from(config)
         if isinstance(action_space, spaces.Box):
-            bounded = np.isfinite(action_space.low).all() and np.isfinite(action_space.high).all()
             is_unit = (action_space.low == -1).all() and (action_space.high == 1).all()
-            if not bounded:
+            if not is_bounded(action_space):
                 raise ConfigError(f"{name} needs bounded actions, not {action_space}")
             if not (config.normalize_actions or is_unit):
                 raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -27,8 +27,8 @@ def leaves_of(column: Any) -> list[np.ndarray]:
     return optree.tree_leaves(column)
 
 
-def map_leaves(fn: Callable[[Any], Any], column: Any) -> Any:
-    """Apply `fn` to each array of a column."""
+def map_leaves(fn: Any, column: Any) -> Any:
+    """Return fn(array) of an array, or a nest with that of each array."""
     if isinstance(column, (np.ndarray, IndexedColumn)):
         return fn(column)
     return optree.tree_map(fn, column)
@@ -268,7 +268,7 @@ class Columns(dict[str, Any]):
             self[key] = default
         return self[key]
 
-    def __ior__(self, other: Any) -> Self:
+    def __ior__(self, other: Any) -> Self:  # type: ignore[override, misc]
         self.update(other)
         return self
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import optree
 
-from flowrl.data.columns import leaves_of
+from flowrl.data.columns import leaves_of, map_leaves
 from flowrl.state_schema import Fields, Natural, check_state
 
 OBSERVATIONS = ("raw_obs", "obs")  # columns that have a row after the last step
@@ -194,11 +194,6 @@ class FragmentColumns:
                     )
                 array[: lookback + used + 1] = rows
         self.known = state["known"]
-
-
-def map_leaves(change: Any, value: Any) -> Any:
-    """Return change(array) of an array, or a nest with that of each array."""
-    return change(value) if isinstance(value, np.ndarray) else optree.tree_map(change, value)
 
 
 def value_at(column: Any, index: Any) -> Any:

@@ -112,6 +112,11 @@ def can_be_saved(value: Any) -> bool:
     return True
 
 
+def savable_info(info: dict[str, Any]) -> dict[str, Any]:
+    """Return an info dict of an environment, or an empty one if `encode` does not accept it."""
+    return info if can_be_saved(info) else {}
+
+
 def decode(tree: Any, arrays: Mapping[str, np.ndarray], packed: Any = b"") -> Any:
     """Convert the result of `encode` back to the state tree.
 

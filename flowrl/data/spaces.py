@@ -129,3 +129,8 @@ def is_image(space: spaces.Space) -> bool:
     if len(space.shape) == 3:
         return sides[0] >= MIN_IMAGE_SIDE
     return len(space.shape) == 2 and space.dtype == np.uint8 and sides[0] >= MIN_NATURE_SIDE
+
+
+def has_image(space: spaces.Space) -> bool:
+    """Return whether a space is an image or a nested space with an image among its leaves."""
+    return any(map(is_image, leaf_spaces(space)))

@@ -15,18 +15,6 @@ from flowrl.data.serialization import can_be_saved
 from flowrl.envs.time_limit import get_elapsed_steps, set_elapsed_steps
 from flowrl.seeding import restore_stream
 
-# entries of the state of RestartingEnvs
-_RESTARTING_ENVS_KEYS = (
-    "resets",
-    "action_logs",
-    "env_states",
-    "num_created",
-    "seeded",
-    "failures",
-    "late_failures",
-    "num_restarts",
-)
-
 
 def find_rng(env: Any) -> np.random.Generator | None:
     """Return the random generator of an environment, or None if it has not created one."""
@@ -132,16 +120,3 @@ def unpack_actions(runs: list[Any]) -> list[Any]:
         ]
         actions += [optree.tree_unflatten(treespec, row) for row in zip(*values, strict=True)]
     return actions
-
-
-def check_vector_env_state(state: dict[str, Any] | None) -> None:
-    """Raise KeyError if a state of environments that step together lacks an entry.
-
-    Args:
-        state: result of `state_dict()` of RestartingEnvs or of GymnasiumVectorEnv, or None.
-    """
-    if state is None or "num_restores" in state:
-        return
-    for key in _RESTARTING_ENVS_KEYS:
-        if key not in state:
-            raise KeyError(key)

@@ -333,3 +333,16 @@ def _place(error: Exception) -> str:
     """Return ` (file:line)` of the code that raised an error, or an empty string."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+
+
+def check_vector_env_state(state: dict[str, Any] | None) -> None:
+    """Raise KeyError if a state of environments that step together lacks an entry.
+
+    Args:
+        state: result of `state_dict()` of RestartingEnvs or of GymnasiumVectorEnv, or None.
+    """
+    if state is None or "num_restores" in state:
+        return
+    for key in _STATE:
+        if key not in state:
+            raise KeyError(key)

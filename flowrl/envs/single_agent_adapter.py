@@ -7,7 +7,7 @@ from typing import Any
 
 from gymnasium import spaces
 
-from flowrl.data.spaces import zeros_of
+from flowrl.data.spaces import first_value_of
 from flowrl.envs.multi_agent_vector_env import MultiAgentStep, ResetResult
 from flowrl.envs.validation import ObservationCheck
 from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv
@@ -31,9 +31,7 @@ class SingleAgentAdapter:
         self._observations: list[Any] = [None] * n
         self._rewards: list[Any] = [0.0] * n
         # placeholder action of environments that are being reset, which ignore it
-        self._no_action = zeros_of(vector_env.action_space)
-        if isinstance(vector_env.action_space, spaces.Discrete):
-            self._no_action = int(vector_env.action_space.start)
+        self._no_action = first_value_of(vector_env.action_space)
 
     @property
     def num_restarts(self) -> int:

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 from gymnasium import spaces
 
-from flowrl.data.fragment_columns import FragmentColumns, map_leaves, write
+from flowrl.data.columns import map_leaves
+from flowrl.data.fragment_columns import FragmentColumns, write
 from flowrl.data.spaces import zeros_of
 from flowrl.policies.views import ViewRequirement
 from flowrl.settings import ConfigError
@@ -197,7 +198,7 @@ class ActingViews:
         if self.of_agents and not has_agents:
             raise ConfigError(
                 f"view {next(iter(self.of_agents))!r} shows other agents: this needs a worker, and "
-                "views that are set before its first fragment"
+                "views that are set before the first fragment"
             )
 
     def _use(self, views: Iterable[View]) -> None:

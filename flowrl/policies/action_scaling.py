@@ -32,7 +32,7 @@ def to_env(space: spaces.Space, actions: Any, normalize: bool, clip: bool) -> An
         return tuple(to_env(part, action, normalize, clip) for part, action in parts)
     if not isinstance(space, spaces.Box):
         return actions
-    if normalize and _is_bounded(space):
+    if normalize and is_bounded(space):
         low, high = 0.5 * space.low, 0.5 * space.high  # halves, because high - low may overflow
         actions = (high + low) + actions * (high - low)
     if clip:
@@ -51,12 +51,13 @@ def from_env(space: spaces.Space, actions: Any, normalize: bool) -> Any:
         return tuple(from_env(part, action, normalize) for part, action in parts)
     if not isinstance(space, spaces.Box):
         return actions
-    if normalize and _is_bounded(space):
+    if normalize and is_bounded(space):
         low, high = 0.5 * space.low, 0.5 * space.high
         width = np.where(high > low, high - low, 1.0)
         actions = (actions - (high + low)) / width
     return actions.astype(np.float32, copy=False)
 
 
-def _is_bounded(space: spaces.Box) -> bool:
+def is_bounded(space: spaces.Box) -> bool:
+    """Return whether all bounds of a space are finite."""
     return bool(np.isfinite(space.low).all() and np.isfinite(space.high).all())

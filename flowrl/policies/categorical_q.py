@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flowrl.policies.exploration import FORBIDDEN
+from flowrl.policies.exploration import FORBIDDEN, MASKED_OUTPUT
 from flowrl.policies.q_values import QValues, TDLoss
 
 
@@ -55,13 +55,13 @@ class CategoricalQ(QValues):
         """Return the mean returns [B, actions]; forbidden actions score far below all others."""
         logits = self.logits(outputs)
         values: np.ndarray = softmax(logits) @ self.support
-        return np.where(logits[..., 0] > FORBIDDEN, values, 10 * FORBIDDEN)
+        return np.where(logits[..., 0] > FORBIDDEN, values, MASKED_OUTPUT)
 
     def greedy_scores_of_tensors(self, outputs: torch.Tensor) -> torch.Tensor:
         """Return `greedy_scores` of tensors."""
         logits = self.logits(outputs)
         values: torch.Tensor = logits.softmax(-1) @ torch.from_numpy(self.support)
-        return torch.where(logits[..., 0] > FORBIDDEN, values, 10 * FORBIDDEN)
+        return torch.where(logits[..., 0] > FORBIDDEN, values, MASKED_OUTPUT)
 
     def td_targets(
         self,

@@ -7,12 +7,14 @@ from typing import Any, Protocol
 import numpy as np
 from gymnasium import spaces
 
+from flowrl.policies.action_scaling import is_bounded
 from flowrl.policies.config import ExplorationConfig
 from flowrl.policies.distributions import Product
 from flowrl.policies.schedules import value_at
 from flowrl.settings import ConfigError
 
 FORBIDDEN = -1e8  # logits and values below this belong to masked actions
+MASKED_OUTPUT = 10 * FORBIDDEN  # of masked actions; exp of it is 0, differences of two are finite
 
 
 class ExploringPolicy(Protocol):
@@ -53,10 +55,9 @@ class Exploration:
         self._space = action_space
         self._dist_class = dist_class
         self._normalize_actions = normalize_actions
-        self._clips_noise = normalize_actions and isinstance(action_space, spaces.Box)
-        if isinstance(action_space, spaces.Box):
-            finite = np.isfinite(action_space.low).all() and np.isfinite(action_space.high).all()
-            self._clips_noise = self._clips_noise and bool(finite)
+        self._clips_noise = (
+            normalize_actions and isinstance(action_space, spaces.Box) and is_bounded(action_space)
+        )
         self._ou_noise: dict[str, np.ndarray] = {}  # by the number of rows
         # fraction of random actions, and the policy's counters that it is for
         self._random_fraction: float | None = None
@@ -185,7 +186,7 @@ class Exploration:
             uniform_logits = np.where(inputs < FORBIDDEN, inputs, np.float32(0))
             return dist_class.act(uniform_logits, rng, True)
         shape, count = (len(inputs), *space.shape), len(inputs)
-        if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
+        if not is_bounded(space):
             actions = rng.standard_normal(shape)
             logp = -0.5 * (actions**2 + np.log(2 * np.pi)).reshape(count, -1).sum(1)
             return actions.astype(np.float32), logp.astype(np.float32)

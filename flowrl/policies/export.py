@@ -17,6 +17,7 @@ from gymnasium import spaces
 
 from flowrl.data.spaces import first_value_of
 from flowrl.errors import ConfigError, check_installed
+from flowrl.policies.action_scaling import is_bounded
 from flowrl.policies.config import PolicyConfig
 from flowrl.policies.distributions import ActionDistribution
 from flowrl.policies.filters import ObservationFilter
@@ -106,8 +107,7 @@ class ActingModule(torch.nn.Module):
         if not isinstance(space, spaces.Box):
             return actions
         low, high = torch.from_numpy(space.low), torch.from_numpy(space.high)
-        bounded = np.isfinite(space.low).all() and np.isfinite(space.high).all()
-        if bounded and self._config.normalize_actions:
+        if is_bounded(space) and self._config.normalize_actions:
             actions = (0.5 * high + 0.5 * low) + actions * (0.5 * high - 0.5 * low)
         if self._config.clip_actions:
             actions = torch.minimum(torch.maximum(actions, low), high)

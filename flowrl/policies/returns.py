@@ -80,33 +80,6 @@ def generalized_advantages(
     return advantages
 
 
-def lambda_returns(
-    rewards: np.ndarray,
-    next_values: np.ndarray,
-    dones: np.ndarray,
-    gamma: float,
-    lambda_: float,
-) -> np.ndarray:
-    """Return lambda-returns (Sutton & Barto 2018, equation 12.2, in recursive form).
-
-    G_t = r_t + gamma ((1 - lambda) V(s_{t+1}) + lambda G_{t+1}); at the end of an episode or of
-    the array G_t = r_t + gamma V(s_{t+1}).
-
-    Args:
-        rewards, dones, gamma, lambda_: as in `generalized_advantages`.
-        next_values: value of the state after each step, 0 where the episode terminated, [T, N].
-
-    Returns:
-        G [T, N].
-    """
-    rewards, next_values, dones = _as_floats(rewards=rewards, next_values=next_values, dones=dones)
-    returns = rewards + gamma * next_values
-    decay = (gamma * lambda_) * (1.0 - dones.astype(returns.dtype))
-    for t in range(len(returns) - 2, -1, -1):
-        returns[t] += decay[t] * (returns[t + 1] - next_values[t])
-    return returns
-
-
 def n_step_returns(
     rewards: np.ndarray, dones: np.ndarray, n: int, gamma: float
 ) -> tuple[np.ndarray, np.ndarray]:

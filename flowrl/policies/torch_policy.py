@@ -12,7 +12,7 @@ import torch
 from gymnasium import spaces
 
 from flowrl.data import SampleBatch
-from flowrl.data.spaces import is_image, leaf_spaces
+from flowrl.data.spaces import has_image
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.distributions import ActionDistribution, DiagGaussian, distribution_for
 from flowrl.policies.exploration import Exploration
@@ -87,8 +87,9 @@ class TorchPolicy(Policy):
     def _find_device(self) -> torch.device:
         name = self.config.device
         if name == "auto":
-            has_images = any(map(is_image, leaf_spaces(self.observation_space)))
-            name = "cuda" if has_images and torch.cuda.is_available() else "cpu"
+            name = (
+                "cuda" if has_image(self.observation_space) and torch.cuda.is_available() else "cpu"
+            )
         try:
             device = torch.device(name)
             torch.empty(0, device=device)

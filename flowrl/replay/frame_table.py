@@ -52,11 +52,6 @@ class FrameTable:
         self._end = 0  # slots from here on were never used
 
     @property
-    def num_frames(self) -> int:
-        """Number of stored frames."""
-        return self._end - self._num_released
-
-    @property
     def row_bytes(self) -> int:
         """Bytes of a row with a frame of its own."""
         return self.frames.strides[0] + self.positions.strides[0]

@@ -34,10 +34,6 @@ class SumTree:
         """The weights [size]; read-only by convention."""
         return self._flat[0][: self.size]
 
-    def total(self) -> float:
-        """Return the sum of all weights."""
-        return float(self._roots.sum())
-
     def set(self, leaves: np.ndarray, weights: np.ndarray) -> None:
         """Set the weights [n] of leaves [n]; of duplicates the last one counts."""
         self._flat[0][leaves] = weights

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.data.fragment_columns import map_leaves
+from flowrl.data.columns import map_leaves
 from flowrl.data.spaces import stack_values
 from flowrl.data.types import AgentID
 from flowrl.envs.multi_agent_vector_env import MAX_CACHED_AGENTS, MultiAgentVectorEnv
@@ -40,7 +40,7 @@ class AgentChecks:
         on_invalid_step: OnInvalidStep,
         worker_index: int,
     ):
-        self._multi_agent_env = agent_envs
+        self._agent_envs = agent_envs
         self._warn_only = on_invalid_step == "warn"
         self._replaces = on_invalid_step == "replace"
         self._worker_index = worker_index
@@ -60,7 +60,7 @@ class AgentChecks:
             self._fitting.clear()
             self._seen.clear()
         for kind in ("observation", "action"):
-            agent_space = getattr(self._multi_agent_env, f"{kind}_space")(agent)
+            agent_space = getattr(self._agent_envs, f"{kind}_space")(agent)
             policy_space = getattr(lanes.policy, f"{kind}_space")
             # the bounds of observations may differ, actions must fit exactly
             similar = agent_space.shape == policy_space.shape and (
@@ -84,7 +84,7 @@ class AgentChecks:
         Raises:
             ConfigError: it does not fit the agent's space.
         """
-        check = self._multi_agent_env.observation_check(agent)
+        check = self._agent_envs.observation_check(agent)
         try:
             if (env_index, agent) not in self._seen or not check.matches_shape_and_dtype(
                 observation
@@ -116,16 +116,14 @@ class AgentChecks:
         for number, observation in zip(numbers, observations, strict=True):
             agent = by_lane[number].agent_id
             self.check_structure(int(lanes.envs[number]), agent, observation)
-            check = self._multi_agent_env.observation_check(agent)
+            check = self._agent_envs.observation_check(agent)
             copied = check.copy(observation)
             copies.append(check.repair(copied) if self._replaces else copied)
         return stack_values(copies)
 
     def _for_agent(self, agent: AgentID) -> str:
         """Return the agent's name for a message; "" if the environment has no agents' names."""
-        return (
-            "" if isinstance(self._multi_agent_env, SingleAgentAdapter) else f" for agent {agent!r}"
-        )
+        return "" if isinstance(self._agent_envs, SingleAgentAdapter) else f" for agent {agent!r}"
 
     def check_waiting(self, lanes: PolicyLanes) -> None:
         """Check the observations that a policy acts on, after it has raised an error.

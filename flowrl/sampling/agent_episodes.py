@@ -58,7 +58,7 @@ class AgentEpisodes:
         batches: AgentBatches,
         first_id: int,
     ):
-        self._worker, self._multi_agent_env, self._policies = worker, agent_envs, policies
+        self._worker, self._agent_envs, self._policies = worker, agent_envs, policies
         self._soft_horizon = settings.horizon if settings.soft_horizon else None
         self.ids = IdCounter(first_id)
         self.checks, self.records, self._batches = checks, records, batches
@@ -210,7 +210,7 @@ class AgentEpisodes:
 
     def check_of(self, agent: AgentID) -> ObservationCheck:
         """Return the check of an agent's observations."""
-        return self._multi_agent_env.observation_check(agent)
+        return self._agent_envs.observation_check(agent)
 
     def new_record(self, env_index: int, episode_id: EpisodeID) -> MultiAgentEpisode:
         """Return the record of a new episode in an environment."""

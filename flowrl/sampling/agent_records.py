@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.data.fragment_columns import FragmentColumns, map_leaves, value_at
+from flowrl.data.columns import map_leaves
+from flowrl.data.fragment_columns import FragmentColumns, value_at
 from flowrl.data.types import PolicyID
 from flowrl.policies.policy import Policy
 from flowrl.sampling.callbacks import EPISODE_EVENTS, EVENTS_WITH_EPISODE, call, overrides

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.data.serialization import can_be_saved
+from flowrl.data.serialization import savable_info
 from flowrl.data.types import PolicyID
 from flowrl.sampling.agent_batches import AgentBatches, Postprocessed
 from flowrl.sampling.agent_episodes import AgentEpisodes
@@ -92,12 +92,10 @@ def _lanes_state_dict(lanes: PolicyLanes) -> dict[str, Any]:
         "envs": lanes.envs.copy(),
         "free": {env: list(free) for env, free in lanes.free.items()},
         "states": lanes.states.state_dict(),
-        "infos": None if infos is None else [list(map(_savable, row)) for row in infos],
+        "infos": None
+        if infos is None
+        else [[savable_info(info or {}) for info in row] for row in infos],
     }
-
-
-def _savable(info: Any) -> Any:
-    return info if info and can_be_saved(info) else None
 
 
 def load_episodes(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import optree
 
-from flowrl.data.serialization import can_be_saved
+from flowrl.data.serialization import savable_info
 from flowrl.data.spaces import stack_values, zeros_of
 from flowrl.data.types import AgentID, EpisodeID, PolicyID
 from flowrl.policies.acting_views import (
@@ -61,7 +61,7 @@ class CollectedRows:
         """Return all fields for a checkpoint; infos only if they can be saved."""
         self.take_sums()
         state = {name: value for name, value in vars(self).items() if name != "before"}
-        return {**state, "values": [_savable(row) for row in self.values]}
+        return {**state, "values": [_without_unsavable_info(row) for row in self.values]}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> CollectedRows:
@@ -233,7 +233,5 @@ def _first(values: Iterable[Any]) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _savable(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row without infos that cannot be saved."""
-    infos = row.get("infos")
-    return row if not infos or can_be_saved(infos) else {**row, "infos": {}}
+def _without_unsavable_info(row: dict[str, Any]) -> dict[str, Any]:
+    return {**row, "infos": savable_info(row["infos"])} if row.get("infos") else row

@@ -13,7 +13,8 @@ import numpy as np
 import optree
 
 from flowrl.data import MultiAgentBatch, SampleBatch
-from flowrl.data.fragment_columns import map_leaves, value_at
+from flowrl.data.columns import map_leaves
+from flowrl.data.fragment_columns import value_at
 from flowrl.data.types import AgentID, PolicyID
 from flowrl.envs.multi_agent_vector_env import MultiAgentStep
 from flowrl.policies.policy import Policy

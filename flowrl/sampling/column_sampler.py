@@ -16,8 +16,9 @@ import optree
 from gymnasium import spaces
 
 from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
-from flowrl.data.fragment_columns import FragmentColumns, map_leaves, write
-from flowrl.data.serialization import can_be_saved
+from flowrl.data.columns import map_leaves
+from flowrl.data.fragment_columns import FragmentColumns, write
+from flowrl.data.serialization import savable_info
 from flowrl.data.spaces import stack_values, zeros_of
 from flowrl.envs.validation import ObservationCheck
 from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv, VectorStep
@@ -386,7 +387,7 @@ class ColumnSampler:
                 "states": self._states.state_dict(),
                 "returns": self._returns.so_far.copy(),
                 "lives": None if self._lost_lives is None else self._lost_lives.lives.copy(),
-                "infos": [list(map(_savable, step)) for step in self._infos],
+                "infos": [list(map(savable_info, step)) for step in self._infos],
                 "callbacks": None if self._callbacks is None else self._callbacks.state_dict(),
             }
         return state
@@ -435,10 +436,6 @@ class ColumnSampler:
                 self._callbacks.start(env, self._used)
         self._open = True
         return len(restarted)
-
-
-def _savable(info: dict[str, Any]) -> dict[str, Any]:
-    return info if can_be_saved(info) else {}
 
 
 def _keep_freed_memory() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from flowrl.data.serialization import can_be_saved
+from flowrl.data.serialization import can_be_saved, savable_info
 from flowrl.data.types import AgentID, EpisodeID, PolicyID
 from flowrl.sampling.callback_worker import CallbackWorker
 from flowrl.settings import ConfigError
@@ -171,7 +171,7 @@ class MultiAgentEpisode:
         records = {}
         for agent, record in self.records.items():
             fields = {name: getattr(record, name) for name in AgentRecord.__slots__}
-            records[agent] = fields if can_be_saved(fields["info"]) else {**fields, "info": {}}
+            records[agent] = {**fields, "info": savable_info(fields["info"])}
         return {
             **{name: getattr(self, name) for name in _STATE_FIELDS},
             "custom_metrics": {k: v for k, v in self.custom_metrics.items() if can_be_saved(v)},

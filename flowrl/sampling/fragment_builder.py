@@ -11,7 +11,8 @@ import numpy as np
 import optree
 
 from flowrl.data import SampleBatch
-from flowrl.data.fragment_columns import FragmentColumns, map_leaves
+from flowrl.data.columns import map_leaves
+from flowrl.data.fragment_columns import FragmentColumns
 from flowrl.data.indexed_columns import IndexedColumn, NextRows
 from flowrl.data.lazy_columns import LazyColumn
 from flowrl.policies.policy import Policy

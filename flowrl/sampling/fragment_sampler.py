@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
-from flowrl.envs.env_state import check_vector_env_state
+from flowrl.envs.restarting_envs import check_vector_env_state
 from flowrl.sampling.agent_views import has_agent_views
 from flowrl.sampling.callbacks import overrides
 from flowrl.sampling.collector_sampler import CollectorSampler
@@ -62,7 +62,7 @@ class FragmentSampler:
         )
         self._env_sampler: ColumnSampler | MultiAgentSampler | None = None
         # of an item of the sampler: a fragment, or one whole episode
-        self._min_rows = settings.fragment_length * envs.multi_agent_env.num_envs
+        self._min_rows = settings.fragment_length * envs.agent_envs.num_envs
         if settings.batch_mode == "complete_episodes":
             self._min_rows = 1
         self._sampler: SamplerInput | None = None
@@ -119,13 +119,11 @@ class FragmentSampler:
             )
         if kind == "rows":
             collector: Any = settings.sample_collector
-            return CollectorSampler(collector, envs.multi_agent_env, worker, settings, *ids)
+            return CollectorSampler(collector, envs.agent_envs, worker, settings, *ids)
         if kind == "agents":
-            return MultiAgentSampler(envs.multi_agent_env, worker, settings, *ids)
+            return MultiAgentSampler(envs.agent_envs, worker, settings, *ids)
         assert envs.vector_env is not None
-        return ColumnSampler(
-            envs.vector_env, worker, settings, envs.multi_agent_env, *ids, counts_lives
-        )
+        return ColumnSampler(envs.vector_env, worker, settings, envs.agent_envs, *ids, counts_lives)
 
     def _kind(self) -> str:
         """Return which sampler is used: "rows" (CollectorSampler), "agents" (MultiAgentSampler) or
@@ -143,7 +141,7 @@ class FragmentSampler:
     def sample(self) -> SampleBatch | MultiAgentBatch:
         """Return one fragment; with `complete_episodes`, whole episodes of at least its length."""
         sampler, settings = self.sampler, self._settings
-        min_rows = settings.fragment_length * self._envs.multi_agent_env.num_envs
+        min_rows = settings.fragment_length * self._envs.agent_envs.num_envs
         if settings.batch_mode == "truncate_episodes":
             return sampler.get_data()
         by_agent = settings.count_steps_by == "agent_steps"
@@ -188,10 +186,10 @@ class FragmentSampler:
             "agent_steps": agent_steps,
             "weights_versions": self._sampler.weights_versions,
             "episodes": [tuple(episode) for episode in self.get_metrics()],
-            "timings": {**self._env_sampler.timings, "reset_s": self._envs.multi_agent_env.reset_s},
+            "timings": {**self._env_sampler.timings, "reset_s": self._envs.agent_envs.reset_s},
             "filters": filters,
             "faulty_episodes": self._env_sampler.faulty_episodes,
-            "env_restarts": self._envs.multi_agent_env.num_restarts,
+            "env_restarts": self._envs.agent_envs.num_restarts,
         }
 
     # -- state ---------------------------------------------------------------------------------
@@ -205,7 +203,7 @@ class FragmentSampler:
         if self._settings.sample_async and self._env_sampler is not None:
             returned[0] = self._env_sampler.env_steps  # includes the items that are lost
         return {
-            "num_envs": self._envs.multi_agent_env.num_envs,
+            "num_envs": self._envs.agent_envs.num_envs,
             "source": None if self._env_sampler is None else self._env_sampler.state_dict(),
             "kind": self._kind(),
             "batch_mode": self._settings.batch_mode,
@@ -217,7 +215,7 @@ class FragmentSampler:
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise KeyError or ValueError if `load_state_dict` could not load a state."""
-        num_envs, kind = self._envs.multi_agent_env.num_envs, self._kind()
+        num_envs, kind = self._envs.agent_envs.num_envs, self._kind()
         batch_mode = self._settings.batch_mode
         check_state(state, _STATE, "sampling")
         if not len(state["returned_steps"]) == len(state["reported_steps"]) == 2:

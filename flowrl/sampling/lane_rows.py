@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.data.fragment_columns import FragmentColumns, map_leaves, write
+from flowrl.data.columns import map_leaves
+from flowrl.data.fragment_columns import FragmentColumns, write
 from flowrl.data.spaces import stack_values, zeros_of
 from flowrl.data.types import AgentID, PolicyID
 from flowrl.envs.validation import ObservationCheck

@@ -309,9 +309,10 @@ class SimpleListCollector(SampleCollector):
         """Let policies and callbacks postprocess each segment of an episode, with the others."""
         order = list(self.policy_map)
         segments = sorted(segments, key=lambda s: order.index(s.trajectory.policy_id))
+        self._observe_rewards(segments)
         parts = [
             (segment.trajectory.agent_id, segment.trajectory.policy_id, self._build(segment))
-            for segment in self._with_rewards(segments)
+            for segment in segments
         ]
         for segment, rows in zip(segments, self._postprocess(parts, episode), strict=True):
             self._postprocessed.setdefault(segment.trajectory.policy_id, []).append(rows)
@@ -322,7 +323,8 @@ class SimpleListCollector(SampleCollector):
         for policy_id, policy in self.policy_map.items():
             parts = self._postprocessed.get(policy_id, [])
             closed = sorted(self._closed.get(policy_id, []), key=lambda segment: segment.env_id)
-            for segment in self._with_rewards(closed):
+            self._observe_rewards(closed)
+            for segment in closed:
                 rows = self._build(segment)
                 added = policy.postprocess_fragment(_estimated(rows))
                 rows = rows.without_columns("next_values")
@@ -370,8 +372,8 @@ class SimpleListCollector(SampleCollector):
 
     # -- rows of segments --------------------------------------------------------------------------
 
-    def _with_rewards(self, segments: list[_Segment]) -> list[_Segment]:
-        """Add the rewards of all segments to the statistics of the scalers; return the segments."""
+    def _observe_rewards(self, segments: list[_Segment]) -> None:
+        """Add the rewards of segments to the statistics of their policies' scalers."""
         for segment in segments:
             trajectory = segment.trajectory
             scaler = self.policy_map[trajectory.policy_id].reward_scaler
@@ -379,7 +381,6 @@ class SimpleListCollector(SampleCollector):
                 trajectory.take_sums()
                 rewards = column_of("rewards", self._column(segment, "rewards"))
                 trajectory.sums = scaler.observe(rewards[:, None], trajectory.sums)
-        return segments
 
     def _column(self, segment: _Segment, name: str, shift: int = 0) -> list[Any]:
         rows = range(segment.begin + shift, segment.end + shift)

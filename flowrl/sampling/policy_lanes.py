@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.data import SampleBatch
-from flowrl.data.fragment_columns import map_leaves
+from flowrl.data.columns import map_leaves
 from flowrl.data.spaces import stack_values
 from flowrl.data.types import PolicyID
 from flowrl.policies.acting_views import signature_of

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import optree
 
-from flowrl.data.fragment_columns import FragmentColumns, map_leaves, write
+from flowrl.data.columns import map_leaves
+from flowrl.data.fragment_columns import FragmentColumns, write
 from flowrl.envs.validation import ObservationCheck
 from flowrl.policies.policy import Policy
 from flowrl.sampling.fragment_builder import values_of

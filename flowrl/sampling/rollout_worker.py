@@ -109,7 +109,7 @@ class RolloutWorker:
             clips = self._envs.is_atari and not config.normalize_rewards
             self.config = config = config.updated(clip_rewards=clips)
         self.clip_rewards = config.clip_rewards
-        self.possible_agents = self._envs.multi_agent_env.possible_agents
+        self.possible_agents = self._envs.agent_envs.possible_agents
         self.policy_map = self._build_policies(policy_spec, policy_config or {})
         self._seed_policies()
         self.policy_for = PolicyMapping(config.policy_mapping_fn, list(self.policy_map), self)
@@ -143,7 +143,7 @@ class RolloutWorker:
     @property
     def num_envs(self) -> int:
         """Number of environments that this worker steps together."""
-        return self._envs.multi_agent_env.num_envs
+        return self._envs.agent_envs.num_envs
 
     # -- policies ------------------------------------------------------------------------------
 
@@ -154,9 +154,7 @@ class RolloutWorker:
             policy_spec = self.config.policies
         specs = specs_of(policy_spec)
         mapping = PolicyMapping(self.config.policy_mapping_fn, list(specs), self)
-        return build_policy_map(
-            specs, default_class, policy_config, self._envs.multi_agent_env, mapping
-        )
+        return build_policy_map(specs, default_class, policy_config, self._envs.agent_envs, mapping)
 
     def _seed_policies(self) -> None:
         """Set each policy's worker index, number of workers and random stream."""

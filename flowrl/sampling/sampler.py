@@ -109,11 +109,6 @@ class AsyncSampler(SamplerInput):
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
 
-    @property
-    def items_ahead(self) -> int:
-        """Number of ready items."""
-        return self._ready.qsize()
-
     def _run(self) -> None:
         while not self._stopped.is_set():
             try:

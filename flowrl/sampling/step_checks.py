@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.data.fragment_columns import FragmentColumns, map_leaves
+from flowrl.data.columns import map_leaves
+from flowrl.data.fragment_columns import FragmentColumns
 from flowrl.envs.validation import (
     OUTSIDE_WARNING,
     ObservationCheck,

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import optree
 
-from flowrl.data.fragment_columns import FragmentColumns, map_leaves, write
+from flowrl.data.columns import map_leaves
+from flowrl.data.fragment_columns import FragmentColumns, write
 from flowrl.data.indexed_columns import NOTHING, IndexedColumn
 from flowrl.policies.acting_views import (
     ActingViews,

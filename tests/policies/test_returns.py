@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from flowrl.policies.returns import (
     discounted_returns,
     generalized_advantages,
-    lambda_returns,
     n_step_returns,
     vtrace,
 )
@@ -115,27 +114,6 @@ def test_n_step_returns_of_a_hand_computed_example():
         n_step_returns(rewards, np.zeros((3, 1), bool), 0, 0.5)
 
 
-@given(
-    st.integers(1, 12),
-    st.integers(1, 4),
-    st.integers(0, 2**31),
-    st.sampled_from([(0.99, 0.95), (0.9, 0.0), (1.0, 1.0), (0.5, 0.3)]),
-)
-def test_lambda_returns_are_advantages_plus_values(steps, envs, seed, discounts):
-    rng = np.random.default_rng(seed)
-    rewards, values, next_values = rng.standard_normal((3, steps, envs))
-    terminated, truncated = rng.random((2, steps, envs)) < 0.2
-    next_values[terminated] = 0.0
-    dones = terminated | truncated
-    # within an episode, next_values are the values of the next row
-    within_episode = ~dones[:-1]
-    next_values[:-1][within_episode] = values[1:][within_episode]
-    result = lambda_returns(rewards, next_values, dones, *discounts)
-    np.testing.assert_allclose(
-        result, values + reference_gae(rewards, values, next_values, dones, *discounts), atol=1e-9
-    )
-
-
 def reference_vtrace(mu, pi, rewards, values, next_values, dones, gamma, rho_bar, c_bar, lambda_):
     """Equation 1 of the paper as a sum, one step at a time."""
     steps, envs = rewards.shape
@@ -204,7 +182,6 @@ def test_integer_rewards_have_float_returns():
     dones = np.zeros((4, 1), bool)
     expected = [[3.439], [2.71], [1.9], [1.0]]
     np.testing.assert_allclose(discounted_returns(ones, dones, np.zeros(1), 0.9), expected)
-    np.testing.assert_allclose(lambda_returns(ones, zeros, dones, 0.9, 1), expected)
     advantages = generalized_advantages(ones, zeros, zeros, dones, 0.9, 1)
     np.testing.assert_allclose(advantages, expected)
     targets, _ = vtrace(zeros, zeros, ones, zeros, zeros, dones, 0.9)
@@ -216,7 +193,6 @@ def test_arrays_of_different_shapes_are_rejected():
     for call in (
         lambda: discounted_returns(a, b, np.zeros(2), 0.9),
         lambda: generalized_advantages(a, a, b, a, 0.9, 1),
-        lambda: lambda_returns(a, b, a, 0.9, 1),
         lambda: n_step_returns(a, b, 2, 0.9),
         lambda: vtrace(a, a, a, b, a, a, 0.9),
     ):

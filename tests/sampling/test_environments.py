@@ -10,8 +10,8 @@ from gymnasium.wrappers import TimeLimit
 
 from flowrl import PPO
 from flowrl.envs.env_factory import EnvFactory
-from flowrl.envs.env_state import check_vector_env_state
 from flowrl.envs.registry import EnvContext, env_creator_for, env_id_of, register_env
+from flowrl.envs.restarting_envs import check_vector_env_state
 from flowrl.envs.time_limit import (
     get_elapsed_steps,
     get_max_steps,

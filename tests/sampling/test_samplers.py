@@ -325,11 +325,11 @@ def test_async_sampler_starts_lazily_and_is_bounded():
         lambda context: env, ObservedValue, {"rollout_fragment_length": 5, "sample_async": True}
     )
     before = threading.active_count()
-    assert w.sampler.items_ahead == 0
+    assert w.sampler._ready.qsize() == 0
     assert env.episode == -1
     w.sample()
     deadline = time.monotonic() + 10
-    while w.sampler.items_ahead < 2 and time.monotonic() < deadline:
+    while w.sampler._ready.qsize() < 2 and time.monotonic() < deadline:
         time.sleep(0.001)
     # four items of 5 steps: one returned, two ready, and one waiting in the thread
     time.sleep(0.05)
@@ -404,7 +404,7 @@ def test_next_concatenates_ready_items():
     first = sampler.next()["x"].tolist()
     assert first == list(range(len(first)))
     deadline = time.monotonic() + 10
-    while sampler.items_ahead < 3 and time.monotonic() < deadline:
+    while sampler._ready.qsize() < 3 and time.monotonic() < deadline:
         time.sleep(0.001)
     joined = sampler.next()["x"].tolist()
     assert joined == list(range(len(first), len(first) + len(joined)))

@@ -301,3 +301,8 @@ def _dtype_and_shape(value: Any) -> str:
 
 def _state_names(count: int) -> list[str]:
     return [f"state_in_{i}" for i in range(count)]
+
+
+def is_float32_on_cpu(module: nn.Module) -> bool:
+    """Return whether all parameters are float32 on the CPU."""
+    return all(p.device.type == "cpu" and p.dtype == torch.float32 for p in module.parameters())

@@ -10,10 +10,10 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
+from flowrl.data.spaces import has_image
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.models.attention import AttentionNetwork
 from flowrl.policies.models.base import ModelV2
-from flowrl.policies.models.encoders import has_image
 from flowrl.policies.models.fcnet import FullyConnectedNetwork
 from flowrl.policies.models.flatten import nested_size
 from flowrl.policies.models.masked import MASK, MaskedModel
@@ -71,16 +71,17 @@ def make_model(
         ConfigError: there is no encoder for the space, or settings do not fit the space.
     """
     rng = np.random.default_rng() if rng is None else rng
+    is_nested = isinstance(obs_space, (spaces.Dict, spaces.Tuple))
+    if config.num_framestacks > 1 and is_nested and config.custom_model is None:
+        raise ConfigError(
+            f"model: num_framestacks does not support nested spaces such as {obs_space}"
+        )
     if (
         config.custom_model is None
         and isinstance(obs_space, spaces.Dict)
         and MASK in obs_space.spaces
     ):
         unmasked = {key: space for key, space in obs_space.items() if key != MASK}
-        if config.num_framestacks > 1:
-            raise ConfigError(
-                f"model: num_framestacks does not support nested spaces such as {obs_space}"
-            )
         if not unmasked:
             raise ConfigError(f"observation space {obs_space}: it has only an action_mask")
         inner_space = next(iter(unmasked.values())) if len(unmasked) == 1 else spaces.Dict(unmasked)
@@ -90,6 +91,7 @@ def make_model(
         return MaskedModel(inner, obs_space, action_space, num_outputs, config, outputs_per_action)
     is_fcnet = use_numpy and config.custom_model is None and _is_fully_connected(obs_space, config)
     with torch.random.fork_rng(devices=[]):
+        # fully connected networks draw their weights from rng only
         torch.manual_seed(0 if is_fcnet else int(rng.integers(2**63)))
         model = _make(obs_space, action_space, num_outputs, config, free_log_std, rng, is_fcnet)
     if config.num_framestacks > 1:
@@ -120,10 +122,6 @@ def _make(
         for name in ("conv_filters", "conv_type", "conv_activation", "post_fcnet_hiddens"):
             if getattr(config, name) != ModelConfig.model_fields[name].default:
                 raise ConfigError(f"model: {name} needs images, {obs_space} has none")
-    if config.num_framestacks > 1 and isinstance(obs_space, (spaces.Dict, spaces.Tuple)):
-        raise ConfigError(
-            f"model: num_framestacks does not support nested spaces such as {obs_space}"
-        )
     if is_fcnet:
         return FullyConnectedNetwork(*args, rng=rng, name="model", free_log_std=free_log_std)
     model_class: Any = TorsoNetwork

@@ -50,15 +50,6 @@ def mlp(sizes: list[int], activation: str) -> nn.Sequential:
     return nn.Sequential(*modules)
 
 
-def has_image(space: spaces.Space) -> bool:
-    """Return whether a space is an image or a nested space with an image among its leaves."""
-    if isinstance(space, spaces.Dict):
-        return any(has_image(space[key]) for key in space)
-    if isinstance(space, spaces.Tuple):
-        return any(map(has_image, space))
-    return is_image(space)
-
-
 class FlatEncoder(nn.Module):
     """Flatten values; integers become one-hot.
 

@@ -14,7 +14,7 @@ from gymnasium import spaces
 from torch import nn
 
 from flowrl.policies.config import ModelConfig
-from flowrl.policies.models.base import ModelV2, State, full_precision
+from flowrl.policies.models.base import ModelV2, State, full_precision, is_float32_on_cpu
 from flowrl.policies.models.flatten import flatten, flatten_numpy, nested_size
 from flowrl.policies.models.matrix_products import matmul_for
 
@@ -124,8 +124,7 @@ class FullyConnectedNetwork(ModelV2):
     def bind_numpy_views(self) -> None:
         """Refresh numpy views of the parameters. Called when the parameters' memory has moved."""
         self._numpy: dict[str, list[NumpyLayer]] | None = None
-        on_cpu = all(p.device.type == "cpu" and p.dtype == torch.float32 for p in self.parameters())
-        if self._numpy_activation is None or not on_cpu or self._is_overridden():
+        if self._numpy_activation is None or not is_float32_on_cpu(self) or self._is_overridden():
             return
         self._buffers_numpy: list[np.ndarray] = []  # outputs of the hidden layers
         self._numpy = {

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from gymnasium import spaces
 
 from flowrl.policies.config import ModelConfig
+from flowrl.policies.exploration import MASKED_OUTPUT
 from flowrl.policies.models.base import ModelV2, State
 from flowrl.policies.models.tensor_batch import InputDict
 from flowrl.policies.views import ViewRequirement
 from flowrl.settings import ConfigError
 
 MASK = "action_mask"
-MASKED_OUTPUT = -1e9  # exp of it is 0, and differences of two are finite
 
 
 class MaskedModel(ModelV2):

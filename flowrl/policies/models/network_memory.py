@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 from gymnasium import spaces
 
+from flowrl.data.spaces import has_image
 from flowrl.memory_limit import check_memory
 from flowrl.policies.config import ModelConfig
-from flowrl.policies.models.encoders import has_image
 from flowrl.policies.models.flatten import nested_size
 
 BYTES_PER_WEIGHT = 16  # float32: the weight, its gradient, and Adam's two moments

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from flowrl.policies.config import ModelConfig
-from flowrl.policies.models.base import ModelV2, State
+from flowrl.policies.models.base import ModelV2, State, is_float32_on_cpu
 from flowrl.policies.models.encoders import FlatEncoder
 from flowrl.policies.models.fcnet import NUMPY_ACTIVATIONS, numpy_views
 from flowrl.policies.models.flatten import (
@@ -116,7 +116,7 @@ class RecurrentTower(nn.Module):
         than torch computes packed ones. In bfloat16 it would round the cell states of each step.
         """
         mkldnn: Any = torch.backends.mkldnn
-        uses_onednn = mkldnn.is_available() and mkldnn.enabled and _is_float32_on_cpu(self)
+        uses_onednn = mkldnn.is_available() and mkldnn.enabled and is_float32_on_cpu(self)
         uses_onednn = uses_onednn and not torch.is_autocast_enabled("cpu")
         padded_rows = len(batch_sizes) * int(batch_sizes[0])
         is_plain_lstm = type(self.rnn) is nn.LSTM and self.rnn.bias
@@ -176,7 +176,7 @@ class RecurrentTower(nn.Module):
 
     def bind_numpy_views(self) -> bool:
         """Refresh numpy views of the parameters; return whether `step_numpy` can be used."""
-        if self._activation is None or not _is_float32_on_cpu(self):
+        if self._activation is None or not is_float32_on_cpu(self):
             return False
         if not isinstance(self.torso.encoder, FlatEncoder):
             return False
@@ -344,11 +344,6 @@ class RecurrentNetwork(ModelV2):
             outputs = np.concatenate([outputs, log_std], 1)
         values = value_hidden @ parameters["value"][0] + parameters["value"][1]
         return outputs, values[:, 0], new_state
-
-
-def _is_float32_on_cpu(module: nn.Module) -> bool:
-    """Return whether all parameters are float32 on the CPU."""
-    return all(p.device.type == "cpu" and p.dtype == torch.float32 for p in module.parameters())
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:

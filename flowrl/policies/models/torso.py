@@ -9,11 +9,11 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
+from flowrl.data.spaces import has_image
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.models.base import ModelV2, State, full_precision
 from flowrl.policies.models.encoders import (
-    NestedEncoder,
-    has_image,
+    ImageEncoder,
     init_orthogonal,
     make_encoder,
     mlp,
@@ -45,8 +45,7 @@ class Torso(nn.Module):
         encoder: Any = make_encoder(space, config, config.num_framestacks)
         self.encoder = encoder
         size: int = encoder.size
-        is_single_image = hasattr(encoder, "convs") and not isinstance(encoder, NestedEncoder)
-        hiddens = [] if is_single_image else config.fcnet_hiddens
+        hiddens = [] if isinstance(encoder, ImageEncoder) else config.fcnet_hiddens
         self.hidden = mlp([size, *hiddens], config.fcnet_activation)
         self.size: int = hiddens[-1] if hiddens else size
 
