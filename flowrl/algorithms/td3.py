@@ -75,7 +75,7 @@ class TD3TorchPolicy(ActorCriticPolicy):
         """Update the target networks; without `tau`, only after updates of the actor.
 
         Returns:
-            Whether the target networks were updated.
+            whether the target networks were updated.
         """
         if tau is None and self.learner.num_updates % self.config.policy_delay:
             return False

@@ -36,7 +36,7 @@ def parse_plan_run(plan: str, arguments: list[str]) -> tuple[argparse.Namespace,
     """Parse the arguments after `flowrl train PLAN`.
 
     Returns:
-        The run's options and its config.
+        the run's options and its config.
 
     Raises:
         ConfigError: unknown flag or invalid value.

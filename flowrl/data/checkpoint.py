@@ -71,8 +71,8 @@ def write_checkpoint(
         metadata: JSON values for the manifest (versions, the plan's name and hash).
 
     Raises:
-        TypeError: A leaf cannot be saved; the message has its path. Nothing is written.
-        OSError: The folder cannot be written, or contains another program's manifest. The previous
+        TypeError: a leaf cannot be saved; the message has its path. Nothing is written.
+        OSError: the folder cannot be written, or contains another program's manifest. The previous
             checkpoint is untouched.
     """
     path = path if "://" in str(path) else Path(path).expanduser()
@@ -152,7 +152,7 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
     """Return the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: The manifest is missing, altered, or of another format version.
+        CheckpointError: the manifest is missing, altered, or of another format version.
     """
     storage = storage_of(path)
     name = storage.display_name(MANIFEST)
@@ -191,7 +191,7 @@ def read_checkpoint(
             reads the whole state.
 
     Raises:
-        CheckpointError: The checkpoint is missing, incomplete, altered, or of another format
+        CheckpointError: the checkpoint is missing, incomplete, altered, or of another format
             version.
     """
     for attempt in range(READ_ATTEMPTS):

@@ -85,7 +85,7 @@ class Columns(dict[str, Any]):
         columns: name -> array, list, or nest of arrays; None values are skipped.
 
     Raises:
-        ValueError: The columns differ in length, or one is given under both of its names.
+        ValueError: the columns differ in length, or one is given under both of its names.
     """
 
     def __init__(self, columns: Mapping[str, Any] | None = None, /, **more: Any):
@@ -208,7 +208,7 @@ class Columns(dict[str, Any]):
         """Return one row as in `rows`; a negative index counts from the end.
 
         Raises:
-            IndexError: There is no such row.
+            IndexError: there is no such row.
         """
         count = self.count
         if not -count <= index < count:

@@ -55,7 +55,7 @@ class LazyColumn:
         """Return the rows [rows, …].
 
         Raises:
-            RuntimeError: The worker that holds the rows is gone.
+            RuntimeError: the worker that holds the rows is gone.
         """
         if self._array is None:
             assert self._compute is not None

@@ -23,7 +23,7 @@ class MemmapArrays:
             system each page fault is a request.
 
     Raises:
-        OSError: The directory cannot be created or written.
+        OSError: the directory cannot be created or written.
     """
 
     def __init__(self, directory: Path | str):
@@ -49,7 +49,7 @@ class MemmapArrays:
         A write to unreserved pages of a full disk would kill the process.
 
         Raises:
-            OSError: The disk is full.
+            OSError: the disk is full.
         """
         file = self._files.get(array.ctypes.data)
         if file is None or not count or not hasattr(os, "posix_fallocate"):

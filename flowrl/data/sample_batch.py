@@ -39,7 +39,7 @@ class SampleBatch(Columns):
         max_seq_len: rows per padded sequence; None without padding.
 
     Raises:
-        ValueError: The columns differ in length.
+        ValueError: the columns differ in length.
     """
 
     OBS = CUR_OBS = "obs"
@@ -186,8 +186,8 @@ class SampleBatch(Columns):
         """Return copies of the rows at `index` [n], in that order.
 
         Raises:
-            ValueError: The batch has seq_lens.
-            IndexError: There is no such row.
+            ValueError: the batch has seq_lens.
+            IndexError: there is no such row.
         """
         if self.SEQ_LENS in self:
             raise ValueError("a batch with seq_lens has no single rows: slice it instead")
@@ -203,7 +203,7 @@ class SampleBatch(Columns):
         """Return a new batch with the rows in random order.
 
         Raises:
-            ValueError: The batch has seq_lens.
+            ValueError: the batch has seq_lens.
         """
         rng = rng if rng is not None else np.random.default_rng()
         return self.take_rows(rng.permutation(self.count))
@@ -216,8 +216,8 @@ class SampleBatch(Columns):
                 `dones`, or from those of `terminateds` and `truncateds` that the batch has.
 
         Raises:
-            KeyError: The batch has none of these columns.
-            ValueError: Another key is given.
+            KeyError: the batch has none of these columns.
+            ValueError: another key is given.
         """
         if not self.count:
             return []
@@ -231,7 +231,7 @@ class SampleBatch(Columns):
         of nearly equal size.
 
         Raises:
-            ValueError: Not exactly one of size and num_slices is given, it is below 1, or a
+            ValueError: not exactly one of size and num_slices is given, it is below 1, or a
                 sequence would be cut (`flowrl.data.sequences.sequence_minibatches` keeps them
                 whole).
         """
@@ -255,7 +255,7 @@ class SampleBatch(Columns):
             exclude_states: leave `state_in_*` as it is; False needs a state per row.
 
         Raises:
-            ValueError: The batch has no seq_lens, is padded already, or has a longer sequence.
+            ValueError: the batch has no seq_lens, is padded already, or has a longer sequence.
         """
         if self.SEQ_LENS not in self:
             raise ValueError("right_zero_pad() needs the column seq_lens")
@@ -290,7 +290,7 @@ class SampleBatch(Columns):
         A column that some batches lack is filled with zeros there, with a warning.
 
         Raises:
-            ValueError: The batches differ in padding, or only some have sequences.
+            ValueError: the batches differ in padding, or only some have sequences.
         """
         batches = [batch for batch in batches if batch.count]
         for batch in batches:

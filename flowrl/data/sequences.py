@@ -79,7 +79,7 @@ def chop_into_sequences(
         [sequences], int32.
 
     Raises:
-        ValueError: Neither seq_lens nor episode_ids is given, or a sequence is longer than
+        ValueError: neither seq_lens nor episode_ids is given, or a sequence is longer than
             `max_seq_len`.
     """
     if seq_lens is None:
@@ -122,7 +122,7 @@ def pad_batch_to_sequences_of_same_size(
         max_seq_len: length of the padded sequences; None for that of the longest sequence.
 
     Raises:
-        ValueError: A sequence is longer than `max_seq_len`, or the batch has neither column.
+        ValueError: a sequence is longer than `max_seq_len`, or the batch has neither column.
     """
     if batch.zero_padded:
         return batch
@@ -156,13 +156,13 @@ def without_masked_rows(batch: SampleBatch) -> tuple[SampleBatch, SampleBatch | 
     """Split a batch by its `loss_mask`.
 
     Returns:
-        The rows to learn from, with the lengths of their sequences; and the burn-in rows, which
+        the rows to learn from, with the lengths of their sequences; and the burn-in rows, which
         precede the first row to learn from in each sequence (a sequence may have none), or None
         if there are no burn-in rows. Padding is in neither. `state_in_…` of both are the states
         before the burn-in.
 
     Raises:
-        KeyError: No column `loss_mask`.
+        KeyError: no column `loss_mask`.
     """
     mask = np.asarray(batch[MASK]).astype(bool)
     if "seq_lens" not in batch:
@@ -205,7 +205,7 @@ def sequence_minibatches(
         shuffle: take the sequences in random order.
 
     Raises:
-        ValueError: The batch is zero-padded.
+        ValueError: the batch is zero-padded.
     """
     if batch.zero_padded:
         raise ValueError(
@@ -277,11 +277,11 @@ def with_burn_in(batch: SampleBatch, max_seq_len: int, burn_in: int) -> SampleBa
         max_seq_len, burn_in: see `burn_in_spans`.
 
     Returns:
-        A batch with `seq_lens`, the states before each burn-in, and the column `loss_mask`, bool
+        a batch with `seq_lens`, the states before each burn-in, and the column `loss_mask`, bool
         [rows], which is False for burn-in rows.
 
     Raises:
-        ValueError: The batch has no column `eps_id`, or consists of sequences already.
+        ValueError: the batch has no column `eps_id`, or consists of sequences already.
     """
     if "eps_id" not in batch or "seq_lens" in batch:
         raise ValueError(

@@ -57,7 +57,7 @@ def encode(value: Any, path: str, arrays: ArrayStore) -> Any:
         arrays: receives the arrays.
 
     Raises:
-        TypeError: A leaf cannot be saved; the message has its path.
+        TypeError: a leaf cannot be saved; the message has its path.
     """
     if isinstance(value, np.generic):
         kind = value.dtype.kind

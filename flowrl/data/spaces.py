@@ -81,7 +81,7 @@ def copy_value(space: spaces.Space, value: Any) -> Any:
 
 
 def stack_values(values: list[Any]) -> Any:
-    """Stack arrays, numbers or nests of them into arrays [len(values), ...]."""
+    """Stack arrays, numbers or nests of them into arrays [len(values), …]."""
     first = values[0]
     if isinstance(first, (dict, tuple)):
         return optree.tree_map(lambda *leaves: np.array(leaves), *values)

@@ -98,7 +98,7 @@ def make_atari(env_id: str, settings: AtariSettings | None = None, **kwargs: Any
         kwargs: arguments of the environment.
 
     Returns:
-        An environment with observations uint8 [screen_size, screen_size, 1 or 3] and infos with
+        an environment with observations uint8 [screen_size, screen_size, 1 or 3] and infos with
         `lives`.
 
     Raises:

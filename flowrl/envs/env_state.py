@@ -89,7 +89,7 @@ def pack_actions(actions: list[Any]) -> list[Any]:
     """Store consecutive actions of equal structure as one array per leaf.
 
     Returns:
-        for each run of actions: [first action, [array [count, ...] per leaf]].
+        for each run of actions: [first action, [array [count, …] per leaf]].
     """
     runs: list[Any] = []
     previous = None

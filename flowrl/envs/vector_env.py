@@ -51,7 +51,7 @@ class VectorEnv(Protocol):
         return 0.0
 
     def reset(self, observations: Any) -> None:
-        """Start an episode in every environment; write the first observations [N, ...]."""
+        """Start an episode in every environment; write the first observations [N, …]."""
 
     def step(
         self, actions: Any, observations: Any, rewards: Any, terminateds: Any, truncateds: Any
@@ -59,8 +59,8 @@ class VectorEnv(Protocol):
         """Step every environment.
 
         Args:
-            actions: [N, ...].
-            observations: output, the observations to act on next [N, ...].
+            actions: [N, …].
+            observations: output, the observations to act on next [N, …].
             rewards: output, float32 [N].
             terminateds, truncateds: output, bool [N], filled with False by the caller.
 
@@ -78,7 +78,7 @@ class VectorEnv(Protocol):
 
         Args:
             state: result of `state_dict()`.
-            observations: the last observations before the checkpoint [N, ...]. Those of
+            observations: the last observations before the checkpoint [N, …]. Those of
                 environments that start a new episode are overwritten.
 
         Returns:

@@ -37,7 +37,7 @@ def start_ray(address: str | None = None, num_cpus: int | None = None, **options
         options: arguments of `ray.init`, which override the defaults of this function.
 
     Returns:
-        Whether the runtime was started or joined by this function: the caller must then call
+        whether the runtime was started or joined by this function: the caller must then call
         `leave_ray()` once when it no longer needs Ray.
 
     Raises:

@@ -71,7 +71,7 @@ class ProcessGroup:
         """Average a gradient [parameters] in place, weighted by each process's rows.
 
         Returns:
-            The rows of all processes.
+            the rows of all processes.
         """
         weighted = torch.cat([gradient * rows, gradient.new_tensor([float(rows)])]).to(self.device)
         self.all_reduce(weighted)

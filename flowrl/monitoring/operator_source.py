@@ -51,7 +51,7 @@ def in_place_change(operator: Any) -> str | None:
     Assigning a column, `batch["x"] = …`, is allowed and not reported.
 
     Returns:
-        The code of the first change; None if there is none, the source is unknown, or the operator
+        the code of the first change; None if there is none, the source is unknown, or the operator
         is one of flowrl's.
     """
     definition = _own_definition(operator)

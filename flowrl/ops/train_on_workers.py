@@ -185,7 +185,7 @@ class TrainOnWorkersStage(Stage):
         """Discard updates of earlier groups, so that their workers are requested again.
 
         Returns:
-            Whether updates were discarded.
+            whether updates were discarded.
         """
         gather: Any = self.parents[0]
         current = str(self._group_number) if self._store is not None else ""

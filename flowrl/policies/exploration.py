@@ -85,7 +85,7 @@ class Exploration:
             explore: False returns the best actions.
 
         Returns:
-            Actions [B, …] and their log-probabilities [B]. The latter are exact for
+            actions [B, …] and their log-probabilities [B]. The latter are exact for
             StochasticSampling, Random and epsilon-greedy exploration; with noise they are those of
             the best action.
         """
@@ -128,7 +128,7 @@ class Exploration:
             policy: see `act`.
 
         Returns:
-            Actions, int64 [B].
+            actions, int64 [B].
         """
         if is_random is None:
             actions: np.ndarray = self.act(values, policy, True)[0]

@@ -164,7 +164,7 @@ def export_policy(
         format: "torch", "onnx", or None to choose by the file's suffix.
 
     Returns:
-        The path.
+        the path.
     """
     if format is None:
         format = "onnx" if Path(path).suffix == ".onnx" else "torch"

@@ -185,7 +185,7 @@ class RewardScaler:
             valid: rewards to include in the statistics, bool [T, N]; None includes all.
 
         Returns:
-            The discounted sums after the last reward [N].
+            the discounted sums after the last reward [N].
         """
         running = sums if sums is not None else np.zeros(rewards.shape[1])
         all_sums = np.empty(rewards.shape)

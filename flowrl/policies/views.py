@@ -170,7 +170,7 @@ def find_mismatch(space: spaces.Space, values: Any, name: str) -> str | None:
         name: name of the values in the description.
 
     Returns:
-        A description of the first mismatch; None if there is none.
+        a description of the first mismatch; None if there is none.
     """
     if isinstance(space, spaces.Dict):
         if not isinstance(values, dict) or set(values) != set(space):
@@ -240,7 +240,7 @@ def find_out_of_range(space: spaces.Space, actions: Any, name: str) -> str | Non
         name: name of the actions in the description.
 
     Returns:
-        A description of the first problem; None if there is none.
+        a description of the first problem; None if there is none.
     """
     if isinstance(space, spaces.Dict):
         children = [(space[key], actions[key], f"{name}[{key!r}]") for key in sorted(space)]

@@ -120,7 +120,7 @@ class ReplayBuffer:
         """Check that `add` accepts a batch.
 
         Raises:
-            ValueError: The batch lacks obs or new_obs, its columns differ from those of earlier
+            ValueError: the batch lacks obs or new_obs, its columns differ from those of earlier
                 batches, it has sequences but the buffer stores timesteps, or it cannot be split
                 into the sequences or episodes that the buffer stores.
         """
@@ -141,8 +141,8 @@ class ReplayBuffer:
         """Store the rows of a batch, which must not be changed afterwards.
 
         Raises:
-            TypeError: The batch is not a SampleBatch.
-            ValueError: See `check`.
+            TypeError: the batch is not a SampleBatch.
+            ValueError: see `check`.
         """
         self._check_type(batch)
         rows = batch.count
@@ -190,7 +190,7 @@ class ReplayBuffer:
         """Draw `num_items` rows [B, …], or consecutive sequences or episodes; all are copies.
 
         Raises:
-            ValueError: The buffer is empty, or num_items is below 1.
+            ValueError: the buffer is empty, or num_items is below 1.
         """
         if num_items < 1:
             raise ValueError(f"num_items must be at least 1, got {num_items}")
@@ -214,7 +214,7 @@ class ReplayBuffer:
         """Return the rows with these ids [B], which count from the first row ever stored.
 
         Raises:
-            KeyError: A row was never stored, or has been overwritten.
+            KeyError: a row was never stored, or has been overwritten.
         """
         self._flush()
         first, end = self._ring.num_added - len(self._ring), self._ring.num_added
@@ -290,7 +290,7 @@ class ReplayBuffer:
         """Restore the result of `state_dict` of a buffer with the same settings.
 
         Raises:
-            ValueError: The state is of another kind of buffer, or of one with other settings; do
+            ValueError: the state is of another kind of buffer, or of one with other settings; do
                 not use the buffer afterwards.
         """
         check_own_state(self, state)

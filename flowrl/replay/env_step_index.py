@@ -45,7 +45,7 @@ class EnvStepIndex:
         """Check that the rows identify their env steps.
 
         Raises:
-            ValueError: The rows of a policy have no `eps_id` and `t`, or exceed the capacity.
+            ValueError: the rows of a policy have no `eps_id` and `t`, or exceed the capacity.
         """
         for policy_id, rows in policy_batches.items():
             if rows.count > self.capacity:

@@ -79,8 +79,8 @@ class MultiAgentReplayBuffer:
         """Store the rows of each policy in its buffer.
 
         Raises:
-            KeyError: The batch has rows of a policy that is not in `policies`.
-            ValueError: See ReplayBuffer.add; in lockstep mode also if rows lack `eps_id` or `t`, or
+            KeyError: the batch has rows of a policy that is not in `policies`.
+            ValueError: see ReplayBuffer.add; in lockstep mode also if rows lack `eps_id` or `t`, or
                 a buffer does not draw uniformly.
         """
         policy_batches = {pid: rows for pid, rows in batch.policy_batches.items() if rows.count}
@@ -174,7 +174,7 @@ class MultiAgentReplayBuffer:
         """Draw `replay_batch_size` items of each policy or, in lockstep mode, env steps.
 
         Raises:
-            ValueError: The buffer is empty.
+            ValueError: the buffer is empty.
         """
         if not self.buffers or (self._env_steps is not None and not len(self._env_steps)):
             raise ValueError("the replay buffer is empty: store a batch before drawing from it")
@@ -196,7 +196,7 @@ class MultiAgentReplayBuffer:
         Buffers without priorities ignore them.
 
         Raises:
-            KeyError: No rows of the policy are stored.
+            KeyError: no rows of the policy are stored.
         """
         if policy_id not in self.buffers:
             raise KeyError(
@@ -227,7 +227,7 @@ class MultiAgentReplayBuffer:
         """Restore the result of `state_dict` of a buffer with the same settings.
 
         Raises:
-            ValueError: A buffer does not fit, or the state has other policies or the other mode;
+            ValueError: a buffer does not fit, or the state has other policies or the other mode;
                 do not use the buffer afterwards.
         """
         check_own_state(self, state)

@@ -107,7 +107,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             priorities: priorities [n] of the rows, at least 0.
 
         Raises:
-            ValueError: The lengths differ, a priority is negative or not finite, or an id was never
+            ValueError: the lengths differ, a priority is negative or not finite, or an id was never
                 stored. Nothing is changed.
         """
         self._flush()

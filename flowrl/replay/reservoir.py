@@ -33,8 +33,8 @@ class ReservoirReplayBuffer(ReplayBuffer):
         """Store a random selection of the rows of a batch.
 
         Raises:
-            TypeError: The batch is not a SampleBatch.
-            ValueError: See `check`.
+            TypeError: the batch is not a SampleBatch.
+            ValueError: see `check`.
         """
         self._check_type(batch)
         count = batch.count

@@ -90,7 +90,7 @@ class RingBuffer:
         """Check that a batch can be stored; columns that the first batch lacked are ignored.
 
         Raises:
-            ValueError: A column is missing or has another shape or dtype, or the rows are
+            ValueError: a column is missing or has another shape or dtype, or the rows are
                 sequences.
         """
         if self._schema is None:
@@ -329,7 +329,7 @@ class RingBuffer:
         """Restore the result of `state_dict` of a ring buffer of the same capacity.
 
         Raises:
-            ValueError: The state has another capacity, columns of other lengths or types, or
+            ValueError: the state has another capacity, columns of other lengths or types, or
                 observations, actions or rewards that are not finite; nothing is changed.
         """
         check_own_state(self, state)

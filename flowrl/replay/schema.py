@@ -35,7 +35,7 @@ def check_first_batch(batch: SampleBatch, in_files: bool) -> None:
         in_files: whether the ring buffer keeps its columns in files.
 
     Raises:
-        ValueError: Observations are missing, a column has a wrong shape or dtype, or the rows are
+        ValueError: observations are missing, a column has a wrong shape or dtype, or the rows are
             sequences.
     """
     names = stored_names(batch)
@@ -109,7 +109,7 @@ class ColumnSchema:
         """Check that a batch has these columns; other columns of it are ignored.
 
         Raises:
-            ValueError: A column is missing or has another nest, shape or dtype.
+            ValueError: a column is missing or has another nest, shape or dtype.
         """
         for name, shape, dtype in self._arrays:
             column = dict.get(batch, name)

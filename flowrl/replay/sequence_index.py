@@ -78,7 +78,7 @@ class SequenceIndex:
         """Check that a batch can be split into sequences or episodes.
 
         Raises:
-            ValueError: The batch has no `eps_id`, is padded, has longer sequences than
+            ValueError: the batch has no `eps_id`, is padded, has longer sequences than
                 `max_seq_len`, lacks states, has incomplete episodes, or an item exceeds the ring
                 buffer's capacity.
         """

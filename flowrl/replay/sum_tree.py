@@ -62,7 +62,7 @@ class SumTree:
             leaves [count] and their weights [count].
 
         Raises:
-            ValueError: All weights are 0.
+            ValueError: all weights are 0.
         """
         np.cumsum(self._roots, out=self._root_starts[1:])
         total = self._root_starts[-1]

@@ -252,7 +252,7 @@ def split_final_observations(
         counts: rows of each batch.
 
     Returns:
-        The ordered batches; offsets [k], in all batches together, of the rows without a successor
+        the ordered batches; offsets [k], in all batches together, of the rows without a successor
         among them; the observations that follow those rows, one array [k, …] per leaf; none if
         observations are stacks of frames.
     """

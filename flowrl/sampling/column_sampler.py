@@ -396,7 +396,7 @@ class ColumnSampler:
         """Load the result of `state_dict`.
 
         Returns:
-            Number of episodes that could not be resumed; new episodes replace them.
+            number of episodes that could not be resumed; new episodes replace them.
 
         Raises:
             KeyError, ValueError: the state belongs to other environments.

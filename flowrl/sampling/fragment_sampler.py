@@ -245,7 +245,7 @@ class FragmentSampler:
         """Load the result of `state_dict`; the worker's lock must be held.
 
         Returns:
-            Number of episodes that could not be resumed; new episodes replace them.
+            number of episodes that could not be resumed; new episodes replace them.
 
         Raises:
             KeyError, ValueError: it belongs to other settings or environments.

@@ -418,7 +418,7 @@ class MultiAgentSampler:
         """Load the result of `state_dict`.
 
         Returns:
-            Number of episodes that could not be resumed; new episodes replace them.
+            number of episodes that could not be resumed; new episodes replace them.
 
         Raises:
             KeyError, ValueError: the state belongs to other environments or policies.

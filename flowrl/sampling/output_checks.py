@@ -32,7 +32,7 @@ def check_extra_columns(policy: str, columns: dict[str, Any], count: int) -> Non
 
     Args:
         policy: names the policy in error messages.
-        columns: name -> array, or nest of arrays, [count, ...].
+        columns: name -> array, or nest of arrays, [count, …].
         count: number of observations that the policy acted on.
 
     Raises:
@@ -111,7 +111,7 @@ def check_actions(policy: str, space: spaces.Space, actions: Any, count: int) ->
     Args:
         policy: names the policy in error messages.
         space: the action space.
-        actions: policy output [B, ...].
+        actions: policy output [B, …].
         count: number of observations that the policy acted on.
 
     Raises:
@@ -156,7 +156,7 @@ def first_invalid_action(space: spaces.Space, actions: Any) -> int | None:
 
     Args:
         space: the action space.
-        actions: policy output [B, ...]. Discrete and MultiDiscrete actions count from 0; Box
+        actions: policy output [B, …]. Discrete and MultiDiscrete actions count from 0; Box
             actions may be out of bounds but must be finite.
 
     Returns:

@@ -373,7 +373,7 @@ class RolloutWorker:
         """Load the result of `sampling_state_dict`.
 
         Returns:
-            Number of episodes that could not be resumed; new episodes replace them.
+            number of episodes that could not be resumed; new episodes replace them.
 
         Raises:
             KeyError, ValueError: it belongs to other policies, settings or environments.

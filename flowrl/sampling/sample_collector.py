@@ -87,7 +87,7 @@ class SampleCollector(ABC):
 
     @abstractmethod
     def get_inference_input_dict(self, model: Any) -> dict[str, Any]:
-        """Return the inputs of a policy, [B, ...] each, for the B agents that need an action.
+        """Return the inputs of a policy, [B, …] each, for the B agents that need an action.
 
         The order is that in which their observations were added. The call clears the list of these
         agents.

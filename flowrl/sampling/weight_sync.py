@@ -162,7 +162,7 @@ class WeightSync:
                 different nodes are counted.
 
         Returns:
-            An argument for `load_weights`; None if the worker has the weights or is not selected.
+            an argument for `load_weights`; None if the worker has the weights or is not selected.
         """
         published = self._observed()
         versions = self._versions_of(published)

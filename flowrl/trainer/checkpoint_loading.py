@@ -129,7 +129,7 @@ def _check_plan(plan: Any, sha256: str | None, known_class: Any) -> list[str]:
         known_class: the checkpoint's algorithm, if the caller passed it in.
 
     Returns:
-        The name of the plan's module, if code in it may be named.
+        the name of the plan's module, if code in it may be named.
 
     Raises:
         CheckpointError: the plan would be executed, but is not trusted.

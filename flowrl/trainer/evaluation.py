@@ -67,7 +67,7 @@ def evaluate_policies(
         video: records the first episodes of the first environment; closed at the end.
 
     Returns:
-        The episodes in the order in which they ended.
+        the episodes in the order in which they ended.
 
     Raises:
         RuntimeError: no episode ends within MAX_EPISODE_STEPS env steps of each environment.

@@ -45,7 +45,7 @@ class ActionDistribution:
             explore: sample from the distribution; False returns its mode.
 
         Returns:
-            Actions [B, …] and their log-probabilities [B].
+            actions [B, …] and their log-probabilities [B].
         """
         raise NotImplementedError
 

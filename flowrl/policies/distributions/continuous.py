@@ -116,7 +116,7 @@ class SquashedGaussian(DiagGaussian):
             noise: [B, d].
 
         Returns:
-            Actions before tanh [B, d], the noise times the standard deviation [B, d], and the
+            actions before tanh [B, d], the noise times the standard deviation [B, d], and the
             log-probabilities of the squashed actions [B].
         """
         size = inputs.shape[1] // 2

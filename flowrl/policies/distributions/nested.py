@@ -62,7 +62,7 @@ class Product(IndependentComponents):
             act: (component class, its inputs) -> actions [B, …] and log-probabilities [B].
 
         Returns:
-            Actions in the structure of the space, and the sums of the log-probabilities [B].
+            actions in the structure of the space, and the sums of the log-probabilities [B].
         """
         parts = np.split(inputs, np.cumsum(cls._sizes())[:-1], 1)
         pairs = zip(cls.classes.values(), parts, strict=True)

@@ -83,7 +83,7 @@ class RelativeAttention(nn.Module):
                 attends to at least one.
 
         Returns:
-            Features [S, L, size].
+            features [S, L, size].
         """
         heads, size = self._num_heads, self._head_size
         q = self.queries(rows).unflatten(-1, (heads, size))

@@ -88,7 +88,7 @@ class ModelV2(nn.Module):
                 has no states.
 
         Returns:
-            Distribution inputs [rows, num_outputs], and the states after each sequence's last row
+            distribution inputs [rows, num_outputs], and the states after each sequence's last row
             [sequences, …]. A model whose state views cover several earlier rows returns the states
             after each row instead.
         """
@@ -139,7 +139,7 @@ class ModelV2(nn.Module):
             is_training: whether dropout and similar layers are active.
 
         Returns:
-            Distribution inputs [rows, num_outputs] and the states, see `forward`.
+            distribution inputs [rows, num_outputs] and the states, see `forward`.
 
         Raises:
             ConfigError: the outputs are not [rows, num_outputs], or states or seq_lens are
@@ -230,7 +230,7 @@ class ModelV2(nn.Module):
             inputs: the views as arrays [B, …].
 
         Returns:
-            Distribution inputs [B, num_outputs], values [B] (None without a value function) and
+            distribution inputs [B, num_outputs], values [B] (None without a value function) and
             the states after the step [B, …].
         """
         tensors, state = self.as_tensors(inputs)

@@ -37,7 +37,7 @@ def packed_order(seq_lens: torch.Tensor) -> PackedOrder:
         seq_lens: length of each sequence [sequences], on the CPU, each at least 1.
 
     Returns:
-        The row at each packed position [rows], the number of sequences that have a t-th row
+        the row at each packed position [rows], the number of sequences that have a t-th row
         [longest], and the sequences in order of decreasing length [sequences].
     """
     sequences = torch.argsort(seq_lens, descending=True, stable=True)

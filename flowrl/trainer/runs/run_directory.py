@@ -146,7 +146,7 @@ class RunDirectory:
             result: newest result, which contains the checkpoint's score; None saves no score.
 
         Returns:
-            The checkpoint, or None if it could not be written; this is reported once.
+            the checkpoint, or None if it could not be written; this is reported once.
         """
         config = algorithm.config
         path = self.path / CHECKPOINTS / f"{algorithm.iteration:06d}"

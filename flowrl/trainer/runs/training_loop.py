@@ -246,7 +246,7 @@ def _write_last_result(algorithm: Any, run: RunDirectory | None, result: Any, pr
         previous: the last result before this training.
 
     Returns:
-        The last result.
+        the last result.
     """
     last = algorithm.last_result
     if last is result or last is previous or last["training_iteration"] < algorithm.iteration:
