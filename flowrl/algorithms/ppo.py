@@ -99,14 +99,14 @@ class PPOTorchPolicy(OnPolicyPolicy):
         policy exceeds `kl_stop`."""
         if self.config.kl_stop is None:
             return False
-        kl = self.learner.mean_over_group(self.describe(batch)["kl"])
+        kl = self.learner.mean_over_group(None if batch is None else self.describe(batch)["kl"])
         return kl is not None and kl > self.config.kl_stop
 
     def end_learning(self, batch: Any, stats: dict[str, float]) -> dict[str, float]:
         """Adapt the KL coefficient; return statistics of the whole batch."""
-        batch_stats = self.describe(batch)
+        batch_stats = {} if batch is None else self.describe(batch)
         if self.kl_coeff:
-            kl = self.learner.mean_over_group(batch_stats["kl"])
+            kl = self.learner.mean_over_group(batch_stats.get("kl"))
             self.kl_coeff = adapted(self.kl_coeff, kl or 0.0, self.config.kl_target)
         clip = self.scheduled(self.config.clip_param)
         return {**batch_stats, "cur_kl_coeff": self.kl_coeff, "cur_clip_param": clip}

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -11,6 +11,7 @@ from pydantic import model_validator
 
 from flowrl.algorithms.async_learner import AsyncLearnerConfig
 from flowrl.data import SampleBatch
+from flowrl.data.sequences import loss_rows_of_sequences, take_sequences, without_masked_rows
 from flowrl.ops import StalenessLimit
 from flowrl.policies.learning.torch_learner import TorchLearner
 from flowrl.policies.models.fcnet import acts_by_numpy
@@ -100,28 +101,70 @@ class VTraceLearner(TorchLearner):
     def minibatches(self, batch: SampleBatch, size: int) -> Iterator[SampleBatch]:
         """Yield whole trajectories in random order, at least `size` rows at a time; the last
         minibatch may have fewer."""
-        if size >= batch.count or "seq_lens" in batch:
-            yield from super().minibatches(batch, min(size, batch.count))
+        if size >= batch.count:
+            yield batch
             return
-        trajectories = _split_trajectories(batch)
-        selected: list[np.ndarray] = []
-        rows = 0
-        for index in self.policy.shuffle_rng.permutation(len(trajectories)).tolist():
-            selected.append(trajectories[index])
-            rows += len(selected[-1])
-            if rows >= size:
-                yield batch.take_rows(np.concatenate(selected))
-                selected, rows = [], 0
-        if selected:
-            yield batch.take_rows(np.concatenate(selected))
+        trajectories = Trajectories(batch)
+        yield from trajectories.grouped(
+            self.policy.shuffle_rng.permutation(len(trajectories)).tolist(), size
+        )
+
+    def microbatches(self, batch: SampleBatch, size: int) -> Iterator[SampleBatch]:
+        """Yield whole trajectories in order, at least `size` rows at a time; the last microbatch
+        may have fewer."""
+        trajectories = Trajectories(batch)
+        return trajectories.grouped(range(len(trajectories)), size)
 
     def share_of(self, batch: SampleBatch, rank: int, size: int) -> SampleBatch | None:
         """Return the whole trajectories of one of `size` processes; None if it gets none."""
-        if "seq_lens" in batch:
-            return super().share_of(batch, rank, size)
-        trajectories = _split_trajectories(batch)
+        trajectories = Trajectories(batch)
         begin, end = (len(trajectories) * index // size for index in (rank, rank + 1))
-        return batch.take_rows(np.concatenate(trajectories[begin:end])) if end > begin else None
+        return trajectories.take(range(begin, end)) if end > begin else None
+
+
+class Trajectories:
+    """The trajectories of a batch, each of several rows or of several sequences.
+
+    Args:
+        batch: consecutive trajectories, each in order of time.
+    """
+
+    def __init__(self, batch: SampleBatch):
+        self._batch = batch
+        if "seq_lens" in batch:
+            self._sizes = loss_rows_of_sequences(batch)
+            units = np.flatnonzero(self._sizes)
+            rows = without_masked_rows(batch)[0] if "loss_mask" in batch else batch
+            ends = trajectory_ends(rows)[np.cumsum(self._sizes[units]) - 1]
+        else:
+            self._sizes, units = np.ones(batch.count, np.int64), np.arange(batch.count)
+            ends = trajectory_ends(batch)
+        # numbers of the rows, or of the sequences, of each trajectory
+        self._parts = np.split(units, np.flatnonzero(ends)[:-1] + 1)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def take(self, numbers: Iterable[int]) -> SampleBatch:
+        """Return the trajectories with these numbers, in that order."""
+        index = np.concatenate([self._parts[number] for number in numbers])
+        if "seq_lens" in self._batch:
+            return take_sequences(self._batch, index)
+        return self._batch.take_rows(index)
+
+    def grouped(self, numbers: Iterable[int], size: int) -> Iterator[SampleBatch]:
+        """Yield trajectories in the order of `numbers`, with at least `size` rows each time; the
+        last ones may have fewer."""
+        chosen: list[int] = []
+        rows = 0
+        for number in numbers:
+            chosen.append(number)
+            rows += int(self._sizes[self._parts[number]].sum())
+            if rows >= size:
+                yield self.take(chosen)
+                chosen, rows = [], 0
+        if chosen:
+            yield self.take(chosen)
 
 
 class VTracePolicy(TorchPolicy):
@@ -191,13 +234,6 @@ class VTracePolicy(TorchPolicy):
                 "its value_function(), or let a plain module return (outputs, values)"
             )
         return np.where(is_alive, next_values, 0.0)
-
-
-def _split_trajectories(batch: SampleBatch) -> list[np.ndarray]:
-    """Return the row numbers of each trajectory."""
-    ends = np.flatnonzero(trajectory_ends(batch))
-    begins = np.concatenate([[0], ends[:-1] + 1])
-    return [np.arange(b, e + 1) for b, e in zip(begins.tolist(), ends.tolist(), strict=True)]
 
 
 def trajectory_ends(batch: Any) -> np.ndarray:

@@ -213,12 +213,7 @@ def sequence_minibatches(
             "flowrl.data.sequences.without_padding() first"
         )
     rng = rng if rng is not None else np.random.default_rng()
-    lens = batch["seq_lens"]
-    starts = np.cumsum(lens) - lens
-    loss_rows = lens
-    if MASK in batch:
-        loss_rows_before = np.concatenate([[0], np.cumsum(batch[MASK])])
-        loss_rows = loss_rows_before[starts + lens] - loss_rows_before[starts]
+    lens, loss_rows = batch["seq_lens"], loss_rows_of_sequences(batch)
     chosen: list[int] = []
     rows = 0
     order = rng.permutation(len(lens)).tolist() if shuffle else list(range(len(lens)))
@@ -226,9 +221,28 @@ def sequence_minibatches(
         chosen.append(sequence)
         rows += int(loss_rows[sequence])
         if rows >= size or number == len(order):
-            index = np.concatenate([np.arange(starts[i], starts[i] + lens[i]) for i in chosen])
-            yield batch.map_rows(operator.itemgetter(index), np.array(chosen))
+            yield take_sequences(batch, np.array(chosen))
             chosen, rows = [], 0
+
+
+def loss_rows_of_sequences(batch: SampleBatch) -> np.ndarray:
+    """Return the number of rows to learn from in each sequence, [sequences]: those whose
+    `loss_mask` is not False."""
+    lens: np.ndarray = batch["seq_lens"]
+    if MASK not in batch:
+        return lens
+    before = np.concatenate([[0], np.cumsum(batch[MASK])])
+    ends = np.cumsum(lens)
+    loss_rows: np.ndarray = before[ends] - before[ends - lens]
+    return loss_rows
+
+
+def take_sequences(batch: SampleBatch, index: np.ndarray) -> SampleBatch:
+    """Return copies of the sequences with these numbers [n], in that order."""
+    lens = batch["seq_lens"]
+    starts = np.cumsum(lens) - lens
+    rows = np.concatenate([np.arange(starts[i], starts[i] + lens[i]) for i in index])
+    return batch.map_rows(operator.itemgetter(rows), index)
 
 
 def expand_runs(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

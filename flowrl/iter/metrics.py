@@ -11,6 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flowrl.state_schema import Amount, Fields, check_state
@@ -114,6 +115,24 @@ class MetricsContext:
     def name_operators(self, names: dict[str, Any]) -> None:
         """Set the names of the operators of the plan, name -> operator."""
         self._operator_names = {id(operator): name for name, operator in names.items()}
+
+    def check_counters(self) -> None:
+        """Check that all counters can be reported, saved and restored.
+
+        Raises:
+            TypeError: a name is not a string.
+            ValueError: a value is not a number of at least 0.
+        """
+        for name, value in self.counters.items():
+            if not isinstance(name, str):
+                raise TypeError(f"the name of a counter must be a string, got {name!r}")
+            if not isinstance(value, Real) or not value >= 0:
+                raise ValueError(
+                    f"the counter {name!r} is {value!r}: counters are numbers of at least 0; put "
+                    "other values into `info` of the metrics"
+                )
+        for scope in self.scopes.values():
+            scope.check_counters()
 
     def state_dict(self) -> dict[str, Any]:
         scopes = {name: scope.state_dict() for name, scope in self.scopes.items()}

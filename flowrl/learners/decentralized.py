@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flowrl.data import MultiAgentBatch
+from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import Source
 from flowrl.learners.actors import TIMEOUT_S, check_distributable
 from flowrl.learners.learner import (
     Batch,
+    PolicyUpdate,
     ProcessGroupError,
     Updates,
     select_rows,
     update_policies,
 )
+from flowrl.policies.learning.epochs import concat_row_stats
 from flowrl.sampling.rollout_worker import RolloutWorker
+
+if TYPE_CHECKING:
+    from flowrl.learners.process_group import ProcessGroup
 
 ARRIVAL_CHECK_S = 0.01  # interval of a worker that waits for the other members of its group
 
@@ -61,6 +67,30 @@ class WorkerUpdate:
         return len(self.state or b"")
 
 
+def merge_updates(by_worker: Sequence[Updates]) -> Updates:
+    """Return the updates of all workers as one: statistics are means over the rows of all."""
+    merged: Updates = {}
+    for policy_id in sorted({policy_id for updates in by_worker for policy_id in updates}):
+        parts = [updates[policy_id] for updates in by_worker if policy_id in updates]
+        stats: dict[str, float] = {}
+        for name in dict.fromkeys(name for part in parts for name in part.stats):
+            values = [(part.stats[name], part.rows) for part in parts if name in part.stats]
+            first = values[0][0]
+            if all(value == first for value, _ in values):
+                stats[name] = first  # without rounding
+            else:
+                total = sum(rows for _, rows in values)
+                stats[name] = math.fsum(value * rows for value, rows in values) / total
+        merged[policy_id] = PolicyUpdate(
+            stats,
+            sum(part.rows for part in parts),
+            sum(part.replayed_rows for part in parts),
+            [lag for part in parts for lag in part.policy_lags],
+            concat_row_stats([part.row_stats for part in parts]),
+        )
+    return merged
+
+
 class LearnOnWorker:
     """for_each on the shards, fragment -> WorkerUpdate: update the worker's own policies.
 
@@ -91,6 +121,7 @@ class LearnOnWorker:
         self._worker = worker
         self._store: Any = None
         self._group_name = b""
+        self._group: ProcessGroup | None = None
         self._rank = 0  # in the group
 
     def bound_to(self, worker: RolloutWorker) -> LearnOnWorker:
@@ -133,10 +164,15 @@ class LearnOnWorker:
         )
 
     def _update(self, worker: RolloutWorker, fragment: Batch) -> Updates:
-        rows = select_rows(worker, fragment, self._policies)
+        rows: dict[str, SampleBatch | None] = dict(select_rows(worker, fragment, self._policies))
         try:
             if self.store_address is not None:
                 self._join_group(worker)
+                assert self._group is not None
+                # all members update the same policies, in the same order
+                ids = sorted(worker.policy_map)
+                have_rows = self._group.any_of([policy_id in rows for policy_id in ids])
+                rows = {i: rows.get(i) for i, has in zip(ids, have_rows, strict=True) if has}
             for policy in worker.policy_map.values():
                 policy.on_global_var_update(self._current_global_vars())
             versions = {pid: policy.version for pid, policy in worker.policy_map.items()}
@@ -165,6 +201,7 @@ class LearnOnWorker:
     def _leave_group(self, worker: RolloutWorker) -> str:
         """Leave the group, which the other members notice; return its name."""
         group_name, self._group_name = self._group_name.decode(), b""
+        self._group = None
         for policy in worker.policy_map.values():
             learner = getattr(policy, "learner", None)
             if learner is not None and learner.process_group is not None:
@@ -193,6 +230,7 @@ class LearnOnWorker:
         self._group_name, self._rank = group_name, members.index(worker.worker_index)
         store = PrefixStore(name, self._store)
         group = ProcessGroup(store, self._rank, len(members), timeout_s=self._timeout_s)
+        self._group = group
         for policy in policies.values():
             policy.learner.process_group = group
 

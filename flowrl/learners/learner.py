@@ -183,8 +183,12 @@ class LocalLearner(Learner):
                 lags = policy_lags(policy_id, policy.version, gradients.sources)
                 policy.apply_gradients(gradient)
                 policy.on_global_var_update(self.global_vars)
+                stats = gradients.stats[policy_id]
+                if policy.config.on_nonfinite_update == "skip":
+                    skipped = float(getattr(policy, "num_skipped_updates", 0))
+                    stats = {**stats, "num_skipped_updates": skipped}
                 updates[policy_id] = PolicyUpdate(
-                    gradients.stats[policy_id],
+                    stats,
                     gradients.rows[policy_id],
                     policy_lags=lags,
                     row_stats=gradients.row_stats.get(policy_id, {}),
@@ -194,7 +198,7 @@ class LocalLearner(Learner):
 
 def update_policies(
     policies: Mapping[str, Policy],
-    rows: Mapping[str, SampleBatch],
+    rows: Mapping[str, SampleBatch | None],
     sources: Iterable[Source],
     num_sgd_iter: int | None,
     sgd_minibatch_size: int | None,
@@ -205,7 +209,8 @@ def update_policies(
 
     Args:
         policies: policy id -> policy.
-        rows: policy id -> the rows that it learns from.
+        rows: policy id -> the rows that it learns from; None if only other processes of its group
+            have rows, then it is not in the result.
         sources: fragments that the rows come from.
         num_sgd_iter, sgd_minibatch_size: see Learner.
         clip_minibatch_size: reduce a minibatch size that exceeds a policy's rows, do not raise.
@@ -214,7 +219,11 @@ def update_policies(
     sources = tuple(sources)
     updates: Updates = {}
     for policy_id, batch in rows.items():
-        policy = policies[policy_id]
+        policy: Any = policies[policy_id]
+        passes = policy.config.num_sgd_iter if num_sgd_iter is None else num_sgd_iter
+        if batch is None:
+            policy.learner.learn_without_rows(passes)
+            continue
         size = sgd_minibatch_size
         if size is None:
             size = policy.config.sgd_minibatch_size
@@ -224,7 +233,6 @@ def update_policies(
         lags = policy_lags(policy_id, policy.version, sources)
         if on_learn is not None:
             on_learn(policy, batch, callback_stats)
-        passes = policy.config.num_sgd_iter if num_sgd_iter is None else num_sgd_iter
         stats = policy.learn_on_minibatches(batch, passes, size)
         updates[policy_id] = PolicyUpdate(
             {**stats, **callback_stats},

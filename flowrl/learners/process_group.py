@@ -87,6 +87,11 @@ class ProcessGroup:
         ).tolist()
         return total / count if count else None
 
+    def any_of(self, flags: list[bool]) -> list[bool]:
+        """Return for each flag whether it is True in any process."""
+        counts = torch.tensor(flags, dtype=torch.int32, device=self.device)
+        return [count > 0 for count in self.all_reduce(counts).tolist()]
+
     def std_mean(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return standard deviation and mean of all processes' values [n], as torch.std_mean."""
         wide = values.detach().double()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from flowrl.data import Batch
+from flowrl.data import Batch, MultiAgentBatch, SampleBatch
 from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
 from flowrl.iter.errors import note_origin, operator_error
 from flowrl.iter.journal import Journal
@@ -51,6 +51,8 @@ class Concurrently(LocalIterator[Any]):
         output_indexes: Sequence[int] | None = None,
         round_robin_weights: Sequence[float | str] | None = None,
     ):
+        if not isinstance(ops, Sequence):
+            raise TypeError(f"Concurrently takes a list of sub-plans, got {type(ops).__name__}")
         if len(ops) < 2:
             raise ValueError(f"Concurrently needs at least 2 sub-plans, got {len(ops)}")
         for op in ops:
@@ -320,7 +322,8 @@ def _record(learner: LearnerThread, result: LearnedBatch | LearnFailure) -> tupl
     metrics = _get_shared_metrics()
     batch = result.batch
     if isinstance(result, LearnFailure):
-        metrics.counters["num_env_steps_dropped"] += batch.env_steps()
+        if isinstance(batch, (SampleBatch, MultiAgentBatch)):
+            metrics.counters["num_env_steps_dropped"] += batch.env_steps()
         raise result.error
     metrics.timers["learner_wait"].push(result.idle_s)
     if restarts := learner.learner.take_restarts():

@@ -234,6 +234,7 @@ class CollectMetrics:
 
     def __call__(self, item: Any) -> Result:
         context = _get_shared_metrics()
+        context.check_counters()
         counters, plan = context.counters, PlanMetrics.of(context)
         selected = self._selected
         finished, plan.num_new_episodes = plan.num_new_episodes, 0

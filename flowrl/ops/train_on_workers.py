@@ -10,7 +10,7 @@ from typing import Any
 from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
 from flowrl.iter.errors import ShardFailedError
 from flowrl.learners.actors import TIMEOUT_S
-from flowrl.learners.decentralized import LearnOnWorker, WorkerUpdate
+from flowrl.learners.decentralized import LearnOnWorker, WorkerUpdate, merge_updates
 from flowrl.learners.learner import LocalLearner, ProcessGroupError
 from flowrl.ops.plan_metrics import Info, PlanMetrics, record_updates
 from flowrl.ops.rollout import CountRollouts
@@ -27,11 +27,12 @@ class TrainOnWorkers(LocalIterator[Any]):
     Each item is a round: every worker samples a fragment and trains on the same number of
     minibatches, with gradients averaged over the workers (Wijmans et al. 2019, arXiv 1911.00357).
     So weights stay equal and no rows are sent. After a round the local worker's policies receive
-    the new weights. The item is the first worker's. Updates the same counters as ParallelRollouts
-    and TrainOneStep; times `learn`, per round. If a worker dies, joins or leaves, a new group is
-    formed from the state after the last round; counts `num_group_restarts`. A round that was
-    interrupted is repeated, without the dead worker unless the setting `wait_for_replaced_workers`
-    is on; the worker that replaces it joins a later round.
+    the new weights. An item has the first worker's WorkerUpdate, and statistics that are means over
+    the rows of all workers. Updates the same counters as ParallelRollouts and TrainOneStep; times
+    `learn`, per round. If a worker dies, joins or leaves, a new group is formed from the state
+    after the last round; counts `num_group_restarts`. A round that was interrupted is repeated,
+    without the dead worker unless the setting `wait_for_replaced_workers` is on; the worker that
+    replaces it joins a later round.
 
     Args:
         workers: the WorkerSet; without remote workers the local one learns alone.
@@ -217,18 +218,17 @@ class TrainOnWorkersStage(Stage):
                 load_learning_state(worker.policy_map, state)
             if not any(policy.observation_filter for policy in worker.policy_map.values()):
                 self.workers.weight_sync.mark_synced(source.shard for source in sources)
-        first_info: Info = {}
         for update, source in zip(updates, sources, strict=True):
             self._count(((source,), update))
-            steps = update.num_env_steps
-            info = record_updates(metrics, self, update.updates, steps, steps, None)
-            first_info = first_info or info
+        steps = sum(update.num_env_steps for update in updates)
+        merged = merge_updates([update.updates for update in updates])
+        info = record_updates(metrics, self, merged, steps, steps, None)
         timer = PlanMetrics.of(metrics).trainer(self).learn
         timer.push(max(update.learn_s for update in updates))  # the workers learn together
-        timer.push_units_processed(sum(update.num_env_steps for update in updates))
+        timer.push_units_processed(steps)
         if self._store is not None:
             self._store.set("global_vars", json.dumps(self.workers.global_vars))
-        return updates[0], first_info
+        return updates[0], info
 
     def stop(self) -> None:
         if self._on_recreate in self.workers.on_recreate:

@@ -284,18 +284,27 @@ class Policy(ActsOnObservations):
 
     def compute_gradients(self, batch: SampleBatch) -> tuple[Any, dict[str, float]]:
         """Return the gradient of one update, which `apply_gradients` takes, and statistics."""
-        raise NotImplementedError(f"{type(self).__name__} has no compute_gradients()")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no compute_gradients(): implement it, or leave the policy "
+            "out of policies_to_train"
+        )
 
     def apply_gradients(self, gradients: Any) -> None:
         """Update the policy once with a gradient from `compute_gradients`."""
         raise NotImplementedError(f"{type(self).__name__} has no apply_gradients()")
 
-    def end_epoch(self, batch: SampleBatch, stats: dict[str, float]) -> bool:
-        """Return True to stop after this pass; called after each pass with its mean statistics."""
+    def end_epoch(self, batch: SampleBatch | None, stats: dict[str, float]) -> bool:
+        """Return True to stop after this pass; called after each pass.
+
+        Args:
+            batch: the rows of the whole batch; None if the policy learns in several processes, and
+                this one has none.
+            stats: the mean statistics of the pass.
+        """
         return False
 
-    def end_learning(self, batch: SampleBatch, stats: dict[str, float]) -> dict[str, float]:
-        """Return more statistics; called after the last pass."""
+    def end_learning(self, batch: SampleBatch | None, stats: dict[str, float]) -> dict[str, float]:
+        """Return more statistics; called after the last pass, with the arguments of `end_epoch`."""
         return {}
 
     def scheduled(self, setting: Any) -> float:

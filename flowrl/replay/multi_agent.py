@@ -179,14 +179,16 @@ class MultiAgentReplayBuffer:
         if not self.buffers or (self._env_steps is not None and not len(self._env_steps)):
             raise ValueError("the replay buffer is empty: store a batch before drawing from it")
         size = self.replay_batch_size
+        steps = size
         if self._env_steps is None:
             drawn = {pid: buffer.sample(size) for pid, buffer in self.buffers.items()}
+            steps = max(batch.count for batch in drawn.values())  # sequences have several rows
         else:
             rng = self.buffers[min(self.buffers)].rng
             row_ids = self._env_steps.draw(size, rng)
             drawn = {pid: self.buffers[pid].rows_by_id(ids) for pid, ids in row_ids.items()}
         self.ratio.note_drawn(sum(map(loss_rows, drawn.values())))
-        return MultiAgentBatch.wrap_as_needed(drawn, size)
+        return MultiAgentBatch.wrap_as_needed(drawn, steps)
 
     def update_priorities(
         self, policy_id: str, batch_indexes: np.ndarray, priorities: np.ndarray

@@ -306,7 +306,8 @@ class RolloutWorker:
         filters: dict[str, Any] | None = None,
         global_vars: dict[str, Any] | None = None,
     ) -> None:
-        """Set weights by policy id, and optionally versions, filter states and the step count.
+        """Set weights by policy id, and optionally versions, filter states and what schedules
+        depend on (see Policy.on_global_var_update).
 
         An asynchronous sampler finishes its item first: one item has one version.
         """
@@ -319,7 +320,8 @@ class RolloutWorker:
                     policy.load_filter_state_dict(filters[policy_id])
                 if versions:
                     policy.version = versions[policy_id]
-                if global_vars:
+            if global_vars:
+                for policy in self.policy_map.values():
                     policy.on_global_var_update(global_vars)
         self._weights_s += time.perf_counter() - started
 

@@ -32,17 +32,22 @@ class _Snapshot(NamedTuple):
 class _Payload:
     """The arguments of `RolloutWorker.set_weights`, or a Ray reference to them.
 
-    nodes: the cluster nodes that hold the object; None if the payload is sent inline every time.
+    Attributes:
+        versions: of the weights and filters.
+        global_vars: a copy of those that are sent along.
+        num_bytes: size of the weights [bytes].
+        nodes: the cluster nodes that hold the object; None if it is sent inline every time.
+        content: the arguments, or the reference.
     """
 
     def __init__(self, snapshot: _Snapshot, global_vars: dict[str, Any], node: str | None):
-        self.versions = snapshot.versions
+        self.versions, self.global_vars = snapshot.versions, dict(global_vars)
         self.num_bytes = sum(
             array.nbytes for weights in snapshot.weights.values() for array in weights.values()
         )
         self.nodes: set[str | None] | None = None
         self.content: Any = (
-            snapshot.weights, snapshot.versions.weights, snapshot.filters, dict(global_vars),
+            snapshot.weights, snapshot.versions.weights, snapshot.filters, self.global_vars,
         )  # fmt: skip
         if self.num_bytes > INLINE_BYTES and node is not None:  # the workers are in processes
             import ray
@@ -76,7 +81,8 @@ class WeightSync:
 
     Args:
         local_worker: returns the worker whose policies learn.
-        global_vars: sent along with the weights; see `Policy.on_global_var_update`.
+        global_vars: sent along with the weights, and without them when they have changed; see
+            `Policy.on_global_var_update`.
 
     Attributes:
         num_invalidations: number of calls of `invalidate`.
@@ -87,6 +93,7 @@ class WeightSync:
         self._local_worker = local_worker
         self._global_vars = global_vars
         self._sent: dict[int, _Versions] = {}  # by worker, the versions that it has
+        self._sent_vars: dict[int, dict[str, Any]] = {}  # by worker, the global_vars that it has
         self._selected: set[int] | None = None  # workers that may get new weights; None: all
         self._published: _Snapshot | None = None
         self._payload: _Payload | None = None
@@ -162,15 +169,16 @@ class WeightSync:
                 different nodes are counted.
 
         Returns:
-            an argument for `load_weights`; None if the worker has the weights or is not selected.
+            an argument for `load_weights`, without weights if the worker has them or is not
+            selected; None if nothing has changed.
         """
         published = self._observed()
         versions = self._versions_of(published)
         if self._sent.get(index) == versions:
-            return None
+            return self._changed_vars(index)
         if self._selected is not None and index in self._sent:
             if index not in self._selected:
-                return None
+                return self._changed_vars(index)
             self._selected.discard(index)
         if self._payload is None or self._payload.versions != versions:
             started = time.perf_counter()
@@ -180,8 +188,16 @@ class WeightSync:
             if metrics is not None:
                 metrics.timers["update"].push(time.perf_counter() - started)
         self._sent[index] = self._payload.versions
+        self._sent_vars[index] = self._payload.global_vars
         self._payload.count_transfer(from_node, to_node)
         return self._payload.content
+
+    def _changed_vars(self, index: int) -> tuple[Any, ...] | None:
+        """Return the `global_vars` for a worker without weights; None if it has them."""
+        if self._sent_vars.get(index) == self._global_vars:
+            return None
+        self._sent_vars[index] = dict(self._global_vars)
+        return {}, None, None, self._sent_vars[index]
 
     def update_only(self, indices: Iterable[int]) -> None:
         """Let only these workers and new ones receive the next version, once; calls accumulate."""

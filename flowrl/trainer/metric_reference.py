@@ -94,7 +94,7 @@ _LEARNER_METRICS = {
     "mean_weight": Metric("", "MARWIL: mean weight of the recorded actions."),
     "policy_lag_mean": Metric("updates", "Mean age of the weights that sampled the batch."),
     "policy_lag_max": Metric("updates", "Largest age of the weights that sampled the batch."),
-    "num_skipped_updates": Metric("updates", "Updates skipped because of non-finite values."),
+    "num_skipped_updates": Metric("updates", "Updates skipped so far for non-finite values."),
     "num_agent_steps_trained_lifetime": Metric("agent steps", "Agent steps trained on so far."),
 }
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from flowrl.algorithms.ppo import PPOTorchPolicy, adapted, clipped_surrogate
+from flowrl.algorithms.ppo import PPO, PPOTorchPolicy, adapted, clipped_surrogate
 from flowrl.data import SampleBatch
 
 BOX = spaces.Box(-1, 1, (3,), np.float32)
@@ -115,3 +115,13 @@ def test_surrogate_matches_hand_computed_values():
 )
 def test_kl_coefficient_follows_the_divergence(coeff, kl, expected):
     assert adapted(coeff, kl, kl_target=0.01) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["advantages", "value_targets", "action_logp", "vf_preds"])
+def test_columns_with_another_axis_are_rejected(name):
+    with PPO("CartPole-v1", train_batch_size=64, sgd_minibatch_size=32) as algorithm:
+        worker = algorithm.workers.local_worker()
+        batch = worker.sample()
+        wrong = batch.with_columns(**{name: batch[name][:, None]})
+        with pytest.raises(ValueError, match=rf"the column '{name}' has the shape \[\d+, 1\]"):
+            worker.policy.learn_on_minibatches(wrong)

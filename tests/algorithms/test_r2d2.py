@@ -7,7 +7,8 @@ from gymnasium import spaces
 
 from flowrl.algorithms.r2d2 import R2D2Config, R2D2TorchPolicy, scaled, unscaled
 from flowrl.data import SampleBatch
-from flowrl.policies import ConfigError
+from flowrl.envs import make_multi_agent
+from flowrl.policies import ConfigError, PolicySpec
 from flowrl.sampling import RolloutWorker
 from flowrl.trainer.plan_settings import plan_config
 
@@ -227,3 +228,22 @@ def test_run_resumes_from_a_checkpoint(tmp_path):
         r["info"]["learner"]["default_policy"]["learner_stats"] for r in (result, expected)
     )
     assert stats == expected_stats
+
+
+@pytest.mark.parametrize("names", [["default_policy"], ["a"], ["a", "b"]], ids="-".join)
+def test_env_steps_are_rows_and_not_sequences(names):
+    settings = {"learning_starts": 100, "min_sample_timesteps_per_iteration": 400, "seed": 1}
+    config = R2D2Config(
+        env=make_multi_agent("CartPole-v1"),
+        env_config={"num_agents": len(names)},
+        policies={name: PolicySpec() for name in names},
+        policy_mapping_fn=lambda agent_id, *args, **kwargs: names[agent_id % len(names)],
+        train_batch_size=4,
+        **settings,
+    )
+    with config.build() as algorithm:
+        result = algorithm.train()
+        batches = algorithm.get_policy(names[0]).learner.num_updates
+    steps, rows = result["num_env_steps_trained"], result["num_agent_steps_trained"]
+    assert rows / len(names) <= steps <= rows
+    assert steps > 3 * 4 * batches  # sequences have 20 rows, and fewer at the ends of episodes

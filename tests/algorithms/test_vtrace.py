@@ -167,6 +167,45 @@ def test_minibatches_contain_whole_trajectories():
         assert only_part is batch
 
 
+LSTM = {"use_lstm": True, "lstm_cell_size": 4, "fcnet_hiddens": [8], "max_seq_len": 6}
+
+
+@pytest.mark.parametrize("burn_in", [0, 3])
+def test_parts_of_recurrent_batches_contain_whole_trajectories(burn_in):
+    with small(IMPALAConfig, model={**LSTM, "burn_in": burn_in}).build() as algorithm:
+        batch = SampleBatch.concat_samples(ParallelRollouts(algorithm.workers).take(4))
+        policy, size = algorithm.get_policy(), 40
+        learner = policy.learner
+        prepared = learner.prepare_batch(batch)
+        for parts in (
+            list(learner.minibatches(prepared, size)),
+            list(learner.microbatches(prepared, size)),
+            [learner.share_of(prepared, rank, 3) for rank in range(3)],
+        ):
+            assert len(parts) > 2
+            rows = [policy.tensors(part) for part in parts]
+            assert sum(trajectory_ends(part).sum() for part in rows) == trajectory_ends(batch).sum()
+            all_obs = np.concatenate([part.array("obs") for part in rows])
+            assert sorted(map(tuple, all_obs)) == sorted(map(tuple, batch["obs"]))
+            assert all(part["seq_lens"].max() <= 6 + burn_in for part in parts)
+
+
+@pytest.mark.parametrize("kind", [IMPALAConfig, APPOConfig])
+@pytest.mark.parametrize("model", [{"fcnet_hiddens": [8]}, LSTM], ids=["plain", "lstm"])
+def test_microbatches_have_the_gradient_of_the_whole_batch(kind, model):
+    with small(kind, model=model).build() as algorithm:
+        batch = SampleBatch.concat_samples(ParallelRollouts(algorithm.workers).take(4))
+        policy = algorithm.get_policy()
+        settings = policy.config.updated(microbatch_size=20)
+        parted = type(policy)(policy.observation_space, policy.action_space, settings)
+        parted.set_state(policy.get_state())
+        (whole, stats), (sum_of_parts, other) = (
+            each.compute_gradients(batch) for each in (policy, parted)
+        )
+        np.testing.assert_allclose(sum_of_parts, whole, rtol=1e-3, atol=1e-5)
+        assert other["vf_loss"] == pytest.approx(stats["vf_loss"], rel=1e-4)
+
+
 @pytest.mark.parametrize("kind", [IMPALAConfig, APPOConfig])
 @pytest.mark.parametrize(
     "settings",

@@ -237,6 +237,25 @@ def test_stop_iteration_from_an_operator_is_an_error_not_the_end():
         next(LocalIterator([1]).for_each(ends))
     with pytest.raises(RuntimeError, match="raised StopIteration"):
         next(LocalIterator(lambda: ends(1)))
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        next(LocalIterator([1]).transform(lambda items: [next(items) + next(items)]))
+
+
+def test_result_of_a_filter_is_true_or_false():
+    arrays = [np.zeros(2), np.ones(1)]
+    with pytest.raises(ValueError, match="ambiguous") as error:
+        next(LocalIterator(arrays).filter(lambda array: array))
+    assert any("filter" in note for note in error.value.__notes__)
+    kept = LocalIterator(arrays).filter(lambda array: array, on_error=Skip()).take(2)
+    assert kept == [np.ones(1)]
+
+
+def test_filter_warns_once_if_it_drops_everything(caplog):
+    assert list(LocalIterator(range(2500)).filter(lambda item: item > 2400)) == list(
+        range(2401, 2500)
+    )
+    (record,) = caplog.records
+    assert "has dropped 1000 items in a row" in record.message
 
 
 def test_generator_that_raised_is_recreated_at_its_position():

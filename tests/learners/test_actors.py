@@ -15,9 +15,12 @@ from flowrl.algorithms.dqn import DQNConfig
 from flowrl.algorithms.impala import IMPALAConfig
 from flowrl.algorithms.ppo import PPO, PPOConfig, PPOTorchPolicy
 from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.envs import make_multi_agent
 from flowrl.iter import LocalIterator
 from flowrl.iter.errors import ShardFailedError
 from flowrl.iter.gather_sync import GatherSync
+from flowrl.learners.decentralized import merge_updates
+from flowrl.learners.learner import PolicyUpdate
 from flowrl.ops import (
     Dequeue,
     Enqueue,
@@ -29,6 +32,7 @@ from flowrl.ops import (
     TrainTFMultiGPU,
     UpdateTargetNetwork,
 )
+from flowrl.policies import PolicySpec
 from flowrl.sampling import DefaultCallbacks
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -76,12 +80,16 @@ CASES = {
     "lstm": (PPOConfig, {"train_batch_size": 60, "sgd_minibatch_size": 20, "num_sgd_iter": 2,
                          "standardize_advantages": False,
                          "model": {"use_lstm": True, "lstm_cell_size": 4, "max_seq_len": 7}}),
+    "burn-in": (A2CConfig, {"train_batch_size": 60, "model": {
+        "use_lstm": True, "lstm_cell_size": 4, "max_seq_len": 7, "burn_in": 4}}),
+    "impala lstm": (IMPALAConfig, {"train_batch_size": 60, "rollout_fragment_length": 60, "model": {
+        "use_lstm": True, "lstm_cell_size": 4, "max_seq_len": 7}}),
     "one row": (A2CConfig, {"train_batch_size": 1}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "case", ["ppo", *(pytest.param(c, marks=pytest.mark.slow) for c in ("a2c", "lstm", "one row"))]
+    "case", ["ppo", *(pytest.param(c, marks=pytest.mark.slow) for c in list(CASES)[1:])]
 )
 def test_two_learners_equal_one(case):
     kind, settings = CASES[case]
@@ -404,6 +412,48 @@ def test_workers_with_uneven_fragments_make_equally_many_updates():
             versions = algorithm.workers.foreach_worker(lambda worker: worker.policy.version)
             assert len(set(versions)) == 1
         assert result["num_env_steps_trained"] == result["num_env_steps_sampled"]
+
+
+def test_workers_without_rows_of_a_policy_take_part_in_its_updates():
+    def policy_of(agent_id, episode=None, worker=None, **kwargs):
+        return "a" if worker.worker_index == 1 else ("b", "c")[agent_id % 2]
+
+    config = ddppo_config(
+        env=make_multi_agent("CartPole-v1"),
+        env_config={"num_agents": 2},
+        policies={"a": PolicySpec(), "b": PolicySpec(), "c": PolicySpec()},
+        policy_mapping_fn=policy_of,
+        kl_stop=10.0,
+    )
+    with config.build() as algorithm:
+        before = {
+            pid: p.get_weights() for pid, p in algorithm.workers.local_worker().policy_map.items()
+        }
+        for _ in range(2):
+            result = algorithm.train()
+        assert set(result["learners"]) == {"a", "b", "c"}
+        assert "num_group_restarts" not in result["counters"]
+        counters = result["counters"]
+        for policy_id, policy in algorithm.workers.local_worker().policy_map.items():
+            trained = counters[f"num_agent_steps_trained/{policy_id}"]
+            assert trained == counters[f"num_agent_steps_sampled/{policy_id}"] > 0
+            assert any(
+                (weight != before[policy_id][name]).any()
+                for name, weight in policy.get_weights().items()
+            )
+
+
+def test_statistics_of_workers_are_means_over_rows():
+    first = {"a": PolicyUpdate({"kl": 1.0, "cur_lr": 0.1}, rows=30, policy_lags=[0])}
+    second = {
+        "a": PolicyUpdate({"kl": 3.0, "cur_lr": 0.1}, rows=10, policy_lags=[2]),
+        "b": PolicyUpdate({"kl": 5.0}, rows=7),
+    }
+    merged = merge_updates([first, second])
+    assert merged["a"].stats["kl"] == pytest.approx(1.5)
+    assert merged["a"].stats["cur_lr"] == 0.1
+    assert (merged["a"].rows, merged["a"].policy_lags) == (40, [0, 2])
+    assert (merged["b"].stats, merged["b"].rows) == ({"kl": 5.0}, 7)
 
 
 @pytest.mark.slow

@@ -146,6 +146,15 @@ def test_error_of_the_thread_is_raised_and_the_plan_continues():
         assert algorithm.train()["num_env_steps_trained"] >= 64
 
 
+@pytest.mark.parametrize("item", [None, [1], {"obs": 1}])
+def test_item_that_is_no_batch_is_named(item):
+    with a2c_config().build() as algorithm:
+        learner = LearnerThread(algorithm.workers)
+        learner.inqueue.put(item)
+        with Dequeue(learner) as stream, pytest.raises(TypeError, match="a learner takes a batch"):
+            next(stream)
+
+
 def test_failed_batch_is_dropped_once():
     with a2c_config().build() as algorithm:
         (batch,) = sample_batches(algorithm, 1)

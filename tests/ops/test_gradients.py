@@ -178,8 +178,9 @@ def test_nonfinite_gradients_are_skipped_only_with_the_setting():
         (batch,) = ParallelRollouts(strict).take(1)
         nonfinite = batch.with_columns(advantages=np.full(32, np.nan, np.float32))
         before = weights(workers)
-        ApplyGradients(workers)(ComputeGradients(workers)(nonfinite))
+        _, info = ApplyGradients(workers)(ComputeGradients(workers)(nonfinite))
         assert workers.local_worker().policy.num_skipped_updates == 1
+        assert info["default_policy"]["learner_stats"]["num_skipped_updates"] == 1
         for name, weight in weights(workers).items():
             np.testing.assert_array_equal(weight, before[name])
         with pytest.raises(FloatingPointError):

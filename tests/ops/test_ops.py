@@ -2,14 +2,21 @@
 
 import copy
 import pickle
+import re
 import time
 
 import numpy as np
 import pytest
 
-from flowrl.algorithms.a2c import A2CTorchPolicy
+from flowrl.algorithms.a2c import A2CConfig, A2CTorchPolicy
 from flowrl.data import MultiAgentBatch, SampleBatch
-from flowrl.iter import LocalIterator, ParallelIterator, Source, metrics_scope
+from flowrl.iter import (
+    LocalIterator,
+    ParallelIterator,
+    Source,
+    _get_shared_metrics,
+    metrics_scope,
+)
 from flowrl.iter.metrics import MetricsContext
 from flowrl.ops import (
     AggregateBatches,
@@ -383,3 +390,26 @@ def test_removed_workers_are_not_in_the_timers():
         assert collect(None)["timers"]["sampler_env_step_ms"] == 3.0
         timings[2] = {"env_step_ms": 9.0}
         assert collect(None)["timers"]["sampler_env_step_ms"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("mine", -1, "the counter 'mine' is -1: counters are numbers of at least 0"),
+        ("mine", float("nan"), "the counter 'mine' is nan"),
+        ("mine", np.ones(1), "the counter 'mine' is array"),
+        (3, 1, "the name of a counter must be a string, got 3"),
+    ],
+)
+def test_counters_that_cannot_be_saved_are_rejected(name, value, message):
+    def count(batch):
+        _get_shared_metrics().counters[name] = value
+        return batch
+
+    def plan(workers, config):
+        return StandardMetricsReporting(ParallelRollouts(workers).for_each(count), workers, config)
+
+    config = A2CConfig(env="CartPole-v1", train_batch_size=32)
+    error = pytest.raises((TypeError, ValueError), match=re.escape(message))
+    with config.build(plan=plan) as algorithm, error:
+        algorithm.train()

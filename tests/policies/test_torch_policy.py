@@ -407,7 +407,7 @@ def test_nonfinite_updates_can_be_skipped():
     assert stats["num_skipped_updates"] == 1
     assert np.isfinite(stats["total_loss"])
     stats = policy.learn_on_minibatches(bad_rows, 2)
-    assert stats == {"num_skipped_updates": 2.0, "cur_lr": 3e-4}
+    assert stats == {"num_skipped_updates": 3.0, "cur_lr": 3e-4}
     assert policy.num_skipped_updates == 3
     assert any((before[n] != w).any() for n, w in policy.get_weights().items())
     with pytest.raises(FloatingPointError, match=r"not finite in it: rewards"):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from flowrl import PPO
-from flowrl.sampling.weight_sync import WeightSync
+from flowrl.sampling.weight_sync import WeightSync, load_weights
 
 
 @pytest.fixture
@@ -41,6 +41,21 @@ def test_replaced_worker_gets_the_weights_again(trained):
     assert [needs_weights(sync, worker) for worker in (0, 1)] == [True, False]
     sync.invalidate()
     assert [needs_weights(sync, worker) for worker in (0, 1)] == [True, True]
+
+
+def test_workers_get_the_time_of_schedules_without_new_weights(trained):
+    algorithm, _ = trained
+    time = {"timestep": 0}
+    sync = WeightSync(algorithm.workers.local_worker, time)
+    sync.payload_for(0, None, None)
+    time["timestep"] = 50
+    payload = sync.payload_for(0, None, None)
+    assert payload == ({}, None, None, {"timestep": 50})
+    assert sync.payload_for(0, None, None) is None
+    worker = algorithm.workers.local_worker()
+    before = worker.policy.version
+    load_weights(worker, payload)
+    assert (worker.policy.timestep, worker.policy.version) == (50, before)
 
 
 def test_only_selected_workers_get_a_new_version(trained):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, ClassVar, Literal, get_args
 
 from flowrl.iter.readonly import isolated
@@ -218,7 +219,7 @@ def _check_weights(weights: Sequence[float | str], branches: int) -> None:
     if len(weights) != branches:
         raise ValueError(f"round_robin_weights has {len(weights)} entries for {branches} branches")
     for weight in weights:
-        valid = isinstance(weight, (int, float)) and 0 < weight < float("inf")
+        valid = isinstance(weight, Real) and 0 < weight < float("inf")
         if weight != "*" and not valid:
             raise ValueError(
                 f"round_robin_weights: each weight must be a number > 0 or '*', got {weight!r}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +23,10 @@ from flowrl.iter.stages.function_stage import DROPPED, FunctionStage
 from flowrl.iter.waiting import Waiter
 from flowrl.state_schema import Fields
 
+log = logging.getLogger("flowrl")
+
 MAX_SOURCES = 10_000  # of one item of `combine`
+MANY_DROPPED = 1000  # items in a row, after which `filter` warns
 
 
 class ForEach(FunctionStage):
@@ -177,12 +181,13 @@ class Filter(FunctionStage):
     """Return the items for which fn(item) is true."""
 
     name = "filter"
+    _num_dropped = 0  # since the last item that was kept
 
     def _call(self, item: Any) -> Any:
         keep = self.fn(item)
         if keep is None:
             raise TypeError("the function returned None: return True to keep the item, or False")
-        return keep
+        return bool(keep)
 
     def pull(self, block: bool) -> Any:
         while True:
@@ -197,7 +202,14 @@ class Filter(FunctionStage):
                     continue
             if keep:
                 self.items += 1
+                self._num_dropped = 0
                 return item
+            self._num_dropped += 1
+            if self._num_dropped == MANY_DROPPED:
+                log.warning(
+                    "%s has dropped %d items in a row; a plan whose items are all dropped has no "
+                    "result and does not end", self, MANY_DROPPED,
+                )  # fmt: skip
 
 
 class Combine(FunctionStage):
@@ -346,7 +358,7 @@ class Transform(Stage):
     def pull(self, block: bool) -> Any:
         try:
             if self._iterator is None:
-                self._iterator = iter(self.fn(_Upstream(self)))
+                self._iterator = self._new_iterator()
             item = next(self._iterator)
         except StopIteration:
             raise
@@ -357,6 +369,14 @@ class Transform(Stage):
             raise
         self.items += 1
         return item
+
+    def _new_iterator(self) -> Iterator[Any]:
+        try:
+            return iter(self.fn(_Upstream(self)))
+        except StopIteration as error:
+            raise RuntimeError(
+                "the function raised StopIteration: let it return an iterator"
+            ) from error
 
     def waits(self) -> list[Any]:
         return []

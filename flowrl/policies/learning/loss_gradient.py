@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from flowrl.data import SampleBatch
-from flowrl.data.sequences import sequence_minibatches
 from flowrl.policies.learning.kernels.registry import Kernel
 from flowrl.policies.learning.protocols import ProcessGroup, Stats, TrainablePolicy
 from flowrl.settings import ConfigError
@@ -23,6 +22,7 @@ class LossGradient:
         policy: the policy whose loss is differentiated.
         parameters: for each optimizer, the parameters that it updates.
         kernel: computes the gradient instead of autograd; None if there is none.
+        split: (batch, rows) -> the microbatches of a batch.
 
     Attributes:
         row_stats: values per row that the loss recorded, one dict per microbatch.
@@ -33,11 +33,13 @@ class LossGradient:
         policy: TrainablePolicy,
         parameters: Sequence[Sequence[torch.Tensor]],
         kernel: Kernel | None,
+        split: Callable[[SampleBatch, int], Iterable[SampleBatch]],
     ):
         self.row_stats: list[dict[str, np.ndarray]] = []
         self._policy = policy
         self._parameters = parameters
         self._kernel = kernel
+        self._split = split
 
     def compute(self, batch: SampleBatch) -> Stats:
         """Write the gradient on a batch; return statistics, among them its `grad_norm`.
@@ -53,11 +55,7 @@ class LossGradient:
         rows = policy.config.microbatch_size
         if not rows or batch.count <= rows:
             return self._compute_microbatch(batch)
-        parts = list(
-            sequence_minibatches(batch, rows, shuffle=False)
-            if "seq_lens" in batch
-            else batch.timeslices(size=rows)
-        )
+        parts = list(self._split(batch, rows))
         counts = [policy.tensors(part).count for part in parts]  # rows that a loss is a mean over
         total = torch.zeros_like(policy.flat.gradient)
         means: Stats = {}
@@ -103,7 +101,8 @@ class LossGradient:
             except FloatingPointError as error:
                 cause = error
                 policy.flat.gradient.fill_(torch.nan)  # so that every process raises
-        group.average_gradient(policy.flat.gradient, 0 if batch is None else batch.count)
+        count = 0 if batch is None else policy.tensors(batch).count  # without burn-in rows
+        group.average_gradient(policy.flat.gradient, count)
         norm = float(torch.linalg.vector_norm(policy.flat.gradient))
         if not np.isfinite(norm):
             raise FloatingPointError(

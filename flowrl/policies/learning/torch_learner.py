@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -88,7 +88,7 @@ class TorchLearner:
         self.num_skipped_updates = 0
         self._epoch_row_stats: list[dict[str, np.ndarray]] | None = None  # of all minibatches
         self.kernel = find_kernel(policy, self._has_single_optimizer())
-        self.gradient = LossGradient(policy, self.parameters, self.kernel)
+        self.gradient = LossGradient(policy, self.parameters, self.kernel, self.microbatches)
 
     def _parameters_of(self, optimizer: Any) -> list[torch.Tensor]:
         flat = self.policy.flat
@@ -123,6 +123,12 @@ class TorchLearner:
         """
         yield from shuffled_minibatches(batch, size, self.policy.shuffle_rng)
 
+    def microbatches(self, batch: SampleBatch, size: int) -> Iterable[SampleBatch]:
+        """Return the rows of a batch in order, `size` at a time; sequences stay whole."""
+        if "seq_lens" in batch:
+            return sequence_minibatches(batch, size, shuffle=False)
+        return batch.timeslices(size=size)
+
     def share_of(self, batch: SampleBatch, rank: int, size: int) -> SampleBatch | None:
         """Return the rows that one of several processes learns from, whole sequences if there are
         any; None if there are fewer rows than processes."""
@@ -139,7 +145,6 @@ class TorchLearner:
     def update_minibatches(self, batch: SampleBatch, num_sgd_iter: int, size: int) -> Stats:
         """Update the policy by minibatches; see Policy.learn_on_minibatches."""
         policy = self.policy
-        skipped = self.num_skipped_updates
         row_stats = self._epoch_row_stats = []
         try:
             batch = self.prepare_batch(batch)
@@ -149,7 +154,7 @@ class TorchLearner:
         policy.row_stats = concat_row_stats(row_stats)
         stats["cur_lr"] = float(self.optimizers[0].param_groups[0]["lr"])
         if policy.config.on_nonfinite_update == "skip":
-            stats["num_skipped_updates"] = float(self.num_skipped_updates - skipped)
+            stats["num_skipped_updates"] = float(self.num_skipped_updates)
         return stats
 
     def _minibatches_of_group(self, batch: SampleBatch, size: int) -> Iterator[Any]:
@@ -209,6 +214,17 @@ class TorchLearner:
         _restore(frozen)
         self.num_updates += 1
         self.policy.version += 1
+
+    def learn_without_rows(self, num_sgd_iter: int) -> None:
+        """Take part in the passes of the process group over a batch of which this process has no
+        rows."""
+        assert self.process_group is not None
+        for _ in range(num_sgd_iter):
+            for _ in self.process_group.pad_minibatches(iter(())):
+                self.update(None)
+            if self.policy.end_epoch(None, {}):
+                break
+        self.policy.end_learning(None, {})
 
     def compute_gradients(self, batch: SampleBatch) -> tuple[np.ndarray, Stats]:
         """Return the gradient [parameters] of the loss, and statistics; nothing changes."""
