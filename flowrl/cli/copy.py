@@ -18,6 +18,8 @@ def copy_command(arguments: list[str]) -> int:
     parser.add_argument("file", type=Path, metavar="FILE", help="the new file; must not exist")
     options = parser.parse_args(arguments)
     source = plan_path(options.plan)
+    if options.file.suffix != ".py":
+        raise ConfigError(f"{options.file}: the name of a plan file ends in .py")
     if options.file.exists():
         raise ConfigError(f"{options.file} already exists; choose another name")
     try:

@@ -99,7 +99,9 @@ def _check_names(flags: list[str], defaults: Settings, run_options: dict[str, An
             _check_group(type(defaults), name, "--", flags[index:])
             if elsewhere := commands_with(f"--{name}"):
                 raise ConfigError(f"{elsewhere}, not of flowrl train PLAN")
-            options = [*known, *(option.replace("_", "-") for option in run_options)]
+            # --tuned exists only as --no-tuned
+            run_names = ["no-tuned" if n == "tuned" else n.replace("_", "-") for n in run_options]
+            options = [*known, *run_names]
             settings, setting = type(defaults).model_fields, name.replace("-", "_")
             exact = setting_hint(setting, settings)
             hint = exact or algorithms_with(setting)

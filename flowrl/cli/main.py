@@ -110,6 +110,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _unknown_command(name: str, rest: list[str]) -> str:
     """Return the message for an unknown command with the arguments after it."""
+    if name == "export":
+        return (
+            "unknown command 'export'. Export a policy in Python: "
+            "Policy.from_checkpoint(RUN_DIR).export(FILE)"
+        )
     replacement = _RENAMED.get(name)
     if replacement is None and (is_shipped(name) or name.endswith((".py", ".yaml", ".yml"))):
         replacement = f"train {name}"

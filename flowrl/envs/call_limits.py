@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import logging
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+
+log = logging.getLogger("flowrl")
 
 
 class CallLimits(NamedTuple):
@@ -39,6 +42,14 @@ def _limited(function: Callable[..., Any], seconds: float, method: str) -> Calla
     return call
 
 
+@functools.cache
+def _warn_of_threads() -> None:
+    log.warning(
+        "env_step_timeout_s, env_reset_timeout_s: environments run outside of the main thread, "
+        "where a call that takes too long is noticed only after it has returned"
+    )
+
+
 @contextmanager
 def limit_seconds(seconds: float, message: str) -> Iterator[None]:
     """Raise TimeoutError in the block after a time, by the signal SIGALRM.
@@ -52,6 +63,7 @@ def limit_seconds(seconds: float, message: str) -> Iterator[None]:
     """
     started = time.monotonic()
     if threading.current_thread() is not threading.main_thread():
+        _warn_of_threads()
         yield
     else:
 

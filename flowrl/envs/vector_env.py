@@ -246,7 +246,12 @@ class DirectVectorEnv:
                 observations[i] = self._reset(i)
                 continue
             infos.append(info.copy() if info else info)  # an environment may reuse its dict
-            if terminated or truncated:
+            try:
+                has_ended = terminated or truncated
+            except ValueError:  # arrays
+                check_flags((terminated, truncated), "terminated and truncated")
+                raise
+            if has_ended:
                 check_flags((terminated, truncated), "terminated and truncated")
                 terminateds[i] = terminated
                 truncateds[i] = truncated

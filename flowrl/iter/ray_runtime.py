@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from typing import Any
 
 from flowrl.iter.private_api import fast_reconnection, kill_ray_processes
 from flowrl.iter.ray_health import is_ray_lost, watch_ray
+
+REACH_TIMEOUT_S = 10.0  # to connect to the address of a cluster
 
 _num_users = 0  # of a Ray runtime that `start_ray` started or joined
 
@@ -26,6 +29,23 @@ def cluster_address(address: str | None) -> str | None:
     """
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     return None if address == "local" else address
+
+
+def _check_reachable(cluster: str) -> None:
+    """Raise ConfigError if nothing listens at an address host:port, where Ray would retry for
+    minutes."""
+    host, colon, port = cluster.rpartition(":")
+    if not colon or "/" in host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host, int(port)), REACH_TIMEOUT_S).close()
+    except OSError as error:
+        from flowrl.settings import ConfigError  # imports numpy
+
+        raise ConfigError(
+            f"address (or RAY_ADDRESS): nothing listens at {cluster}: {error}. Start Ray there "
+            f"with `ray start --head --port={port}`"
+        ) from error
 
 
 def start_ray(address: str | None = None, num_cpus: int | None = None, **options: Any) -> bool:
@@ -51,6 +71,8 @@ def start_ray(address: str | None = None, num_cpus: int | None = None, **options
         defaults: dict[str, Any] = {"logging_level": logging.WARNING}
         if cluster is None:
             defaults |= {"include_dashboard": False, "num_cpus": num_cpus}
+        else:
+            _check_reachable(cluster)
         try:
             with _kept_sigterm_handler(), fast_reconnection():
                 ray.init(cluster or "local", **{**defaults, **options})

@@ -39,7 +39,10 @@ class Diagnosis:
     def text(self) -> str:
         """The most important finding as a sentence."""
         if not self.findings:
-            return "Nothing was measured yet: train for two seconds, with monitor=True."
+            return (
+                "Nothing was measured yet: this needs two seconds of steps, and monitor=True. If "
+                "the first fragment never ends, an environment may hang: set env_step_timeout_s."
+            )
         return self.findings[0].text
 
     def __str__(self) -> str:

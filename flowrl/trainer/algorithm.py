@@ -135,14 +135,11 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
                     f"two environments are given, {config!r} and env={settings['env']!r}: give one"
                 )
             values = {"env": values}
-        is_record = isinstance(values, AlgorithmConfig)
-        values = values.chosen() if isinstance(values, AlgorithmConfig) else dict(values)
-        foreign = set(values) - set(cls.config_class.model_fields)
-        if is_record and foreign:
+        if isinstance(values, AlgorithmConfig) and not issubclass(cls.config_class, type(values)):
             raise ConfigError(
-                f"it needs a {cls.config_class.__name__}, got a {type(config).__name__} with the "
-                f"setting {min(foreign)!r}"
+                f"it needs a {cls.config_class.__name__}, got a {type(config).__name__}"
             )
+        values = values.chosen() if isinstance(values, AlgorithmConfig) else dict(values)
         return cls.config_class.from_dict({**values, **settings})
 
     @classmethod
@@ -384,6 +381,12 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         sentence as `diagnosis`. There are no findings if the setting `monitor` is off.
         """
         return self.monitor.diagnosis
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be pickled or copied: save() it and load it with "
+            "from_checkpoint(), or send its config"
+        )
 
     def _check_not_stopped(self) -> None:
         if self._stopped:

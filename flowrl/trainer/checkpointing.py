@@ -116,6 +116,8 @@ class Checkpointing:
         if path is None:
             in_run = self.run_dir and self.run_dir / CHECKPOINTS / f"{self.iteration:06d}"
             path = in_run or Path(tempfile.mkdtemp(prefix="flowrl-checkpoint-"))
+        elif not str(path):
+            raise ConfigError("save: the path is empty")
         elif is_run_dir(path):
             raise ConfigError(
                 f"save: {path} is a run directory, whose checkpoints are in {CHECKPOINTS}/: call "
@@ -200,6 +202,13 @@ class Checkpointing:
         """
         path = resolve_checkpoint(path)
         state, manifest = read_checkpoint(path)
+        saved, own = manifest.get("algorithm"), type(self).__name__
+        if saved is not None and saved.rpartition(":")[2] != own:
+            name = saved.rpartition(":")[2]
+            raise CheckpointError(
+                f"{path}: it is of {name}, this algorithm is {own}: use "
+                f"{name}.from_checkpoint(path)"
+            )
         if manifest.get("plan_sha256") != self._plan_builder.sha256 and not other_plan:
             folder = Path(path).parent
             run_dir = folder.parent if folder.name == "checkpoints" else "RUN_DIR"

@@ -60,7 +60,14 @@ class FluentSettings(WorkerConfig):
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_") or hasattr(type(self), name):
                 return super().__getattr__(name)
-            known = [*type(self).model_fields, *self.groups(), "build", "copy", "validate"]
+            known = [
+                *type(self).model_fields,
+                *self.groups(),
+                "build",
+                "copy",
+                "updated",
+                "validate",
+            ]
             message = f"{type(self).__name__} has no method or setting {name!r}."
             raise AttributeError(message + self.hint(name, known), name=name, obj=self)
 

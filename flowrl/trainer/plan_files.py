@@ -60,6 +60,8 @@ def plan_path(plan: str) -> Path:
         raise ConfigError(f"plan: there is no file {plan!r}")
     if path.name and path.with_suffix(".py").is_file():
         raise ConfigError(f"plan: unknown plan {plan!r}. Did you mean the file '{plan}.py'?")
+    if (path / "config.json").is_file():
+        raise ConfigError(f"plan: {plan!r} is a run directory: use `flowrl resume {plan}`")
     known = sorted(shipped_plans())
     raise ConfigError(
         f"plan: unknown plan {plan!r}.{nearest(plan, known)} Shipped plans: {', '.join(known)}; "

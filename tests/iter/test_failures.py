@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 
@@ -209,7 +210,7 @@ def is_alive(pid):
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().split()[2] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends while it is read
         return False
 
 
@@ -351,6 +352,7 @@ def test_options_of_start_ray_override_its_defaults(monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda *args, **options: calls.append((args, options)))
     monkeypatch.setattr(ray_runtime, "_num_users", 0)
+    monkeypatch.setattr(ray_runtime, "_check_reachable", lambda cluster: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     ray_runtime.start_ray(include_dashboard=True, num_cpus=1)
     ray_runtime.start_ray("host:1", num_cpus=1, logging_level=logging.INFO)
@@ -373,8 +375,12 @@ def test_address_without_a_cluster_is_an_error(monkeypatch):
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", refuse)
-    monkeypatch.setenv("RAY_ADDRESS", "host:2")
-    with pytest.raises(ConfigError, match=r"RAY_ADDRESS.*no Ray cluster at 'host:2': nothing"):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(ConfigError, match=rf"RAY_ADDRESS.*no Ray cluster at '{address}': noth"):
+            ray_runtime.start_ray()
+    with pytest.raises(ConfigError, match=rf"RAY_ADDRESS.*nothing listens at {address}: .*--port="):
         ray_runtime.start_ray()
     monkeypatch.delenv("RAY_ADDRESS")
     with pytest.raises(ConnectionError):

@@ -10,6 +10,7 @@ from gymnasium import spaces
 from torch import nn
 from torch.nn import functional
 
+from flowrl.algorithms.a2c import A2CTorchPolicy
 from flowrl.algorithms.ppo import PPOTorchPolicy
 from flowrl.policies import ConfigError, ModelV2, Policy, TorchPolicy, build_torch_policy
 from flowrl.sampling import RolloutWorker
@@ -440,3 +441,25 @@ def test_invalid_state_changes_nothing():
         np.testing.assert_array_equal(slots[1][name], part)
     assert after["learner"]["lrs"] == before["learner"]["lrs"]
     assert {k: after[k] for k in ("rng", "version")} == {k: before[k] for k in ("rng", "version")}
+
+
+def test_losses_without_a_gradient_or_a_forward_pass_are_explained():
+    class Detached(A2CTorchPolicy):
+        def loss(self, batch):
+            return super().loss(batch).detach()
+
+    class ValuesFirst(A2CTorchPolicy):
+        def loss(self, batch):
+            return self.model.value_function().mean()
+
+    for kind, error, message in (
+        (Detached, ConfigError, "got one without a gradient"),
+        (ValuesFirst, RuntimeError, r"call from_batch\(batch\) first"),
+    ):
+        for model in ({"fcnet_hiddens": [8]}, {"use_lstm": True, "lstm_cell_size": 4}):
+            settings = {"model": model, "rollout_fragment_length": 8}
+            worker = RolloutWorker("CartPole-v1", kind, settings)
+            batch = worker.sample()
+            worker.policy.model._features = None
+            with pytest.raises(error, match=message):
+                worker.policy.learn_on_batch(batch)

@@ -9,7 +9,7 @@ from gymnasium.envs.classic_control import CartPoleEnv
 
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.envs import make_multi_agent
-from flowrl.envs.call_limits import CallLimits, limit_seconds
+from flowrl.envs.call_limits import CallLimits, _warn_of_threads, limit_seconds
 from flowrl.sampling import WorkerSet
 from flowrl.settings import ConfigError
 
@@ -125,8 +125,9 @@ def test_a_timer_and_handler_of_the_caller_are_restored():
         signal.signal(signal.SIGALRM, before)
 
 
-def test_another_thread_gets_the_error_when_the_call_ends():
+def test_another_thread_gets_the_error_when_the_call_ends(caplog):
     errors = []
+    _warn_of_threads.cache_clear()
 
     def run():
         try:
@@ -139,6 +140,7 @@ def test_another_thread_gets_the_error_when_the_call_ends():
     thread.start()
     thread.join()
     assert errors == ["too long"]
+    assert "outside of the main thread, where a call that takes too long is noticed" in caplog.text
 
 
 def test_without_limits_an_environment_is_unchanged():

@@ -99,6 +99,20 @@ def test_flags_of_agents_must_be_bools(flag):
         worker(WrongFlag, {"p": ActsThree}).sample()
 
 
+def test_flag_that_is_an_array_is_named():
+    class ArrayFlag(CountEnv):
+        num_steps = 0
+
+        def step(self, action):
+            self.num_steps += 1
+            obs, reward, _, _, info = super().step(action)
+            flag = np.array([False, True]) if self.num_steps == 3 else False
+            return obs, reward, flag, False, info
+
+    with pytest.raises(ConfigError, match=r"the flag array.*: terminated and truncated are bools"):
+        worker(ArrayFlag).sample()
+
+
 def test_flag_at_the_end_of_an_episode_must_be_a_bool():
     class WrongFlag(CountEnv):
         num_steps = 0

@@ -1,6 +1,8 @@
 """PPO and A2C: losses against reference implementations, training runs, checkpoints."""
 
+import copy
 import json
+import pickle
 import sys
 import tempfile
 
@@ -247,8 +249,9 @@ def test_execution_plan_of_subclass_replaces_plan_file():
 def test_config_of_another_class_keeps_the_algorithms_defaults():
     with PPO(AlgorithmConfig(env="CartPole-v1")) as algorithm:
         assert algorithm.config.plan == "ppo"
-    with pytest.raises(ConfigError, match=r"needs a PPOConfig, got a DQNConfig .* 'double_q'"):
-        PPO(DQNConfig(env="CartPole-v1", double_q=False))
+    for settings in ({}, {"lr": 5e-5}, {"double_q": False}):
+        with pytest.raises(ConfigError, match="needs a PPOConfig, got a DQNConfig"):
+            PPO(DQNConfig(env="CartPole-v1", **settings))
     with pytest.raises(ConfigError, match="needs a PPOConfig, a mapping of settings or an env"):
         PPO(3)
 
@@ -335,10 +338,18 @@ def test_restore_rejects_other_models_and_plans(tmp_path):
         with pytest.raises(CheckpointError, match=r"hidden.0.weight: has \(8, 4\), got \(16, 4\)"):
             other.restore(path)
         a2c = A2CConfig(env="CartPole-v1", train_batch_size=64).build()
-        with pytest.raises(
-            CheckpointError, match="written by the plan 'ppo', this algorithm has 'a2c'"
-        ):
+        message = r"it is of PPO, this algorithm is A2C: use PPO.from_checkpoint\(path\)"
+        with pytest.raises(CheckpointError, match=message):
             a2c.restore(path)
+        other_plan = ppo_config(plan="ppo_async").build()
+        message = "written by the plan 'ppo', this algorithm has 'ppo_async'"
+        with pytest.raises(CheckpointError, match=message):
+            other_plan.restore(path)
+        with pytest.raises(ConfigError, match="the path is empty"):
+            algorithm.save("")
+        for use in (pickle.dumps, copy.deepcopy):
+            with pytest.raises(TypeError, match="a PPO cannot be pickled or copied: save"):
+                use(algorithm)
 
 
 def test_evaluation_is_repeatable_and_leaves_filters_unchanged():

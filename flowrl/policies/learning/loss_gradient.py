@@ -177,6 +177,8 @@ class LossGradient:
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
                 is_tensor = isinstance(loss, torch.Tensor)
                 found = f"shape {list(loss.shape)}" if is_tensor else repr(loss)
+                if is_tensor and loss.numel() == 1:
+                    found = "one without a gradient (detached, or computed by numpy or argmax)"
                 raise ConfigError(
                     f"{name}: a loss is a tensor of one number that depends on the model's "
                     f"parameters, or a list of such tensors, got {found}"
@@ -217,7 +219,8 @@ class LossGradient:
         cause = f" (not finite in it: {', '.join(columns)})" if columns else ""
         raise FloatingPointError(
             f"{', '.join(names)} of {type(self._policy).__name__} not finite on a batch of "
-            f"{batch.count} rows{cause}: the update was refused and the weights are unchanged"
+            f"{batch.count} rows{cause}: the update was refused and the weights are unchanged "
+            '(on_nonfinite_update="skip" skips such updates)'
         )
 
 

@@ -303,6 +303,20 @@ def _state_names(count: int) -> list[str]:
     return [f"state_in_{i}" for i in range(count)]
 
 
+def computed(features: torch.Tensor | None) -> torch.Tensor:
+    """Return what the last forward pass has computed.
+
+    Raises:
+        RuntimeError: there was none.
+    """
+    if features is None:
+        raise RuntimeError(
+            "value_function() returns the values of the last forward pass, but there was none: "
+            "call from_batch(batch) first"
+        )
+    return features
+
+
 def is_float32_on_cpu(module: nn.Module) -> bool:
     """Return whether all parameters are float32 on the CPU."""
     return all(p.device.type == "cpu" and p.dtype == torch.float32 for p in module.parameters())

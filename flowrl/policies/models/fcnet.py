@@ -14,7 +14,7 @@ from gymnasium import spaces
 from torch import nn
 
 from flowrl.policies.config import ModelConfig
-from flowrl.policies.models.base import ModelV2, State, full_precision, is_float32_on_cpu
+from flowrl.policies.models.base import ModelV2, State, computed, full_precision, is_float32_on_cpu
 from flowrl.policies.models.flatten import flatten, flatten_numpy, nested_size
 from flowrl.policies.models.matrix_products import matmul_for
 
@@ -154,8 +154,7 @@ class FullyConnectedNetwork(ModelV2):
         return outputs, state
 
     def value_function(self) -> torch.Tensor:
-        assert self._features is not None
-        hidden = self._features
+        hidden = computed(self._features)
         if not self.shares_layers:
             hidden = self._run(hidden, self._value_layers[:-1])
         with full_precision(hidden):
