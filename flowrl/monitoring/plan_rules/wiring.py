@@ -120,5 +120,6 @@ def unread_child(plan: CheckedPlan) -> Iterator[PlanProblem]:
                 "unread_duplicate",
                 duplicate.line,
                 f"child {unread[0]} of duplicate({len(duplicate.children)}) is not part of the "
-                "plan, so the other children will wait for it: use it, or duplicate fewer times",
+                "plan, so the plan will fail when its buffer is full: use it, duplicate fewer "
+                'times, or set when_full="drop_oldest" for it',
             )
