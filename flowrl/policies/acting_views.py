@@ -7,7 +7,8 @@ before the stored rows, are filled: see `ViewRequirement`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -165,6 +166,30 @@ def is_state(view: View) -> bool:
     return view.source.startswith("state_out_")
 
 
+def fill_value(view: View, space_of: Callable[[str], spaces.Space]) -> Any:
+    """Return zeros, which a view shows where there is no row.
+
+    Args:
+        view: the view.
+        space_of: "obs" or "actions" -> its space.
+
+    Raises:
+        ConfigError: the view needs a space.
+    """
+    if view.space is not None:
+        return zeros_of(view.space)
+    if view.source in ("obs", "actions"):
+        return zeros_of(space_of(view.source))
+    if view.source in DTYPES:
+        return np.zeros((), DTYPES[view.source])
+    raise ConfigError(f"view of {view.source!r}: needs a space, which defines the fill value")
+
+
+def space_of(policy: ViewingPolicy, source: str) -> spaces.Space:
+    """Return the policy's space of "obs" or "actions"."""
+    return policy.action_space if source == "actions" else policy.observation_space
+
+
 class ActingViews:
     """The views that a policy acts on.
 
@@ -213,20 +238,11 @@ class ActingViews:
         return self._fills[name]
 
     def _new_fill(self, view: View, column: Any) -> Any:
-        source = view.source
         if is_state(view):
             return None  # every lane has its own
         if column is not None:
             return map_leaves(lambda array: np.zeros(array.shape[2:], array.dtype), column)
-        if view.space is not None:
-            return zeros_of(view.space)
-        if source in DTYPES:
-            return np.zeros((), DTYPES[source])
-        if source == "actions":
-            return zeros_of(self.policy.action_space)
-        if source == "obs":
-            return zeros_of(self.policy.observation_space)
-        raise ConfigError(f"view of {source!r}: needs a space, which defines the fill value")
+        return fill_value(view, partial(space_of, self.policy))
 
     def inputs(self, columns: FragmentColumns, t: int, ages: np.ndarray) -> dict[str, Any]:
         """Return the inputs of action computation at row t of all lanes, [N, …].

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from flowrl.data.spaces import zeros_of
 from flowrl.data.types import AgentID, PolicyID
-from flowrl.policies.acting_views import DTYPES, View
+from flowrl.policies.acting_views import View, fill_value
 from flowrl.policies.policy import Policy
 from flowrl.sampling.callback_worker import CallbackWorker
 from flowrl.sampling.running_episodes import RunningEpisode, Segment, Trajectory
@@ -74,9 +74,7 @@ class AgentViews:
         shown: dict[str, np.ndarray] = {}
         for name, view in views.items():
             parts = [self._view(view, *request) for request in requests]
-            shapes = {values.shape[1:] for values, _ in parts}
-            if len(shapes) > 1:
-                raise _shape_error(view, shapes)
+            check_shapes(view, (values.shape[1:] for values, _ in parts))
             shown[name] = np.concatenate([values for values, _ in parts])
             shown[f"{name}_mask"] = np.concatenate([mask for _, mask in parts])
         return shown
@@ -89,11 +87,8 @@ class AgentViews:
         times: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return a view and its mask at env steps of a trajectory, [times, agents, …] each."""
-        agents = view.agents
-        if agents == "others":
-            agents = [a for a in possible_agents(self._worker) if a != trajectory.agent_id]
         values, masks = [], []
-        for agent in agents or ():
+        for agent in shown_agents(view, trajectory.agent_id, self._worker):
             of_shifts = [
                 self._of_agent(view, episode, agent, times, shift) for shift in view.shifts
             ]
@@ -103,16 +98,15 @@ class AgentViews:
             else:
                 values.append(of_shifts[0][0])
                 masks.append(of_shifts[0][1])
-        shapes = {value.shape[1:] for value in values}
-        if len(shapes) > 1:
-            raise _shape_error(view, shapes)
+        check_shapes(view, (value.shape[1:] for value in values))
         return np.stack(values, 1), np.stack(masks, 1)
 
     def _of_agent(
         self, view: View, episode: RunningEpisode, agent: AgentID, times: np.ndarray, shift: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return an agent's values `shift` env steps from times, and which of them exist."""
-        values = np.repeat(fill_value(view, agent, self._worker)[None], len(times), 0)
+        fill = np.asarray(fill_value(view, partial(self._worker.space_of, agent)))
+        values = np.repeat(fill[None], len(times), 0)
         mask = np.zeros(len(times), bool)
         is_obs = view.source == "obs"
         for other in episode.history.get(agent, ()):
@@ -138,8 +132,7 @@ class AgentViews:
             if column is None:
                 raise ConfigError(f"cannot view column {view.source!r}: it is not collected")
             found_values = column[begin + first + at[found], other.lane]
-            if found_values.shape[1:] != values.shape[1:]:
-                raise _shape_error(view, {found_values.shape[1:], values.shape[1:]})
+            check_shapes(view, (found_values.shape[1:], values.shape[1:]))
             values = values.astype(np.result_type(values, found_values), copy=False)
             values[found], mask[found] = found_values, True
         return values, mask
@@ -156,23 +149,22 @@ def possible_agents(worker: CallbackWorker | None) -> list[AgentID]:
     return worker.possible_agents
 
 
-def fill_value(view: View, agent: AgentID, worker: CallbackWorker) -> np.ndarray:
-    """Return the value that a view shows where an agent has no row.
+def shown_agents(view: View, agent: AgentID, worker: CallbackWorker | None) -> list[AgentID]:
+    """Return the agents whose rows a view of an agent shows.
 
     Raises:
-        ConfigError: the view needs a space.
+        ConfigError: the view shows all others, and the environment does not name its agents.
     """
-    if view.space is not None:
-        return np.asarray(zeros_of(view.space))
-    if view.source in ("obs", "actions"):
-        return np.asarray(zeros_of(worker.space_of(agent, view.source)))
-    if view.source in DTYPES:
-        return np.zeros((), DTYPES[view.source])
-    raise ConfigError(f"view of {view.source!r}: needs a space, which defines the fill value")
+    if view.agents != "others":
+        return list(view.agents or ())
+    return [other for other in possible_agents(worker) if other != agent]
 
 
-def _shape_error(view: View, shapes: Any) -> ConfigError:
-    return ConfigError(
-        f"view of {view.source!r} of the agents {view.agents}: the values have different shapes, "
-        f"{sorted(shapes)}"
-    )
+def check_shapes(view: View, shapes: Iterable[tuple[int, ...]]) -> None:
+    """Raise ConfigError if the values that a view shows have different shapes."""
+    different = set(shapes)
+    if len(different) > 1:
+        raise ConfigError(
+            f"view of {view.source!r} of the agents {view.agents}: the values have different "
+            f"shapes, {sorted(different)}"
+        )

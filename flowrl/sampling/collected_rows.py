@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import optree
 
 from flowrl.data.serialization import savable_info
-from flowrl.data.spaces import stack_values, zeros_of
+from flowrl.data.spaces import stack_values
 from flowrl.data.types import AgentID, EpisodeID, PolicyID
 from flowrl.policies.acting_views import (
     DTYPES,
     View,
+    fill_value,
     is_state,
     nontrivial_views,
     signature_of,
+    space_of,
     state_index,
 )
 from flowrl.policies.policy import Policy
-from flowrl.sampling.agent_views import fill_value, possible_agents
+from flowrl.sampling.agent_views import check_shapes, shown_agents
 from flowrl.sampling.views import check_repeats, max_seq_len
 from flowrl.settings import ConfigError
 
@@ -173,39 +176,24 @@ class CollectedViews:
             trajectory, row: the row.
             by_agent: agent -> its trajectories in the episode.
         """
-        agents = view.agents
-        if agents == "others":
-            agents = [a for a in possible_agents(self._worker) if a != trajectory.agent_id]
+        agents = shown_agents(view, trajectory.agent_id, self._worker)
         time = trajectory.times[row - trajectory.dropped]
         values, mask = [], []
-        for agent in agents or ():
+        for agent in agents:
             for shift in view.shifts:
                 value = _first(t.at_time(view.source, time, shift) for t in by_agent.get(agent, ()))
                 mask.append(value is not None)
                 values.append(self._zero(view, agent) if value is None else value)
-        shapes = {np.shape(value) for value in values}
-        if len(shapes) > 1:
-            raise ConfigError(
-                f"view of {view.source!r} of the agents {view.agents}: the values have different "
-                f"shapes, {sorted(shapes)}"
-            )
-        shape = (len(agents or ()), len(view.shifts)) if view.is_window else (len(agents or ()),)
+        check_shapes(view, map(np.shape, values))
+        shape = (len(agents), len(view.shifts)) if view.is_window else (len(agents),)
         column = column_of(view.source, values)
         return column.reshape(*shape, *column.shape[1:]), np.array(mask).reshape(shape)
 
     def _zero(self, view: View, agent: AgentID) -> Any:
         """Return the fill value of a view of an agent's rows."""
-        source, policy = view.source, self.policy
         if view.agents is not None and self._worker is not None:
-            return fill_value(view, agent, self._worker)
-        if view.space is not None:
-            return zeros_of(view.space)
-        if source in DTYPES:
-            return np.zeros((), DTYPES[source])
-        if source in ("obs", "actions"):
-            space = policy.action_space if source == "actions" else policy.observation_space
-            return zeros_of(space)
-        raise ConfigError(f"view of {source!r}: needs a space, which defines the fill value")
+            return fill_value(view, partial(self._worker.space_of, agent))
+        return fill_value(view, partial(space_of, self.policy))
 
 
 def column_of(name: str, values: list[Any]) -> Any:
