@@ -93,6 +93,7 @@ def test_batches_that_are_used_several_times_replay(tmp_path, capsys):
     assert code == 0, printed.out
 
 
+@pytest.mark.slow
 def test_a_replay_stops_at_an_item(a3c_run, capsys, monkeypatch):
     monkeypatch.setattr("sys.breakpointhook", lambda: stopped_at.append("breakpoint"))
     stopped_at.clear()

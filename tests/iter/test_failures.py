@@ -40,7 +40,9 @@ class Dies:
             yield i
 
 
-@pytest.mark.parametrize("gather", ["sync", "async", "rounds"])
+@pytest.mark.parametrize(
+    "gather", ["async", *(pytest.param(g, marks=pytest.mark.slow) for g in ("sync", "rounds"))]
+)
 def test_killed_shard_is_replaced_and_skips_received_items(ray_session, tmp_path, gather):
     marker = str(tmp_path / "died")
     it = from_iterators([Dies(6), Dies(6, 3, marker)], recovery=QUICK)

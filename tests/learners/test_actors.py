@@ -166,6 +166,7 @@ def test_dead_learner_is_restarted_and_the_update_repeated(tmp_path):
         assert_same_weights(local, distributed)
 
 
+@pytest.mark.slow
 def test_learners_receive_weights_set_without_a_new_version():
     with make_config().build(plan="a2c") as algorithm:
         (batch,) = ParallelRollouts(algorithm.workers).take(1)
@@ -239,7 +240,8 @@ def test_learner_thread_updates_on_actors():
         assert "num_learners=2" in stream.explain()
 
 
-@pytest.mark.parametrize("kind", [IMPALAConfig, pytest.param(APPOConfig, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [IMPALAConfig, APPOConfig])
 def test_asynchronous_plans_train_with_learner_actors(kind):
     plan = kind.model_fields["plan"].default
     config = make_config(
