@@ -117,7 +117,7 @@ class _ExplorationConfig(TypedDict, total=False):
         "OrnsteinUhlenbeckNoise",
         "Random",
     ]
-    """Sample from the distribution; take the best action, except for a share of random ones; the same with a different share on each worker; add noise to the best action (independent or correlated); or act randomly."""
+    """How actions are chosen. "StochasticSampling" samples from the distribution. "EpsilonGreedy" takes the best action, except for a share of random ones; "PerWorkerEpsilonGreedy" has another share on each worker. "GaussianNoise" and "OrnsteinUhlenbeckNoise" add independent or correlated noise to the best action. "Random" acts uniformly at random."""
     random_timesteps: int
     """Env steps of random actions at the start."""
     epsilon: (
@@ -221,7 +221,7 @@ class _AlgorithmConfigTraining(TypedDict, total=False):
     grad_clip_by: Literal["global_norm", "norm", "value"]
     """Clip the norm of all gradients together, the norm of each parameter's gradient, or each number."""
     microbatch_size: int
-    """Rows whose gradient is computed at once; larger updates average the gradients of their parts. 0 computes all rows at once."""
+    """Rows whose gradient is computed at once; larger updates average the gradients of their parts. 0 computes all rows at once. With `standardize_advantages`, each part is standardized by itself; IMPALA and APPO cut only between trajectories."""
     on_nonfinite_update: Literal["raise", "skip"]
     """If a loss or gradient is not finite: raise an error, or skip the update and count it in `num_skipped_updates`. Either way the weights do not change."""
     model: flowrl.policies.config.ModelConfig | _ModelConfig

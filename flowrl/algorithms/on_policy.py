@@ -15,7 +15,7 @@ from flowrl.policies.torch_policy import TorchPolicy
 from flowrl.settings import ConfigError, Fraction
 from flowrl.trainer.config import AlgorithmConfig
 
-_FLAT = {"advantages", "value_targets", "action_logp", "vf_preds"}  # one number per row
+_FLAT = ("advantages", "value_targets", "action_logp", "vf_preds")  # one number per row
 _ACTING = {"compute_actions", "_act", "extra_action_out", "compute_values"}
 
 
@@ -96,10 +96,11 @@ class OnPolicyPolicy(TorchPolicy):
                 f"{type(self).__name__} is an on-policy algorithm, but this batch was drawn from a "
                 "replay buffer: set allow_off_policy=True to allow this"
             )
-        for name in _FLAT & batch.keys():
-            if np.ndim(batch[name]) != 1:
+        for name in _FLAT:
+            column = dict.get(batch, name)  # not computed or fetched
+            if column is not None and column.ndim != 1:
                 raise ValueError(
-                    f"the column {name!r} has the shape {list(np.shape(batch[name]))}: it must "
-                    f"have one number per row, [{batch.count}]"
+                    f"the column {name!r} has the shape {list(column.shape)}: it must have one "
+                    f"number per row, [{batch.count}]"
                 )
         return super().learn_on_minibatches(batch, num_sgd_iter, sgd_minibatch_size)

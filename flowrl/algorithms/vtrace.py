@@ -127,9 +127,14 @@ class Trajectories:
 
     Args:
         batch: consecutive trajectories, each in order of time.
+
+    Raises:
+        ValueError: the batch is zero-padded.
     """
 
     def __init__(self, batch: SampleBatch):
+        if batch.zero_padded:
+            raise ValueError("a zero-padded batch: call flowrl.data.sequences.without_padding()")
         self._batch = batch
         if "seq_lens" in batch:
             self._sizes = loss_rows_of_sequences(batch)

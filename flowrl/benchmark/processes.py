@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
-INTERRUPTED = 130  # exit code after Ctrl-C or SIGTERM
+INTERRUPTED = 130  # exit code of a benchmark after Ctrl-C or SIGTERM
 
 
 class Processes:
@@ -44,14 +44,12 @@ class Processes:
 
     @contextmanager
     def ended_by_sigterm(self) -> Iterator[None]:
-        """Let SIGTERM end the running processes and raise KeyboardInterrupt; for the main
-        thread."""
+        """Pass SIGTERM on to the running processes, and start no other; for the main thread."""
 
         def end(number: int, frame: Any) -> None:
             self.is_interrupted = True
             for process in tuple(self._running):
                 process.terminate()
-            raise KeyboardInterrupt
 
         before = signal.signal(signal.SIGTERM, end)
         try:

@@ -30,9 +30,9 @@ def diagnose_command(arguments: list[str]) -> int:
         if not (run_dir / "config.json").exists():
             raise ConfigError(f"diagnose: {run_dir} is not a run directory: it has no config.json")
         raise ConfigError(
-            f"diagnose: {run_dir} has no measurements: its first fragment has not been sampled for "
-            "two seconds (if that never happens, an environment may hang: set env_step_timeout_s), "
-            "or its setting monitor is off"
+            f"diagnose: {run_dir} has no measurements: it ended less than two seconds after its "
+            "first fragment, its first fragment is not complete (if an environment hangs, set "
+            "env_step_timeout_s), or its setting monitor is off"
         )
     print(printable(format_activity(activities[-1])))
     return 0

@@ -258,9 +258,14 @@ class Columns(dict[str, Any]):
         super().__setitem__(key, column)
 
     def update(self, other: Any = (), /, **more: Any) -> None:
-        """Set several columns."""
+        """Set columns one after the other; None values are skipped.
+
+        Raises:
+            ValueError: a column has another number of rows than the batch.
+        """
         for name, value in dict(other, **more).items():
-            self[name] = value
+            if value is not None:
+                self[name] = value
 
     def setdefault(self, key: str, default: Any = None) -> Any:
         """Return a column; set it first if the batch does not have it."""

@@ -121,7 +121,7 @@ class MetricsContext:
 
         Raises:
             TypeError: a name is not a string.
-            ValueError: a value is not a number of at least 0.
+            ValueError: a value is negative or not a number.
         """
         for name, value in self.counters.items():
             if not isinstance(name, str):

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+from flowrl.errors import ConfigError
 from flowrl.iter.private_api import fast_reconnection, kill_ray_processes
 from flowrl.iter.ray_health import is_ray_lost, watch_ray
 
@@ -35,13 +36,13 @@ def _check_reachable(cluster: str) -> None:
     """Raise ConfigError if nothing listens at an address host:port, where Ray would retry for
     minutes."""
     host, colon, port = cluster.rpartition(":")
-    if not colon or "/" in host or not port.isdecimal():
+    host = host.removeprefix("[").removesuffix("]")
+    is_ipv6_only = ":" in host and not cluster.startswith("[")
+    if not colon or "/" in host or not port.isdecimal() or is_ipv6_only:
         return
     try:
         socket.create_connection((host, int(port)), REACH_TIMEOUT_S).close()
     except OSError as error:
-        from flowrl.settings import ConfigError  # imports numpy
-
         raise ConfigError(
             f"address (or RAY_ADDRESS): nothing listens at {cluster}: {error}. Start Ray there "
             f"with `ray start --head --port={port}`"
@@ -79,8 +80,6 @@ def start_ray(address: str | None = None, num_cpus: int | None = None, **options
         except (ConnectionError, RuntimeError, ValueError) as error:
             if cluster is None:
                 raise
-            from flowrl.settings import ConfigError  # imports numpy
-
             raise ConfigError(
                 f"address (or RAY_ADDRESS): no Ray cluster at {cluster!r}: {error}"
             ) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 import zlib
 from collections.abc import Collection, Sequence
@@ -80,7 +79,7 @@ def merge_updates(by_worker: Sequence[Updates]) -> Updates:
                 stats[name] = first  # without rounding
             else:
                 total = sum(rows for _, rows in values)
-                stats[name] = math.fsum(value * rows for value, rows in values) / total
+                stats[name] = sum(value * rows for value, rows in values) / total
         merged[policy_id] = PolicyUpdate(
             stats,
             sum(part.rows for part in parts),

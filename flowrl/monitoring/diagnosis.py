@@ -40,8 +40,8 @@ class Diagnosis:
         """The most important finding as a sentence."""
         if not self.findings:
             return (
-                "Nothing was measured yet: this needs two seconds of steps, and monitor=True. If "
-                "the first fragment never ends, an environment may hang: set env_step_timeout_s."
+                "Nothing was measured yet: this takes two seconds after the first fragment, with "
+                "monitor=True. If an environment hangs, set env_step_timeout_s."
             )
         return self.findings[0].text
 

@@ -68,7 +68,7 @@ def generalized_advantages(
         lambda_: weight of longer estimates, 0 (one step) to 1 (Monte Carlo).
 
     Returns:
-        a [T, N].
+        A [T, N].
     """
     rewards, values, next_values, dones = _as_floats(
         rewards=rewards, values=values, next_values=next_values, dones=dones

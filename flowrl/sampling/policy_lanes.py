@@ -152,11 +152,11 @@ class PolicyLanes(LaneRows):
                 columns, views, used, arrays, final, adds_values=self._defers_values
             )
 
-        def more_inputs(index: np.ndarray) -> dict[str, Any]:
+        def agent_inputs(index: np.ndarray) -> dict[str, Any]:
             after = [segments[i] for i in index]
             return agent_views.inputs_after(views.agents_acting, after)
 
-        batch = self._builder.build(columns, views, used, arrays, final, None, more_inputs)
+        batch = self._builder.build(columns, views, used, arrays, final, None, agent_inputs)
         return batch.with_columns(**agent_views.rows(views.agents_training, segments))
 
     def _write_flags(self, segments: list[Segment], arrays: Segments) -> None:

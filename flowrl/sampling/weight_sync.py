@@ -180,17 +180,21 @@ class WeightSync:
             if index not in self._selected:
                 return self._changed_vars(index)
             self._selected.discard(index)
-        if self._payload is None or self._payload.versions != versions:
+        payload, is_new = self._payload, index not in self._sent
+        if (
+            payload is None
+            or payload.versions != versions
+            or (is_new and payload.global_vars != self._global_vars)
+        ):
             started = time.perf_counter()
             snapshot = published or self._snapshot()
-            self._payload = _Payload(snapshot, self._global_vars, from_node)
+            payload = self._payload = _Payload(snapshot, self._global_vars, from_node)
             metrics = current_metrics()
             if metrics is not None:
                 metrics.timers["update"].push(time.perf_counter() - started)
-        self._sent[index] = self._payload.versions
-        self._sent_vars[index] = self._payload.global_vars
-        self._payload.count_transfer(from_node, to_node)
-        return self._payload.content
+        self._sent[index], self._sent_vars[index] = payload.versions, payload.global_vars
+        payload.count_transfer(from_node, to_node)
+        return payload.content
 
     def _changed_vars(self, index: int) -> tuple[Any, ...] | None:
         """Return the `global_vars` for a worker without weights; None if it has them."""
@@ -220,6 +224,7 @@ class WeightSync:
     def forget(self, index: int) -> None:
         """Forget which version a worker has, so that its next request carries weights."""
         self._sent.pop(index, None)
+        self._sent_vars.pop(index, None)
 
     def invalidate(self) -> None:
         """Note that weights changed without a new version: the next requests carry them."""

@@ -202,14 +202,15 @@ class Checkpointing:
         """
         path = resolve_checkpoint(path)
         state, manifest = read_checkpoint(path)
-        saved, own = manifest.get("algorithm"), type(self).__name__
-        if saved is not None and saved.rpartition(":")[2] != own:
-            name = saved.rpartition(":")[2]
-            raise CheckpointError(
-                f"{path}: it is of {name}, this algorithm is {own}: use "
-                f"{name}.from_checkpoint(path)"
-            )
         if manifest.get("plan_sha256") != self._plan_builder.sha256 and not other_plan:
+            own = [f"{cls.__module__}:{cls.__qualname__}" for cls in type(self).__mro__]
+            saved = manifest.get("algorithm")
+            if saved is not None and saved not in own:
+                name = saved.rpartition(":")[2]
+                raise OtherPlanError(
+                    f"{path}: it was written by {name}, but this algorithm is "
+                    f"{type(self).__name__}: use {name}.from_checkpoint(path)"
+                )
             folder = Path(path).parent
             run_dir = folder.parent if folder.name == "checkpoints" else "RUN_DIR"
             raise OtherPlanError(

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -40,14 +41,25 @@ def test_sigterm_ends_the_training():
 def test_sigterm_ends_all_trainings_and_starts_no_other(tmp_path):
     processes = Processes()
     with open(tmp_path / "log", "w") as output, ThreadPoolExecutor(2) as pool:
-        with processes.ended_by_sigterm(), pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        with processes.ended_by_sigterm():
             running = [pool.submit(processes.run, CHILD, output) for _ in range(2)]
             while len((tmp_path / "log").read_text().splitlines()) < 2:
                 time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(60)
         assert [each.result(timeout=30) for each in running] == [INTERRUPTED] * 2
     assert processes.run(CHILD) == INTERRUPTED
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.001, 0.003])
+def test_sigterm_at_the_start_of_a_training_ends_it(delay_s):
+    timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGTERM))
+    processes, started = Processes(), time.monotonic()
+    with processes.ended_by_sigterm():
+        timer.start()
+        codes = [processes.run(CHILD) for _ in range(2)]
+        timer.join()
+    assert codes == [INTERRUPTED] * 2
+    assert time.monotonic() - started < 30
 
 
 def test_failure_of_a_training():

@@ -11,8 +11,10 @@ from ray import cloudpickle
 from flowrl.data import SampleBatch
 from flowrl.data.indexed_columns import IndexedColumn
 from flowrl.data.lazy_columns import LazyColumn
-from flowrl.iter import NOT_READY, LocalIterator, Retry, Skip, Stage, from_items
+from flowrl.iter import NOT_READY, LocalIterator, Retry, Skip, Stage, from_items, metrics_scope
+from flowrl.iter.metrics import MetricsContext
 from flowrl.iter.stage import walk
+from flowrl.ops.report import ReportDue
 
 
 class WithNotReady(Stage):
@@ -256,6 +258,10 @@ def test_filter_warns_once_if_it_drops_everything(caplog):
     )
     (record,) = caplog.records
     assert "has dropped 1000 items in a row" in record.message
+    caplog.clear()
+    with metrics_scope(MetricsContext()):  # the filter of results drops most items
+        assert not list(LocalIterator(range(1500)).filter(ReportDue(10, None)))
+    assert not caplog.records
 
 
 def test_generator_that_raised_is_recreated_at_its_position():

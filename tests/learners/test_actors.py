@@ -13,6 +13,7 @@ from flowrl.algorithms.appo import APPOConfig
 from flowrl.algorithms.ddppo import DDPPO, DDPPOConfig
 from flowrl.algorithms.dqn import DQNConfig
 from flowrl.algorithms.impala import IMPALAConfig
+from flowrl.algorithms.marwil import MARWILTorchPolicy
 from flowrl.algorithms.ppo import PPO, PPOConfig, PPOTorchPolicy
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.envs import make_multi_agent
@@ -33,6 +34,7 @@ from flowrl.ops import (
     UpdateTargetNetwork,
 )
 from flowrl.policies import PolicySpec
+from flowrl.policies.returns import discounted_returns
 from flowrl.sampling import DefaultCallbacks
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -443,6 +445,32 @@ def test_workers_without_rows_of_a_policy_take_part_in_its_updates():
                 (weight != before[policy_id][name]).any()
                 for name, weight in policy.get_weights().items()
             )
+
+
+class OnlineMARWIL(MARWILTorchPolicy):
+    """Computes the returns that recorded data have."""
+
+    def postprocess_fragment(self, fragment):
+        last = np.zeros(fragment["rewards"].shape[1])
+        returns = discounted_returns(fragment["rewards"], fragment["dones"], last, 0.99)
+        return {"value_targets": returns.astype(np.float32)}
+
+
+@pytest.mark.slow
+def test_workers_without_rows_take_part_in_updates_of_marwil():
+    def policy_of(agent_id, episode=None, worker=None, **kwargs):
+        return "a" if worker.worker_index == 1 else ("b", "c")[agent_id % 2]
+
+    config = ddppo_config(
+        env=make_multi_agent("CartPole-v1"),
+        env_config={"num_agents": 2},
+        policies={policy_id: PolicySpec(OnlineMARWIL) for policy_id in "abc"},
+        policy_mapping_fn=policy_of,
+    )
+    with config.build() as algorithm:
+        result = algorithm.train()
+        assert "num_group_restarts" not in result["counters"]
+        assert set(result["learners"]) == {"a", "b", "c"}
 
 
 def test_statistics_of_workers_are_means_over_rows():

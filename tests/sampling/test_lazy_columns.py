@@ -182,3 +182,12 @@ def test_small_columns_are_shipped():
 def test_pickle_in_process_contains_all_columns():
     batch = pickle.loads(pickle.dumps(worker().sample()))
     assert [info["n"] for info in batch["infos"][:3]] == [1, 2, 3]
+
+
+def test_learning_fetches_no_column_that_the_loss_does_not_read(ray_session):
+    worker = actor_like_worker(PPOTorchPolicy, train_batch_size=20_000)
+    batch = worker.sample()
+    lazy = [name for name in batch if batch.is_lazy(name)]
+    assert "vf_preds" in lazy
+    worker.policy.learn_on_minibatches(batch, 1, 10_000)
+    assert [name for name in batch if batch.is_lazy(name)] == lazy

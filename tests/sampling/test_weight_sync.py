@@ -52,6 +52,8 @@ def test_workers_get_the_time_of_schedules_without_new_weights(trained):
     payload = sync.payload_for(0, None, None)
     assert payload == ({}, None, None, {"timestep": 50})
     assert sync.payload_for(0, None, None) is None
+    sync.forget(0)
+    assert sync.payload_for(0, None, None)[3] == {"timestep": 50}
     worker = algorithm.workers.local_worker()
     before = worker.policy.version
     load_weights(worker, payload)

@@ -338,9 +338,19 @@ def test_restore_rejects_other_models_and_plans(tmp_path):
         with pytest.raises(CheckpointError, match=r"hidden.0.weight: has \(8, 4\), got \(16, 4\)"):
             other.restore(path)
         a2c = A2CConfig(env="CartPole-v1", train_batch_size=64).build()
-        message = r"it is of PPO, this algorithm is A2C: use PPO.from_checkpoint\(path\)"
+        message = (
+            r"it was written by PPO, but this algorithm is A2C: use PPO.from_checkpoint\(path\)"
+        )
         with pytest.raises(CheckpointError, match=message):
             a2c.restore(path)
+
+        class Derived(PPO):
+            pass
+
+        with Derived(ppo_config()) as derived:
+            derived.restore(path)
+            derived.restore(derived.save(tmp_path / "d"))
+            algorithm.restore(tmp_path / "d")
         other_plan = ppo_config(plan="ppo_async").build()
         message = "written by the plan 'ppo', this algorithm has 'ppo_async'"
         with pytest.raises(CheckpointError, match=message):

@@ -220,8 +220,8 @@ class TorchLearner:
         rows."""
         assert self.process_group is not None
         for _ in range(num_sgd_iter):
-            for _ in self.process_group.pad_minibatches(iter(())):
-                self.update(None)
+            for no_rows in self.process_group.pad_minibatches(iter(())):
+                self.policy.learn_on_batch(no_rows)
             if self.policy.end_epoch(None, {}):
                 break
         self.policy.end_learning(None, {})

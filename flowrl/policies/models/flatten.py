@@ -104,7 +104,7 @@ def flatten_actions_numpy(space: spaces.Space, actions: Any) -> np.ndarray:
 
 
 def _one_hot(indices: np.ndarray, size: int) -> np.ndarray:
-    """Return vectors [..., size], float32, with 1 at the indices [...] and 0 elsewhere."""
+    """Return vectors [*n, size], float32, with 1 at the indices [*n] and 0 elsewhere."""
     vectors = np.zeros((indices.size, size), np.float32)
     vectors[np.arange(indices.size), indices.reshape(-1)] = 1.0
     return vectors.reshape(*indices.shape, size)
