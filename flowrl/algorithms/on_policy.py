@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
+from pydantic import model_validator
 
 from flowrl.data import SampleBatch
 from flowrl.policies.models.fcnet import acts_by_numpy
@@ -36,6 +37,11 @@ class OnPolicyConfig(AlgorithmConfig):
     allow_off_policy: bool = False
     """Allow batches from a replay buffer, although the loss assumes samples of the current
     policy."""
+
+    @model_validator(mode="after")
+    def _check_exploration(self) -> Self:
+        self.exploration_config.check_has_probabilities()
+        return self
 
 
 class OnPolicyPolicy(TorchPolicy):

@@ -86,6 +86,11 @@ class VTraceConfig(AsyncLearnerConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_exploration(self) -> Self:
+        self.exploration_config.check_has_probabilities()
+        return self
+
+    @model_validator(mode="after")
     def _check_aggregation(self) -> Self:
         if self.num_aggregation_workers and not self.num_workers:
             raise ValueError(

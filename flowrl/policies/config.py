@@ -172,6 +172,14 @@ class ExplorationConfig(Settings):
     ou_theta: NotNegative = 0.15
     """OrnsteinUhlenbeckNoise: rate at which the noise returns to 0, per step."""
 
+    def check_has_probabilities(self) -> None:
+        """Raise ValueError for noise, for which the probability of an action is not recorded."""
+        if self.type in ("GaussianNoise", "OrnsteinUhlenbeckNoise"):
+            raise ValueError(
+                f"exploration_config: with {self.type} the probabilities of actions are not "
+                "recorded, but the algorithm learns from them: use StochasticSampling"
+            )
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         of = {

@@ -230,6 +230,12 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
             )
         if self.evaluation_parallel_to_training and self.evaluation_interval is None:
             raise ValueError("evaluation_parallel_to_training needs an evaluation_interval")
+        score = self.checkpoint_score_attribute or ""
+        if self.evaluation_parallel_to_training and score.startswith("evaluation/"):
+            raise ValueError(
+                "checkpoint_score_attribute: with evaluation_parallel_to_training, the score of an "
+                "evaluation arrives when the policy has changed: leave one of them out"
+            )
         if self.checkpoint_score_attribute is None and self.checkpoint_score_order != "max":
             raise ValueError("checkpoint_score_order needs a checkpoint_score_attribute")
         if self.sgd_minibatch_size > self.train_batch_size:

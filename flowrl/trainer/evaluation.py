@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -345,7 +346,7 @@ def evaluation_settings(config: AlgorithmConfig) -> AlgorithmConfig:
 
 
 def _evaluation_policy(policy: Policy, explore: bool) -> type[Policy]:
-    """Return a policy class that acts like `policy` with its own random stream.
+    """Return a policy class that acts like `policy` with its own random stream and noise.
 
     It does not learn, records no extra columns and does not update its filters.
     """
@@ -359,6 +360,9 @@ def _evaluation_policy(policy: Policy, explore: bool) -> type[Policy]:
             self.view_requirements = dict(policy.view_requirements)
             if self.observation_filter is not None and policy.observation_filter is not None:
                 self.observation_filter.load_state_dict(policy.observation_filter.state_dict())
+            self._exploration = copy.copy(getattr(policy, "exploration", None))
+            if self._exploration is not None:
+                self._exploration.load_state_dict({})  # without the noise of the training
 
         def compute_actions(
             self, obs_batch: Any, explore: bool = explore
@@ -371,11 +375,15 @@ def _evaluation_policy(policy: Policy, explore: bool) -> type[Policy]:
             return self._act(policy.compute_actions_from_input_dict, input_dict, explore)
 
         def _act(self, compute: Any, inputs: Any, explore: bool) -> Any:
-            training_rng, policy.rng = policy.rng, self.rng
+            own: dict[str, Any] = {"rng": self.rng}
+            if self._exploration is not None:
+                own["exploration"] = self._exploration
+            of_training = {name: getattr(policy, name) for name in own}
+            vars(policy).update(own)
             try:
                 actions, states, _ = compute(inputs, explore=explore)
             finally:
-                policy.rng = training_rng
+                vars(policy).update(of_training)
             return actions, states, {}
 
         def get_initial_state(self) -> list[np.ndarray]:

@@ -580,3 +580,24 @@ def test_delayed_target_update_remains_due():
                 updates.append(policy.target_updates - start)
             assert metrics.counters["num_target_updates"] == updates[-1]
     assert updates == [0, 0, 0, 1, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize("algorithm", [SAC, TD3])
+def test_all_networks_learn_in_training_mode(algorithm):
+    modes = {}
+
+    class Spy(torch.nn.Module):
+        def __init__(self, obs_space, action_space, num_outputs):
+            super().__init__()
+            self.layer = torch.nn.Linear(math.prod(obs_space.shape), num_outputs)
+
+        def forward(self, obs):
+            if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+                modes.setdefault(obs.shape[1], []).append(self.training)
+            return self.layer(obs)
+
+    settings = {"learning_starts": 50, "min_sample_timesteps_per_iteration": 100, "seed": 1}
+    with algorithm("Pendulum-v1", model={"custom_model": Spy}, **settings) as algo:
+        algo.train()
+    assert set(modes) == {3, 4}  # inputs of the actor and of the critics
+    assert all(map(all, modes.values()))

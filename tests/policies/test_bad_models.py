@@ -463,3 +463,29 @@ def test_losses_without_a_gradient_or_a_forward_pass_are_explained():
             worker.policy.model._features = None
             with pytest.raises(error, match=message):
                 worker.policy.learn_on_batch(batch)
+
+
+class WithBatchNorm(nn.Module):
+    """A module with statistics that its forward pass updates in training only."""
+
+    def __init__(self, obs_space, num_outputs):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(obs_space.shape[0])
+        self.outputs = nn.Linear(obs_space.shape[0], num_outputs + 1)
+
+    def forward(self, obs):
+        outputs = self.outputs(self.norm(obs))
+        return outputs[:, :-1], outputs[:, -1]
+
+
+def test_gradients_that_are_sent_do_not_contain_buffers(caplog):
+    class WithStatistics(A2CTorchPolicy):
+        def make_model(self):
+            return WithBatchNorm(self.observation_space, 2)
+
+    worker = RolloutWorker("CartPole-v1", WithStatistics, {"rollout_fragment_length": 8})
+    batch = worker.sample()
+    for _ in range(2):
+        worker.policy.compute_gradients(batch)
+    (record,) = caplog.records
+    assert "the network of WithStatistics has buffers" in record.message

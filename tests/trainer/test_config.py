@@ -12,6 +12,7 @@ import pytest
 
 from flowrl.algorithms.a2c import A2CConfig
 from flowrl.algorithms.dqn import DQN, DQNConfig
+from flowrl.algorithms.impala import IMPALAConfig
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.algorithms.simple_q import SimpleQConfig
 from flowrl.cli.flags import settings_from_flags
@@ -220,6 +221,18 @@ INVALID = [
     (PPOConfig, {"exploration_config": {"typ": "Random"}}, "Did you mean 'type'"),
     (PPOConfig, {"policy_kwargs": {}}, "Use `model={"),
     (PPOConfig, {"framework": "tf2"}, "framework: only 'torch' is supported, got 'tf2'"),
+    (PPOConfig, {"exploration_config": {"type": "GaussianNoise"}}, "probabilities of actions"),
+    (IMPALAConfig, {"exploration_config": {"type": "OrnsteinUhlenbeckNoise"}}, "probabilities"),
+    (
+        PPOConfig,
+        {
+            "evaluation_interval": 1,
+            "evaluation_num_workers": 1,
+            "evaluation_parallel_to_training": True,
+            "checkpoint_score_attribute": "evaluation/episode_reward_mean",
+        },
+        "checkpoint_score_attribute: with evaluation_parallel_to_training",
+    ),
     (PPOConfig, {"_use_trajectory_view_api": False}, "_use_trajectory_view_api"),
     (PPOConfig, {"multiagent": {"polices": {}}}, "multiagent: unknown setting 'polices'"),
     # types and ranges

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from flowrl.algorithms.a2c import A2C, A2CConfig
-from flowrl.data.checkpoint import CheckpointError
+from flowrl.algorithms.td3 import TD3
+from flowrl.data.checkpoint import CheckpointError, list_checkpoints
 from flowrl.policies import ConfigError
 from flowrl.trainer.evaluation import EvaluationWorkers
+from flowrl.trainer.runs.saved_run import best_checkpoint
 from tests.extras import require_extra
 
 
@@ -344,3 +346,32 @@ def test_weights_of_normalized_observations_need_the_filter(tmp_path):
 def test_empty_batch_of_observations_is_rejected():
     with a2c_config().build() as algorithm, pytest.raises(ConfigError, match="batch is empty"):
         algorithm.predict(np.zeros((0, 4)))
+
+
+def test_evaluation_has_noise_of_its_own():
+    noise = {"type": "OrnsteinUhlenbeckNoise", "random_timesteps": 0}
+    with TD3("Pendulum-v1", exploration_config=noise, train_batch_size=16, seed=1) as algorithm:
+        algorithm.workers.local_worker().sample()
+        policy = algorithm.get_policy()
+        before = policy.exploration.state_dict()
+        assert before
+        algorithm.evaluate(episodes=1, explore=True)
+        after = policy.exploration.state_dict()
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(after[name], value) for name, value in before.items())
+
+
+def test_each_evaluated_policy_is_saved_if_evaluations_are_the_score(tmp_path):
+    config = A2CConfig(
+        env="CartPole-v1",
+        train_batch_size=32,
+        evaluation_interval=3,
+        evaluation_duration=1,
+        checkpoint_score_attribute="evaluation/episode_reward_mean",
+        checkpoint_num_to_keep=10,
+    )
+    with config.build() as algorithm:
+        algorithm.learn(stop={"training_iteration": 8}, run_dir=tmp_path / "run", progress=False)
+    checkpoints = list_checkpoints(tmp_path / "run")
+    assert [path.name for path in checkpoints] == ["000003", "000006", "000008"]
+    assert best_checkpoint(checkpoints, "max").name in ("000003", "000006")

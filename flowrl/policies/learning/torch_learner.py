@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -22,6 +23,8 @@ from flowrl.policies.schedules import initial_value
 from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.settings import ConfigError
 from flowrl.state_schema import Fields, Natural, check_own_state
+
+log = logging.getLogger("flowrl")
 
 _LAYERS = (
     nn.Linear, nn.Conv2d, nn.LSTM, nn.GRU, nn.LayerNorm, nn.MaxPool2d, nn.Flatten, nn.Sequential,
@@ -86,6 +89,7 @@ class TorchLearner:
         self.process_group: ProcessGroup | None = None
         self.num_updates = 0
         self.num_skipped_updates = 0
+        self._warned_of_buffers = False
         self._epoch_row_stats: list[dict[str, np.ndarray]] | None = None  # of all minibatches
         self.kernel = find_kernel(policy, self._has_single_optimizer())
         self.gradient = LossGradient(policy, self.parameters, self.kernel, self.microbatches)
@@ -240,9 +244,20 @@ class TorchLearner:
             stats = {}
             flat.gradient.fill_(torch.nan)  # apply_gradients skips it
         finally:
+            self._warn_of_buffers(buffers)
             _restore(buffers)
         self.policy.row_stats = concat_row_stats(self.gradient.row_stats)
         return flat.gradient.cpu().numpy().copy(), stats
+
+    def _warn_of_buffers(self, before: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        if self._warned_of_buffers or all(torch.equal(now, then) for now, then in before):
+            return
+        self._warned_of_buffers = True
+        log.warning(
+            "the network of %s has buffers that its forward pass changes (BatchNorm?): gradients "
+            "that are applied elsewhere do not contain them, so they keep their initial values",
+            type(self.policy).__name__,
+        )
 
     def apply_gradients(self, gradients: np.ndarray) -> None:
         """Make one optimizer step with a gradient [parameters].

@@ -127,6 +127,8 @@ class ActorCritic(ModelV2):
     def _run(self, network: Any, obs: Any, frozen: bool) -> torch.Tensor:
         if self.use_numpy and uses_numpy(network):
             return outputs_by_numpy(network, flatten(network.obs_space, obs), frozen)
+        if not network.training:
+            network.train()  # acting has switched dropout and similar layers off
         parameters = [p for p in network.parameters() if frozen and p.requires_grad]
         for parameter in parameters:
             parameter.requires_grad_(False)

@@ -201,7 +201,7 @@ def find_checkpoint(run_dir: Path, name: str | None) -> Path:
         if best is None:
             raise ConfigError(
                 f"{run_dir}: no checkpoint has a score; train with --checkpoint-score-attribute "
-                "episode_reward_mean"
+                "and a metric that the results have, such as episode_reward_mean"
             )
         return best
     for path in checkpoints:

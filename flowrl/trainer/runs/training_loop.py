@@ -122,7 +122,7 @@ def train_until(
                 now = time.perf_counter()
                 window = config.metrics_num_episodes_for_smoothing
                 reason = stop.reached(result, window, now - started)
-                is_due = reason is None and _checkpoint_is_due(algorithm, now - saved)
+                is_due = reason is None and _checkpoint_is_due(algorithm, result, now - saved)
                 if run is not None and is_due:
                     run.save(algorithm, result)
                     saved = time.perf_counter()
@@ -228,8 +228,12 @@ def _describe_start(algorithm: Any, stop: StopRules, run: RunDirectory | None) -
     return f"training {name}{env}{source}{workers}{step} until {limits}; {place}"
 
 
-def _checkpoint_is_due(algorithm: Any, seconds: float) -> bool:
+def _checkpoint_is_due(algorithm: Any, result: Mapping[str, Any], seconds: float) -> bool:
     config = algorithm.config
+    if (config.checkpoint_score_attribute or "").startswith("evaluation/"):
+        evaluated = result.get("evaluation", {}).get("training_iteration")
+        if evaluated == algorithm.iteration:
+            return True
     frequency = config.checkpoint_frequency
     if frequency and algorithm.iteration % frequency == 0:
         return True
