@@ -293,7 +293,7 @@ class _AlgorithmConfigCheckpointing(TypedDict, total=False):
     checkpoint_num_to_keep: int
     """Number of newest checkpoints that a run keeps."""
     checkpoint_score_attribute: str | None
-    """Metric of the results, such as episode_reward_mean; the checkpoint with its best value is also kept."""
+    """Metric of the results, such as episode_reward_mean; the checkpoint with its best value is also kept. With a metric of evaluations, such as evaluation/episode_reward_mean, a run writes a checkpoint after each evaluation."""
     checkpoint_score_order: Literal["max", "min"]
     """Whether the largest or the smallest value is the best."""
 

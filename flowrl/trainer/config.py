@@ -114,7 +114,8 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
     """Number of newest checkpoints that a run keeps."""
     checkpoint_score_attribute: str | None = setting(None, group="checkpointing")
     """Metric of the results, such as episode_reward_mean; the checkpoint with its best value is
-    also kept."""
+    also kept. With a metric of evaluations, such as evaluation/episode_reward_mean, a run writes a
+    checkpoint after each evaluation."""
     checkpoint_score_order: Literal["max", "min"] = setting("max", group="checkpointing")
     """Whether the largest or the smallest value is the best."""
 
