@@ -110,7 +110,9 @@ def test_options_of_the_async_mode_are_rejected_in_other_modes(workers, mode, op
 
 
 def test_state_of_reports_is_a_copy():
-    with WorkerSet("CartPole-v1", A2CTorchPolicy, {"rollout_fragment_length": 10}) as workers:
+    with WorkerSet(
+        "CartPole-v1", A2CTorchPolicy, {"rollout_fragment_length": 10, "seed": 1}
+    ) as workers:
         collect = CollectMetrics(workers, 100)
         rollouts = ParallelRollouts(workers).for_each(TrainOneStep(workers))
         with rollouts.for_each(collect) as reports:
