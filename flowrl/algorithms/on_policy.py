@@ -16,7 +16,7 @@ from flowrl.policies.torch_policy import TorchPolicy
 from flowrl.settings import ConfigError, Fraction
 from flowrl.trainer.config import AlgorithmConfig
 
-_FLAT = ("advantages", "value_targets", "action_logp", "vf_preds")  # one number per row
+_ONE_NUMBER_PER_ROW = ("advantages", "value_targets", "action_logp", "vf_preds")
 _ACTING = {"compute_actions", "_act", "extra_action_out", "compute_values"}
 
 
@@ -102,7 +102,7 @@ class OnPolicyPolicy(TorchPolicy):
                 f"{type(self).__name__} is an on-policy algorithm, but this batch was drawn from a "
                 "replay buffer: set allow_off_policy=True to allow this"
             )
-        for name in _FLAT:
+        for name in _ONE_NUMBER_PER_ROW:
             column = dict.get(batch, name)  # not computed or fetched
             if column is not None and column.ndim != 1:
                 raise ValueError(

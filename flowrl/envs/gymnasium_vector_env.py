@@ -61,8 +61,8 @@ class GymnasiumVectorEnv:
         self.resets_in_next_step = mode is AutoresetMode.NEXT_STEP
         self._resetting: np.ndarray = np.zeros(self.num_envs, bool)
         self._num_restores = 0  # each restored run starts episodes with other seeds
-        self._is_seeded = False  # since the start or the last restore; an environment that
-        # replaces a failed one has no seed
+        # since the start or the last restore; an environment that replaces a failed one has no seed
+        self._is_seeded = False
 
     def reset(self, observations: Any) -> None:
         if self._failed and self._make_env is not None:  # it may be unusable after an error

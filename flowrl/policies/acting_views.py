@@ -166,12 +166,12 @@ def is_state(view: View) -> bool:
     return view.source.startswith("state_out_")
 
 
-def fill_value(view: View, space_of: Callable[[str], spaces.Space]) -> Any:
+def fill_value(view: View, find_space: Callable[[str], spaces.Space]) -> Any:
     """Return zeros, which a view shows where there is no row.
 
     Args:
         view: the view.
-        space_of: "obs" or "actions" -> its space.
+        find_space: "obs" or "actions" -> its space.
 
     Raises:
         ConfigError: the view needs a space.
@@ -179,7 +179,7 @@ def fill_value(view: View, space_of: Callable[[str], spaces.Space]) -> Any:
     if view.space is not None:
         return zeros_of(view.space)
     if view.source in ("obs", "actions"):
-        return zeros_of(space_of(view.source))
+        return zeros_of(find_space(view.source))
     if view.source in DTYPES:
         return np.zeros((), DTYPES[view.source])
     raise ConfigError(f"view of {view.source!r}: needs a space, which defines the fill value")
