@@ -23,7 +23,7 @@ def machine_memory() -> int:
 
 
 def check_memory(num_bytes: float, what: str) -> None:
-    """Check that this machine has memory for something that settings ask for.
+    """Check that this machine has the memory that settings require.
 
     Args:
         num_bytes: estimate of the memory [bytes].

@@ -43,7 +43,7 @@ def _is_type(part: Any) -> bool:
 
 def _explain(cls: type[Settings], error: ValidationError) -> str:
     lines = []
-    alternatives: dict[str, list[str]] = {}  # setting -> what its branches of a union expect
+    alternatives: dict[str, list[str]] = {}  # setting -> types that the members of its union expect
     for problem in error.errors():
         path = ".".join(str(part) for part in problem["loc"] if not _is_type(part))
         if problem["type"] == "extra_forbidden":

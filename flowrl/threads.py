@@ -18,7 +18,7 @@ whose networks have convolutions `num_free_cores`."""
 
 
 def limit_threads(count: Threads) -> None:
-    """Limit the threads of torch to `count`, "auto" means 1, and those of numpy's BLAS to 1.
+    """Limit torch to `count` threads ("auto": 1), and numpy's BLAS to one thread.
 
     Small networks lose more to synchronizing threads than they gain from them, and the workers of
     one machine share its cores. numpy's threads wait in busy loops, as torch's do: together they

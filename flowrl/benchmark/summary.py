@@ -97,7 +97,7 @@ def markdown(rows: Sequence[BenchmarkRow], folder: Path) -> str:
 
 
 def write_tables(tables: Path, folder: Path) -> None:
-    """Write each table, and the learning curves of its rows, for what has results."""
+    """Write the tables and the learning curves of the rows that have results."""
     all_rows = benchmark_rows(tables)
     for table in dict.fromkeys(row.table for row in all_rows):
         rows = [row for row in all_rows if row.table == table and read_results(row, folder)]

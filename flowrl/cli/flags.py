@@ -256,7 +256,7 @@ class _ParseError(Exception):
 
     def __init__(self, text: str):
         super().__init__(text)
-        text = " ".join(re.sub(r"[│╭╮╰╯─]|-{5,}", " ", text).split())  # no box
+        text = " ".join(re.sub(r"[│╭╮╰╯─]|-{5,}", " ", text).split())  # without tyro's box
         found = re.match(r"Value error Error parsing (?!--)\S+: (.*?)( For full help.*)?$", text)
         self.of_record = None if found is None else found[1]
 

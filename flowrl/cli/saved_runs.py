@@ -1,4 +1,4 @@
-"""What `flowrl resume` and `flowrl evaluate` are given: a run, or a checkpoint."""
+"""Open the run or checkpoint that `flowrl resume` or `flowrl evaluate` names."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SavedRun(NamedTuple):
         checkpoint: the checkpoint.
         config: the settings.
         plan: name or file of the plan; None uses the config's plan.
-        algorithm: class of the algorithm; None for that of the config.
+        algorithm: class of the algorithm; None for the config's class.
     """
 
     run_dir: Path | None

@@ -308,8 +308,8 @@ def _row(columns: Sequence[tuple[str, Any]], position: int) -> dict[str, Any]:
 def concat_columns(batches: Sequence[Columns]) -> dict[str, Any]:
     """Return name -> column with the rows of all batches.
 
-    A column that some batches lack is dropped if it is lazy in any of them (checkpoints omit lazy
-    columns), else filled with zeros there, with a warning.
+    If some batches lack a column, it is dropped when it is lazy in another batch (checkpoints omit
+    lazy columns); otherwise the missing rows are zeros, with a warning.
     """
     names = dict.fromkeys(name for batch in batches for name in batch)
     incomplete = [name for name in names if not all(dict.__contains__(b, name) for b in batches)]

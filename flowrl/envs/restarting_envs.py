@@ -1,7 +1,7 @@
 """RestartingEnvs: environments that are created lazily and recreated after an error.
 
-Errors of the first creation of an environment, and errors in its code or its settings, such as a
-TypeError before its first episode, would only be repeated: they are raised at once.
+Errors that a new environment would repeat are raised at once: errors of the first creation, and
+errors in the code or the settings of the environment, such as a TypeError before its first episode.
 
 For each environment it records how the current episode was reset, and all actions since. A
 checkpoint includes both, so that a resumed run can replay the episode up to the same step.
@@ -63,12 +63,13 @@ class RestartingEnvs:
         make_env: (index) -> environment.
         num_envs: number of environments.
         seed: base seed of each environment's first reset; None does not seed.
-        max_restarts: maximum consecutive failures of one environment. Those after LATE_STEPS steps
-            of an episode, except timeouts and failures at the same step as the one before, are
-            counted apart, with a maximum LATE_FACTOR times as large. Completing an episode or a
-            fragment resets both counts. The next error is raised. All errors of an environment's
-            first creation, RESET_ERRORS before its first reset has succeeded, CODE_ERRORS before
-            its first episode or fragment is complete, and NotImplementedError are raised at once.
+        max_restarts: maximum consecutive failures of one environment; the next error is raised.
+            Failures after LATE_STEPS steps of an episode have a count of their own, whose maximum
+            is LATE_FACTOR times as large; timeouts and failures at the step of the previous failure
+            do not. Completing an episode or a fragment resets both counts. Errors of the first
+            creation of an environment, RESET_ERRORS before its first reset has succeeded,
+            CODE_ERRORS before its first episode or fragment is complete, and NotImplementedError
+            are raised at once.
         on_env_created: called with the index and the environment after each creation.
         name: name of the environment until it exists, for messages.
         worker_index: for messages.

@@ -85,7 +85,7 @@ class MetricsContext:
         info: name -> any value for the report (`info["learner"][policy_id]`: learner statistics).
         scopes: operator name -> its MetricsContext.
         on_lost: functions called with each item that is lost to an exception in an operator.
-        journal: records or replays what time decides in the plan; None does neither.
+        journal: records or replays decisions of the plan that depend on time; None does neither.
     """
 
     def __init__(self) -> None:

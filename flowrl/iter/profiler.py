@@ -17,13 +17,13 @@ from flowrl.iter.stage import NOT_READY, Pull, Stage, walk
 from flowrl.iter.waiting import Waiter
 from flowrl.process_usage import resident_bytes
 
-MAX_INTERVAL = 64  # pulls that a timed pull represents
-MAX_INTERVAL_S = 1.0  # between two timed pulls, roughly
-TIMING_S = 2e-6  # cost of timing the pull of one stage
-MAX_OVERHEAD = 0.007  # timing may take this share of the time since the start
-MEMORY_S = 4e-6  # cost of measuring the memory before and after the pull of one stage
-MAX_MEMORY_OVERHEAD = 0.003
-MEMORY_INTERVAL_S = 0.05  # at least, between two pulls whose memory is measured
+MAX_INTERVAL = 64  # maximum number of pulls per timed pull
+MAX_INTERVAL_S = 1.0  # approximate maximum of the seconds between two timed pulls
+TIMING_S = 2e-6  # seconds for timing the pull of one stage
+MAX_OVERHEAD = 0.007  # maximum share of the time since the start that timing takes
+MEMORY_S = 4e-6  # seconds for measuring the memory before and after the pull of one stage
+MAX_MEMORY_OVERHEAD = 0.003  # maximum share of the time that measuring the memory takes
+MEMORY_INTERVAL_S = 0.05  # minimum seconds between two pulls whose memory is measured
 
 
 # stage, time of perf_counter at the start, seconds, whether it returned an item

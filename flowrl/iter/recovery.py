@@ -24,8 +24,8 @@ class Recovery:
         max_backoff_s: upper limit of the back-off.
         breaker: consecutive identical deaths, without an item in between, after which the shard
             fails permanently.
-        rounds_wait: whether a round of GatherSync waits until a shard is replaced. If not, it has
-            no item of that shard, unless there is no other one.
+        rounds_wait: whether a round of GatherSync waits until a shard is replaced. If not, the
+            round leaves that shard out, unless it is the only one.
     """
 
     timeout_s: float | None = None

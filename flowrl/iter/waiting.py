@@ -1,8 +1,8 @@
 """Waiter, the one place where a plan waits: for Ray refs, for local signals, until a time.
 
-If a plan waits for refs only, `ray.wait` does it. If it also waits for a Signal, every ref gets a
-callback that sets the event of the waiter, so that one wait covers all. There is no
-busy polling: a waiting plan wakes once in one or two seconds, to check that Ray and threads live.
+A plan that waits only for refs uses `ray.wait`. If it also waits for a Signal, every ref gets a
+callback that sets the event of the waiter, so that one wait covers all. There is no busy polling: a
+waiting plan wakes once in one or two seconds, to check that Ray and the threads are alive.
 """
 
 from __future__ import annotations

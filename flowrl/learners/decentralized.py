@@ -95,7 +95,7 @@ class LearnOnWorker:
 
     Args:
         num_sgd_iter, sgd_minibatch_size, policies: see Learner.
-        global_vars: those of the WorkerSet if the worker is in this process, else None.
+        global_vars: global variables of the WorkerSet if the worker is in this process, else None.
         worker: the worker; None before `bound_to`.
         store_address: (host, port) of the store that names the current group; None if the worker
             is in this process and learns alone.

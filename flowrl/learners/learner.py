@@ -96,7 +96,7 @@ class Learner:
             setting, or the whole batch if that is smaller.
 
     Attributes:
-        global_vars: those of the WorkerSet, which the policies get after each update.
+        global_vars: global variables of the WorkerSet, passed to the policies after each update.
 
     Raises:
         TypeError: `policies` is a string.
@@ -209,8 +209,8 @@ def update_policies(
 
     Args:
         policies: policy id -> policy.
-        rows: policy id -> the rows that it learns from; None if only other processes of its group
-            have rows, then it is not in the result.
+        rows: policy id -> the rows that it learns from; None if only other processes of the group
+            have rows: the result does not contain the policy.
         sources: fragments that the rows come from.
         num_sgd_iter, sgd_minibatch_size: see Learner.
         clip_minibatch_size: reduce a minibatch size that exceeds a policy's rows, do not raise.

@@ -372,8 +372,9 @@ class LearnerThread:
     # -- inspection ------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Return the sizes of both queues, the seconds of learning (`learn_s`) and without a batch
-        (`learner_idle_s`), and the share of the latter (`learner_idle`), since the first batch."""
+        """Return the sizes of both queues, and since the first batch the seconds of learning
+        (`learn_s`), the seconds without a batch (`learner_idle_s`) and their share
+        (`learner_idle`)."""
         total = self._total_learn_s + self._total_idle_s
         return {
             "inqueue_size": self.inqueue.qsize(),

@@ -15,14 +15,15 @@ from flowrl.monitoring.activity import Activity, StageActivity, WorkerActivity
 from flowrl.monitoring.bottleneck import Finding, bottlenecks
 from flowrl.monitoring.plan_facts import PlanFacts
 
-MIN_RESTARTS = 2  # of a worker or of environments in the period
-MIN_GROWTH_BYTES = 20e6  # of the process, and half of it in one operator
-MIN_STEPS_WITHOUT_EPISODE = 3000  # of each environment
+# the least values in a period that a diagnosis names
+MIN_RESTARTS = 2  # restarts of one worker, or of environments
+MIN_GROWTH_BYTES = 20e6  # growth of the process's memory, half of it in one operator
+MIN_STEPS_WITHOUT_EPISODE = 3000  # steps of each environment
 MIN_CPU_WAIT = 0.25  # share of the time that processes wait for a processor
-MIN_SLOWDOWN = 2.0  # of a worker, compared with the median of the others
-MIN_LAG = 24  # updates
+MIN_SLOWDOWN = 2.0  # time per step of a worker over the median of the other workers
+MIN_LAG = 24  # updates between the weights of a batch and the newest weights
 MIN_COLLECTION = 0.2  # share of the time in garbage collection
-MIN_BUSY = 0.2  # share of the time of what limits a run
+MIN_BUSY = 0.2  # share of the time that the limiting part works
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Diagnosis:
 
 
 def diagnose(activity: Activity, facts: PlanFacts) -> Diagnosis:
-    """Return what limited a plan in a period of its run, best of about ten seconds.
+    """Return what limited a plan in a period of its run; periods of about ten seconds work best.
 
     Args:
         activity: the period.

@@ -123,8 +123,8 @@ class Monitor:
             listener(self.activity)
 
     def _growth_bytes(self) -> float:
-        """Return by how much the memory of this process has grown for good in the window: from its
-        lowest point in the first third to that in the last third."""
+        """Return the lasting growth of this process's memory in the window: from its lowest point
+        in the first third to its lowest point in the last third."""
         memory = [snapshot.usage.get("rss_bytes", 0.0) for snapshot in self._snapshots]
         third = len(memory) // 3
         return min(memory[-third:]) - min(memory[:third]) if third else 0.0

@@ -74,7 +74,7 @@ def _definition_of(function: Any) -> ast.FunctionDef | ast.Lambda | None:
     """Return the parsed definition of a function; None if its source cannot be read or parsed."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):  # a lambda within a chain is no statement
+    except (OSError, TypeError, SyntaxError):  # a lambda inside a chain is not a statement
         return None
     found = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.Lambda))]
     return found[0] if len(found) == 1 else None

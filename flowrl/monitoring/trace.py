@@ -21,9 +21,9 @@ from flowrl.whole_files import write_whole
 
 MIN_SPAN_S = 20e-6  # shorter pulls of a stage are left out
 MAX_EVENTS = 200_000
-MAX_OVERHEAD = 0.01  # largest share of the time that is spent on recording
-MAX_RECORD_S = 1e-4  # longest time in which a pull is recorded [s]
-BURST_S = 5e-3  # recording between two pauses [s]; all stages pause together, so spans nest
+MAX_OVERHEAD = 0.01  # maximum share of the time that recording takes
+MAX_RECORD_S = 1e-4  # maximum seconds that recording one pull takes
+BURST_S = 5e-3  # seconds of recording between two pauses; all stages pause together, so spans nest
 DRIVER, LEARNER, FIRST_WORKER = 1, 2, 10  # thread ids
 # part of sampling -> its name; shown one after the other, although they alternate
 PARTS = {

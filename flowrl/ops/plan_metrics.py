@@ -98,7 +98,8 @@ class PlanMetrics:
 
     @property
     def info(self) -> Info:
-        """The newest entry of each policy; that of the last in `trainers` if several train it."""
+        """The newest entry of each policy; if several operators train a policy, the entry of the
+        last one in `trainers`."""
         return {pid: entry for one in self.trainers.values() for pid, entry in one.info.items()}
 
 

@@ -362,7 +362,7 @@ class ReplayActors:
     ) -> None:
         """Set priorities of rows of a shard; they are sent with the next request to it.
 
-        Those of rows of a shard that has died since are dropped.
+        Priorities for a shard that has died since are dropped.
 
         Args:
             source: the source of the batch with the rows.

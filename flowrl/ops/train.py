@@ -179,7 +179,7 @@ class UpdateTargetNetwork:
         ]
         worker, num_updates = self.workers.local_worker(), 0
         with worker.lock if due else nullcontext():
-            if due:  # the learner may be in any of its steps
+            if due:  # records at which step of the learner the target networks are updated
                 self.workers.weight_sync.observe_learner()
             for policy_id in due:
                 policy: Any = worker.policy_map[policy_id]

@@ -207,8 +207,8 @@ class TrainOnWorkersStage(Stage):
         if len({update.weights_checksum for update in updates}) > 1:
             raise RuntimeError(
                 "TrainOnWorkers: the workers' weights differ although all gradients were averaged: "
-                "does a policy change its weights outside of its optimizer, or has its network "
-                "buffers that the forward pass changes, such as those of BatchNorm?"
+                "check whether a policy changes its weights outside of its optimizer, or its "
+                "network has buffers that the forward pass changes, such as BatchNorm"
             )
         worker = self.workers.local_worker()
         metrics = _get_shared_metrics()

@@ -85,9 +85,9 @@ class Exploration:
             explore: False returns the best actions.
 
         Returns:
-            actions [B, …] and their log-probabilities [B]. The latter are exact for
-            StochasticSampling, Random and epsilon-greedy exploration; with noise they are those of
-            the best action.
+            actions [B, …] and their log-probabilities [B], which are exact for StochasticSampling,
+            Random and epsilon-greedy exploration; with added noise they belong to the action
+            without noise.
         """
         if self._samples_only or not explore:
             return self._dist_class.act(inputs, policy.rng, explore)

@@ -245,7 +245,8 @@ def _key(columns: dict[str, list[np.ndarray]], slot: int) -> TrajectoryKey:
 def split_final_observations(
     batches: list[SampleBatch], counts: list[int]
 ) -> tuple[list[SampleBatch], np.ndarray, list[np.ndarray]]:
-    """Order rows so that each is followed by its successor, and find the rows that are not.
+    """Order rows so that each is followed by its successor, and return the final observation of
+    each sequence of successors.
 
     Args:
         batches: batches with obs and new_obs.

@@ -140,9 +140,9 @@ def check_callbacks_class(value: Any) -> None:
     """Check that workers can create an object of a callbacks class and call its methods.
 
     Raises:
-        ConfigError: it is no subclass of DefaultCallbacks, its constructor needs arguments, a
-            method does not accept the arguments of its event, or the name of a method looks like
-            that of an event but is none.
+        ConfigError: it is not a subclass of DefaultCallbacks, its constructor needs arguments, a
+            method does not accept the arguments of its event, or the name of a method resembles
+            the name of an event.
     """
     arguments = "make its arguments class attributes, and set them in a subclass"
     if not (isinstance(value, type) and issubclass(value, DefaultCallbacks)):
@@ -167,7 +167,7 @@ def check_callbacks_class(value: Any) -> None:
         event = name.removeprefix("_") if name in _SB3_EVENTS else name
         if event.startswith("on_") and name not in EVENTS and callable(getattr(value, name)):
             raise ConfigError(
-                f"callbacks_class: {value.__name__}.{name} is no event."
+                f"callbacks_class: {value.__name__}.{name} is not an event."
                 f"{nearest(event, list(EVENTS)) or ' The events are ' + ', '.join(EVENTS)}"
             )
 

@@ -52,9 +52,9 @@ class ColumnShipping:
             self._read[policy_id] = self._columns_read(policy_id, rows)
         read = self._read.get(policy_id)
         if ray is None and (read is None or "infos" not in read):
-            return rows  # its only lazy column stays lazy
+            return rows  # only infos are lazy, and they stay lazy
         columns: dict[str, Any] = {}
-        ships_all = read is None or ray is None  # but infos
+        ships_all = read is None or ray is None  # all columns except infos
         for name, column in rows.stored():
             ship = name in _ALWAYS_SHIPPED or name.startswith("state_in_")
             ship |= ships_all and name != "infos"

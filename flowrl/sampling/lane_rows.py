@@ -326,8 +326,8 @@ class LaneRows:
     def advance(
         self, running: list[Trajectory], ended: list[Trajectory], since: np.ndarray | None = None
     ) -> None:
-        """Start the next fragment with the rows that are kept: those of the remaining segments, and
-        those of running trajectories that are in no segment.
+        """Start the next fragment, with the rows of the remaining segments and of running
+        trajectories that are in no segment yet.
 
         Args:
             running: the trajectories that have not ended.

@@ -435,7 +435,7 @@ def _estimated(rows: SampleBatch) -> dict[str, np.ndarray]:
 
 def _canonical(values: dict[str, Any]) -> dict[str, Any]:
     """Return the row with canonical column names and both end flags."""
-    # of several names of the next observation, the most specific one counts
+    # if a row has several names of the next observation, the most specific name is used
     after = next((n for n in ("new_obs", "next_obs", "obs") if n in values), None)
     others = {"new_obs", "next_obs", "obs"} - {after}
     row = {_ALIASES.get(n, n): value for n, value in values.items() if n not in others}

@@ -110,7 +110,7 @@ class MultiAgentSampler:
     def _make_storage(
         self, checks: AgentChecks
     ) -> tuple[Mapping[PolicyID, PolicyLanes], AgentRecords, AgentBatches]:
-        """Return what stores the rows, the records of episodes, and what builds the batches."""
+        """Create the storage of rows, the records of episodes and the builder of batches."""
         worker, settings = self.worker, self.settings
         postprocess = SegmentPostprocessing(worker.policy_map, worker.callbacks, worker)
         policies: dict[PolicyID, PolicyLanes] = {}

@@ -65,8 +65,8 @@ class Placement:
         self._reservations.append(_Reservation(first, count, share, group))
 
     def _wait_for_resources(self, count: int) -> None:
-        """Wait until GPUs and custom resources are free; those of workers that have just ended are
-        released with a delay."""
+        """Wait until GPUs and custom resources are free; Ray releases the resources of ended
+        workers with a delay."""
         import ray
 
         deadline = time.monotonic() + RESERVE_TIMEOUT_S

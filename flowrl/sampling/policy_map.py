@@ -103,7 +103,7 @@ def policy_class_and_config(
         total = config.get("total_timesteps")
         config = overrides
         overrides = {} if config.seed is None else {"seed": config.seed}
-        if total is not None:  # all policies follow the run
+        if total is not None:  # the run's total_timesteps applies to all policies
             overrides["total_timesteps"] = total
     policy_class = policy_class or default_class
     if policy_class is None:

@@ -53,8 +53,7 @@ class PolicyOutputs:
         self._extra: list[tuple[str, Any]] = []
 
     def allocate(self, expected: int, outputs: Any, continues: bool) -> None:
-        """Check what the policy returned for a step, the first one of a fragment, and allocate its
-        columns.
+        """Check the policy's outputs in the first step of a fragment, and allocate their columns.
 
         Args:
             expected: number of observations.

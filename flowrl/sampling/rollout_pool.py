@@ -70,7 +70,7 @@ class RolloutPool(ActorPool):
         self._workers_of = workers
 
     def start(self) -> None:
-        # the same list as the set's, so that the set sees the actors that replace failed ones
+        # the list is shared with the WorkerSet, which so gets the actors that replace failed ones
         self._handles = self._workers_of.remote_workers()
         self._incarnations = list(self._workers_of.restart_counts)
 

@@ -205,9 +205,9 @@ class RolloutWorker:
         `rollout_fragment_length` x number of environments steps.
 
         Raises:
-            Exception: whatever a policy, a callback or an environment raises (an environment only
-                after `max_num_env_restarts` failures), with a note of worker, sub-environment and
-                step. Rows not returned yet are dropped, and the next call starts new episodes.
+            Exception: an error of a policy, a callback or an environment (the latter only after
+                `max_num_env_restarts` failures), with a note of worker, sub-environment and step.
+                Rows not returned yet are dropped, and the next call starts new episodes.
         """
         started = time.time()
         try:

@@ -18,8 +18,8 @@ class RunningEpisode:
     Attributes:
         record: the episode as callbacks see it; its agents are updated when a callback is called.
         agents: the trajectory of each agent that has not ended.
-        history: the trajectories of each agent that views of other agents may show, in the order of
-            time, also those before a soft horizon; empty without such views.
+        history: each agent's trajectories in the order of time, including trajectories before a
+            soft horizon; empty if no view shows other agents.
         returns: sum of rewards of each agent, without those of the current fragment.
         new_steps: env steps that are in no fragment yet.
         new_rows: rows of agents that are in no fragment yet.

@@ -105,8 +105,8 @@ class Views(ActingViews):
 
     @property
     def defers_values(self) -> bool:
-        """Whether values are computed at the end of a fragment: the policy allows that, and no view
-        shows them before, not even one of another policy's agents."""
+        """Whether values are computed at the end of a fragment: the policy supports it, and no view
+        reads values before, including views of other policies' agents."""
         return self.shows_columns and not self._has_agents and self.policy.defers_values
 
     @property

@@ -92,8 +92,8 @@ class WeightSync:
     def __init__(self, local_worker: Callable[[], RolloutWorker], global_vars: dict[str, Any]):
         self._local_worker = local_worker
         self._global_vars = global_vars
-        self._sent: dict[int, _Versions] = {}  # by worker, the versions that it has
-        self._sent_vars: dict[int, dict[str, Any]] = {}  # by worker, the global_vars that it has
+        self._sent: dict[int, _Versions] = {}  # worker -> versions of its weights
+        self._sent_vars: dict[int, dict[str, Any]] = {}  # worker -> its global_vars
         self._selected: set[int] | None = None  # workers that may get new weights; None: all
         self._published: _Snapshot | None = None
         self._payload: _Payload | None = None

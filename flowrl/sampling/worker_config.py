@@ -77,12 +77,12 @@ class WorkerConfig(PolicyConfig):
     """What to do with observations and rewards that are not finite or outside their space.
     "raise" raises an error; "drop" drops the episode's rows of this fragment and recreates the
     environment; "replace" replaces non-finite numbers by 0 and clips the others to the space.
-    "warn" does as "raise", but uses finite observations outside the bounds of a Box as they are,
-    with one warning per worker."""
+    "warn" is like "raise", but keeps finite observations outside the bounds of a Box, with one
+    warning per worker."""
     clip_rewards: bool | Positive | None = setting(None, group="rollouts")
     """Learn from the sign of rewards (True), or from rewards clipped to ± a number, after
     `normalize_rewards`. None uses the sign for preprocessed Atari games without that setting.
-    Returns are those of the environment."""
+    Reported returns are sums of unclipped rewards."""
     collect_infos: bool = setting(False, group="rollouts")
     """Store the environments' infos in the column `infos`."""
     explore: bool = setting(True, group="exploration", in_evaluation=True)
@@ -143,12 +143,12 @@ class WorkerConfig(PolicyConfig):
     start again."""
     max_num_env_restarts: NotNegativeInt = setting(5, group="fault_tolerance", in_evaluation=True)
     """Consecutive failures of one environment after which its error stops the run; completing an
-    episode or a fragment starts the count again. After 100 steps of an episode, a hundred times as
-    many are allowed, except timeouts and failures at the same step as the one before."""
+    episode or a fragment starts the count again. The limit is a hundred times as large for failures
+    after 100 steps of an episode, except timeouts and failures at the step of the previous one."""
     env_step_timeout_s: Positive | None = setting(None, group="fault_tolerance")
-    """Seconds that a step of one environment may take. A longer one is a failure of the
-    environment, which is created again. The limit interrupts the main thread only, and no call
-    that ignores signals: set `sample_timeout_s` for those."""
+    """Seconds that a step of one environment may take. A longer step is a failure of the
+    environment, which is created again. The limit interrupts only the main thread, and only calls
+    that react to signals; use `sample_timeout_s` for other calls."""
     env_reset_timeout_s: Positive | None = setting(None, group="fault_tolerance")
     """Seconds that a reset of one environment may take; see `env_step_timeout_s`."""
     max_num_worker_restarts: NotNegativeInt = setting(1000, group="fault_tolerance")

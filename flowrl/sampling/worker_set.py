@@ -281,7 +281,7 @@ class WorkerSet:
         """Send the local weights to every remote worker that lacks them, and wait.
 
         Raises:
-            Exception: whatever a worker raised.
+            Exception: an error of a worker.
         """
         actors = self.remote_workers()
         if not actors:

@@ -332,8 +332,8 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
             stop: further limits: metric (its path `a/b/c` in a result) -> minimum, or
                 "METRIC<=" -> maximum. Without any limit, a run that continues keeps its own
                 limits, and a new one has the environment's reward threshold and 500,000 env steps.
-                If there is no limit on env steps, but a schedule is in percent, the training also
-                ends at `total_timesteps` of the config, or 500,000 env steps, where it ends.
+                If a schedule is in percent and there is no limit on env steps, the training also
+                ends where the schedule ends: at `total_timesteps` of the config, or 500,000.
             run_dir: folder for config, results (CSV, JSON, TensorBoard) and checkpoints. "auto"
                 continues in the algorithm's run directory, or creates one in runs/. None writes
                 nothing.
@@ -407,8 +407,8 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         """Play whole episodes in new environments in this process, and return metrics.
 
         Uses the settings of `evaluation_config`. Observation filters are not updated and callbacks
-        are not called. Calls with the same seed play the same episodes, as far as policies and
-        environments are the same and depend on nothing else.
+        are not called. Calls with the same seed play the same episodes if the policies have not
+        changed and the environments are deterministic.
 
         Args:
             episodes: number of episodes; None for `evaluation_duration`.
@@ -439,7 +439,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         """Stop the plan, the workers, evaluations and loggers.
 
         Raises:
-            Exception: one of them failed to stop; the others are stopped nevertheless.
+            Exception: one of them failed to stop; the others are still stopped.
         """
         self._stopped = True
         with ExitStack() as cleanup:

@@ -165,7 +165,7 @@ class Checkpointing:
             config: settings to change, or settings that the checkpoint does not contain.
             trust: import code outside flowrl that the checkpoint names: an algorithm, an
                 environment or a plan file. Not needed for the class that this method is called on.
-            env: another environment with the same spaces; None for that of the checkpoint.
+            env: another environment with the same spaces; None uses the checkpoint's.
 
         Raises:
             CheckpointError: the checkpoint cannot be read, lacks a setting, names code that is not
@@ -214,7 +214,7 @@ class Checkpointing:
             folder = Path(path).parent
             run_dir = folder.parent if folder.name == "checkpoints" else "RUN_DIR"
             raise OtherPlanError(
-                f"{path}: {self._other_plan(manifest.get('plan'))}. To load it nevertheless, use "
+                f"{path}: {self._other_plan(manifest.get('plan'))}. To load it anyway, use "
                 f"`flowrl resume {run_dir} --plan {self.config.plan}`, or in Python "
                 "restore(path, other_plan=True)"
             )

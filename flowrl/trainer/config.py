@@ -353,7 +353,7 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
         """Return the algorithm as an instance of another Algorithm class.
 
         Args:
-            algorithm: the class; None for that of the plan file or of this config.
+            algorithm: the class; None uses the class of the plan file, or of this config.
         """
         self.check()
         if algorithm is None and isinstance(self.plan, str) and self.plan.endswith(".py"):

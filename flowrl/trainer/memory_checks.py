@@ -40,8 +40,8 @@ def check_rows(config: Any, worker: RolloutWorker | None = None) -> None:
 
     Args:
         config: the algorithm's settings.
-        worker: its worker in this process, whose policies tell the size of observations; None
-            counts rows without observations.
+        worker: the algorithm's local worker, whose policies determine the size of observations;
+            None counts rows without observations.
 
     Raises:
         ConfigError: this machine has not enough memory.

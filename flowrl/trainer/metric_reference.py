@@ -44,7 +44,7 @@ RESULT_METRICS = {
     ),
     "num_agent_steps_sampled": Metric("agent steps", "The same as agent_timesteps_total."),
     "num_agent_steps_trained": Metric("agent steps", "Agent steps trained on since the start."),
-    "num_healthy_workers": Metric("workers", "Remote workers that have not failed for good."),
+    "num_healthy_workers": Metric("workers", "Remote workers that have not failed permanently."),
     "num_remote_worker_restarts": Metric("restarts", "Restarts of remote workers."),
     "num_env_restarts": Metric("restarts", "Restarts of environments that failed."),
     "num_faulty_episodes": Metric("episodes", "Episodes of which rows were dropped."),

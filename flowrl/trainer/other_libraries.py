@@ -61,8 +61,8 @@ _ATTRIBUTES = {
     "load_checkpoint": "use restore(path)",
     "restore_from_path": "use restore(path)",
 }
-# method -> argument in another library -> what to use instead; "" is one positional argument too
-# many, or an argument that resembles no other
+# method -> argument in another library -> what to use instead; the key "" is for too many
+# positional arguments, and for arguments that resemble no other
 _ARGUMENTS = {
     "__init__": {
         "": "It takes one: an environment, with settings as keywords, {cls}(env, gamma=0.99), or a "
@@ -240,8 +240,8 @@ def _check_no_setting(cls: type, name: str, config: Settings) -> None:
 
 
 class OtherLibrariesNames:
-    """Errors with a hint for attributes that an algorithm does not have: those of other libraries,
-    misspelled ones, and settings."""
+    """Raise errors with a hint for attributes that an algorithm does not have: names of other
+    libraries, misspelled names, and settings."""
 
     if not TYPE_CHECKING:  # type checkers report unknown attributes themselves
 

@@ -31,7 +31,7 @@ _EVENT_COUNTERS = {
     "num_shard_restarts": "restart of a worker",
     "num_learner_restarts": "restart of a learner",
     "num_env_steps_dropped": "env steps dropped",
-    "num_shards_failed": "worker failed for good",
+    "num_shards_failed": "worker failed permanently",
 }
 
 

@@ -231,9 +231,12 @@ def test_override_of_unknown_method_raises():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("on_episode_ended", r"C\.on_episode_ended is no event\. Did you mean 'on_episode_end'"),
-        ("_on_step", r"C\._on_step is no event\. Did you mean 'on_episode_step'"),
-        ("on_xyz", r"C\.on_xyz is no event\. The events are on_sub_environment_created, on_ep"),
+        (
+            "on_episode_ended",
+            r"C\.on_episode_ended is not an event\. Did you mean 'on_episode_end'",
+        ),
+        ("_on_step", r"C\._on_step is not an event\. Did you mean 'on_episode_step'"),
+        ("on_xyz", r"C\.on_xyz is not an event\. The events are on_sub_environment_created, on_ep"),
     ],
 )
 def test_methods_that_are_no_events_are_rejected(name, message):

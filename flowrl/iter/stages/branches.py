@@ -35,8 +35,9 @@ class Union(Stage):
     """Return the items of several branches.
 
     Ordered: branch i returns exactly `weights[i]` items per turn; fractions accumulate. A branch
-    that waits for a worker keeps its turn. A branch that its siblings may have to unblock (they
-    share a `duplicate`, or a thread between two queues) lends its turn and gets it back later.
+    that waits for a worker keeps its turn. A branch that may depend on a sibling (they share a
+    `duplicate`, or a thread between two queues) gives up its turn while it is not ready, and gets
+    an additional turn later.
     "*" returns all items that are ready.
     Not ordered: a turn returns one item of any branch that is ready.
 

@@ -23,9 +23,8 @@ _OF_PLANS = ("num_sgd_iter", "sgd_minibatch_size")  # all algorithms have them, 
 def unused_settings(plan: CheckedPlan) -> Iterator[PlanProblem]:
     """Settings of an algorithm that no source code reads.
 
-    The code is that of the functions in which the plan was chained, with the functions and the
-    methods of the config that they use, and of the modules of its policies, learners and own
-    operators.
+    The rule searches the functions that build the plan, the functions and config methods that they
+    use, and the modules of the plan's policies, learners and user-defined operators.
     """
     config = plan.workers.config
     differences = config.diff()
@@ -130,8 +129,8 @@ def _names_read(nodes: Iterable[ast.AST]) -> set[str]:
 
 
 def _read_by_methods(names: set[str], config_class: type) -> set[str]:
-    """Return the names that methods and properties of a config read, for those in `names` and those
-    that they use in turn."""
+    """Return the names that the methods and properties in `names` of a config read, directly or
+    through other methods and properties."""
     found: set[str] = set()
     done: set[str] = set()
     remaining = set(names)
@@ -149,8 +148,8 @@ def _read_by_methods(names: set[str], config_class: type) -> set[str]:
 
 
 def _modules(plan: CheckedPlan) -> list[str]:
-    """Return the names of the modules of a plan's policies, learners and own operators, those of
-    classes before those of their bases.
+    """Return the names of the modules of a plan's policies, learners and user-defined operators;
+    the module of a class comes before the modules of its bases.
 
     flowrl's other operators read no config: plans pass values to them.
     """

@@ -255,7 +255,7 @@ class TorchLearner:
         self._warned_of_buffers = True
         log.warning(
             "the network of %s has buffers that its forward pass changes (BatchNorm?): gradients "
-            "that are applied elsewhere do not contain them, so they keep their initial values",
+            "do not contain buffers, so they keep their initial values where gradients are applied",
             type(self.policy).__name__,
         )
 
@@ -293,7 +293,7 @@ class TorchLearner:
         self.gradient.row_stats.append(row_stats)
 
     def mean_over_group(self, value: float | None) -> float | None:
-        """Return the mean of a number over the processes that have one, the same on all of them."""
+        """Return the mean of a number over the processes that pass one; all get the same mean."""
         return value if self.process_group is None else self.process_group.mean(value)
 
     def standardize(self, values: torch.Tensor) -> torch.Tensor:

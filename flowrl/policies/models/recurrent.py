@@ -25,7 +25,7 @@ from flowrl.policies.models.torso import Heads, Torso, shares_layers
 from flowrl.policies.views import ViewRequirement
 
 MAX_PADDED_RATIO = 8  # rows with padding / rows without; above, packed sequences are faster
-SATURATED = 1e4  # its sigmoid is 1, that of its negative 0
+SATURATED = 1e4  # sigmoid(SATURATED) is 1, sigmoid(-SATURATED) is 0
 
 PackedOrder = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

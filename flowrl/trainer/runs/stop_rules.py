@@ -90,7 +90,7 @@ class StopRules:
 
         Without rules, the defaults are the environment's own reward threshold and
         `total_timesteps` of the config, or DEFAULT_TIMESTEPS env steps. With rules, only the
-        latter applies, and only if the config has schedules in percent, which end there.
+        default limit on env steps is added, and only if the config has schedules in percent.
         """
         timesteps = config.total_timesteps or DEFAULT_TIMESTEPS
         if not self.is_set():
@@ -231,8 +231,8 @@ class PendingMetrics:
         self._num_results = 0
 
     def check(self, result: dict[str, Any]) -> None:
-        """Look for the metrics in a result; warn once if some are still missing after a while, and
-        once if the first result lacks one that is not in a group, which callbacks had to set.
+        """Look for the metrics in a result. Warn once if the first result lacks a metric without a
+        group, which a callback should have set, and once if metrics are missing after several.
 
         Raises:
             ConfigError: the result has the metric's group but not the metric, or the metric is not
