@@ -66,16 +66,11 @@ def _cpu_wait_s() -> float:
     return waited_ns / 1e9
 
 
-def resident_bytes(pid: int | None = None) -> int:
-    """Return the resident memory of a process [bytes], without memory that it shares with others,
-    such as Ray's object store; 0 if the process has ended or the system is not Linux.
-
-    Args:
-        pid: id of the process; None for this one.
-    """
+def resident_bytes() -> int:
+    """Return the resident memory of this process [bytes], without memory that it shares with
+    others, such as Ray's object store; 0 if the system is not Linux."""
     try:
-        line = _own_memory() if pid is None else Path(f"/proc/{pid}/statm").read_bytes()
-        _, resident, shared, *_ = line.split()
+        _, resident, shared, *_ = _own_memory().split()
         return (int(resident) - int(shared)) * _PAGE_BYTES
     except (OSError, ValueError):
         return 0

@@ -228,7 +228,7 @@ def _config_of_run(
             f"{run_dir}: its plan is the file {name}: pass --trust to execute it, or --plan FILE"
         )
     config = plan_config(name, settings.get("env"))
-    saved = _saved_algorithm(checkpoint)
+    saved = _saved_algorithm(checkpoint) if algorithm is None else algorithm
     if plan is not None and saved is not None and algorithm_path(saved) != config.algorithm:
         raise ConfigError(
             f"--plan: {checkpoint} is of {saved}, but the plan {plan} is of "

@@ -21,7 +21,7 @@ class GatherAsync(Gather):
     Args:
         shards: the shards to read.
         num_async: requests in flight per shard.
-        ask_again: see ParallelIterator.gather_async. With `batch_ms`, `max_lag` is None.
+        ask_again: see ParallelIterator.gather_async.
         limit: limits the requests in flight.
         options: see Gather.
     """
@@ -51,7 +51,7 @@ class GatherAsync(Gather):
         self.depends_on_sibling = limit is not None
         self._limit_reached = False
         self.num_async = num_async
-        self.max_lag = None if self._batch_ms else num_async - (ask_again == "after")
+
         self._request_first = ask_again == "before"
         self._ready: deque[Any] = deque()
         # shards to request; a shard appears once per request that it lacks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 import zlib
@@ -96,10 +97,11 @@ class LearnOnWorker:
     Args:
         num_sgd_iter, sgd_minibatch_size, policies: see Learner.
         global_vars: global variables of the WorkerSet if the worker is in this process, else None.
-        worker: the worker; None before `bound_to`.
+        timeout_s: timeout of the group's collective operations.
+
+    Attributes:
         store_address: (host, port) of the store that names the current group; None if the worker
             is in this process and learns alone.
-        timeout_s: timeout of the group's collective operations.
     """
 
     def __init__(
@@ -108,16 +110,14 @@ class LearnOnWorker:
         sgd_minibatch_size: int | None,
         policies: Collection[str] | None,
         global_vars: dict[str, Any] | None = None,
-        worker: RolloutWorker | None = None,
-        store_address: tuple[str, int] | None = None,
         timeout_s: float = TIMEOUT_S,
     ):
-        self.store_address = store_address
+        self.store_address: tuple[str, int] | None = None
         self._timeout_s = timeout_s
         self._global_vars = global_vars
         self._num_sgd_iter, self._sgd_minibatch_size = num_sgd_iter, sgd_minibatch_size
         self._policies = policies
-        self._worker = worker
+        self._worker: RolloutWorker | None = None  # see bound_to
         self._store: Any = None
         self._group_name = b""
         self._group: ProcessGroup | None = None
@@ -125,15 +125,9 @@ class LearnOnWorker:
 
     def bound_to(self, worker: RolloutWorker) -> LearnOnWorker:
         """Return a copy of this operator that is bound to a worker."""
-        return LearnOnWorker(
-            self._num_sgd_iter,
-            self._sgd_minibatch_size,
-            self._policies,
-            self._global_vars,
-            worker,
-            self.store_address,
-            self._timeout_s,
-        )
+        bound = copy.copy(self)
+        bound._worker = worker
+        return bound
 
     def __call__(self, fragment: Batch) -> WorkerUpdate:
         worker = self._worker

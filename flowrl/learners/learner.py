@@ -110,11 +110,7 @@ class Learner:
         num_sgd_iter: int | None = None,
         sgd_minibatch_size: int | None = None,
     ):
-        check_policy_ids(policies)
-        if num_sgd_iter is not None:
-            check_int("num_sgd_iter", num_sgd_iter)
-        if sgd_minibatch_size is not None:
-            check_int("sgd_minibatch_size", sgd_minibatch_size, 0)
+        check_learning_arguments(policies, num_sgd_iter, sgd_minibatch_size)
         self.workers = workers
         self.global_vars = workers.global_vars
         self.policies = policies
@@ -161,10 +157,6 @@ class LocalLearner(Learner):
                 worker.policy_map[policy_id].on_global_var_update(self.global_vars)
             return updates
 
-    def compute_gradients(self, batch: Batch) -> Gradients:
-        """Return the gradients of the policies' losses on a batch; the policies do not change."""
-        worker = self.workers.local_worker()
-        return compute_gradients(worker, batch, self.policies)
 
     def apply_gradients(self, gradients: Gradients) -> Updates:
         """Update each policy once with its gradient.
@@ -298,6 +290,21 @@ def policy_lags(policy_id: str, version: int, sources: Iterable[Source]) -> list
     """
     versions = [source.tags.get("weights_versions", {}) for source in sources]
     return [version - by_policy[policy_id] for by_policy in versions if policy_id in by_policy]
+
+
+def check_learning_arguments(
+    policies: Any, num_sgd_iter: int | None, sgd_minibatch_size: int | None
+) -> None:
+    """Check these arguments of a Learner.
+
+    Raises:
+        TypeError, ValueError: see Learner.
+    """
+    check_policy_ids(policies)
+    if num_sgd_iter is not None:
+        check_int("num_sgd_iter", num_sgd_iter)
+    if sgd_minibatch_size is not None:
+        check_int("sgd_minibatch_size", sgd_minibatch_size, 0)
 
 
 def check_policy_ids(policies: Any) -> None:

@@ -36,11 +36,12 @@ class ComputeGradients:
     chained_with: ClassVar[str] = "for_each"
 
     def __init__(self, workers: WorkerSet, policies: Collection[str] | None = None):
-        self.learner = LocalLearner(workers, policies)
+        check_policy_ids(policies)
+        self.workers = workers
         self.policies = policies
 
     def __call__(self, batch: Batch) -> Gradients:
-        gradients = self.learner.compute_gradients(batch)
+        gradients = compute_gradients(self.workers.local_worker(), batch, self.policies)
         record_computation(gradients)
         return gradients
 

@@ -199,8 +199,6 @@ class ReplayActorsStage(ReplayStage):
                 return NOT_READY
             self._drawn.extend(self.buffer.receive_batches(self._pending.popleft()))
 
-    def _is_due(self) -> bool:
-        return self.buffer.can_draw(self.alternates)
 
     def _request(self) -> None:
         """Request batches until `num_async` are in flight.

@@ -286,7 +286,7 @@ class ReplayActors:
 
     # -- drawing -----------------------------------------------------------------------------------
 
-    def can_draw(self, alternate: bool = True) -> bool:
+    def can_sample(self, alternate: bool = True) -> bool:
         """Return whether a draw is due; see ReplayRatio.may_draw."""
         return self.ratio.may_draw(self.batch_rows, alternate) and self._may_have_items()
 
@@ -314,7 +314,7 @@ class ReplayActors:
         index = self._next_shard
         self._next_shard = (index + 1) % self.num_shards
         number = 0
-        while number < most and self.can_draw(alternate):
+        while number < most and self.can_sample(alternate):
             self.ratio.note_drawn(self.batch_rows)
             number += 1
         self._in_flight += number

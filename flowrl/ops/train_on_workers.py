@@ -11,7 +11,7 @@ from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_met
 from flowrl.iter.errors import ShardFailedError
 from flowrl.learners.actors import TIMEOUT_S
 from flowrl.learners.decentralized import LearnOnWorker, WorkerUpdate, merge_updates
-from flowrl.learners.learner import LocalLearner, ProcessGroupError
+from flowrl.learners.learner import ProcessGroupError, check_learning_arguments
 from flowrl.ops.plan_metrics import Info, PlanMetrics, record_updates
 from flowrl.ops.rollout import CountRollouts
 from flowrl.sampling.worker_set import WorkerSet
@@ -57,7 +57,7 @@ class TrainOnWorkers(LocalIterator[Any]):
         policies: Collection[str] | None = None,
         timeout_s: float = TIMEOUT_S,
     ):
-        LocalLearner(workers, policies, num_sgd_iter, sgd_minibatch_size)  # checks the arguments
+        check_learning_arguments(policies, num_sgd_iter, sgd_minibatch_size)
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be above 0, got {timeout_s!r}")
         if workers.config.output is not None:

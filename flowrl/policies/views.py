@@ -82,10 +82,6 @@ class ViewRequirement:
         """Whether values have an axis of timesteps."""
         return not isinstance(self.shift, int)
 
-    @property
-    def lookback(self) -> int:
-        """Number of earlier timesteps that the view shows."""
-        return max(0, -min(self.shifts))
 
     def known_for_actions(self, name: str) -> bool:
         """Return whether the view is part of the input of action computation.

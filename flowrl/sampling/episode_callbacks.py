@@ -128,13 +128,13 @@ class EpisodeCallbacks:
                 self.start(env, row + 1)
             elif env in finals:
                 self._update(env, row + 1, infos, self._check.copy(finals[env]))
-                self._call_of(env, "on_episode_step")
+                self._call_step(env)
                 self._end(env)
                 if not waits_for_reset:
                     self.start(env, row + 1)
             else:
                 self._update(env, row + 1, infos)
-                self._call_of(env, "on_episode_step")
+                self._call_step(env)
                 if env in passed:
                     self._pass_horizon(env)
         self._row = None
@@ -161,10 +161,10 @@ class EpisodeCallbacks:
         note_observation(record, raw, self._policy)
         self._recorded[env] = rows
 
-    def _call_of(self, env: int, name: str) -> None:
+    def _call_step(self, env: int) -> None:
         episode = self._running[env]
         assert episode is not None
-        self._call(name, episode)
+        self._call("on_episode_step", episode)
 
     def _end(self, env: int) -> None:
         episode = self._running[env]

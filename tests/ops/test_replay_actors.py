@@ -217,7 +217,7 @@ def test_one_request_returns_several_batches(actors):
     assert {batch.sources[0].shard for batch in batches} == {request.source.shard}
     pending = actors.request_batches(100)
     assert pending.number == 11  # 2 x (40 - 12) rows are due
-    assert not actors.can_draw()
+    assert not actors.can_sample()
     assert actors.state_dict()["ratio"]["drawn"] == 12  # without the pending batches
     assert len(actors.receive_batches(pending)) == 11
     assert actors.state_dict()["ratio"]["drawn"] == 56
