@@ -67,6 +67,15 @@ class BatchRef:
             batch.sources = self.sources
         return batch
 
+    def select(self, policy_ids: Iterable[str]) -> BatchRef:
+        """Return a reference to the rows of these policies, with the same env steps and sources;
+        Ray tasks select the rows."""
+        selected = set(policy_ids)
+        steps = {pid: rows for pid, rows in self._steps_by_policy.items() if pid in selected}
+        batch = BatchRef((_select(part, selected) for part in self.parts), self.count, steps)
+        batch.sources = self.sources
+        return batch
+
     @staticmethod
     def concat_samples(batches: Iterable[Any]) -> BatchRef:
         """Concatenate batches and BatchRefs without fetching rows."""
@@ -86,6 +95,15 @@ class BatchRef:
 
     def __repr__(self) -> str:
         return f"BatchRef(env_steps={self.count}, agent_steps={self.agent_steps()})"
+
+
+def _select(part: Any, policy_ids: set[str]) -> Any:
+    """Return the rows of some policies of a part: a batch, or a reference to it."""
+    if not isinstance(part, (SampleBatch, MultiAgentBatch)):
+        import ray
+
+        return ray.remote(_select).options(num_cpus=0).remote(part, policy_ids)
+    return part.select(policy_ids) if isinstance(part, MultiAgentBatch) else part
 
 
 def _fetch(part: Any) -> Batch | None:

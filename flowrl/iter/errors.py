@@ -82,12 +82,12 @@ def note_origin(error: BaseException, stage: Stage, item: Any) -> None:
         item: None if no item was being processed.
     """
     if not hasattr(error, "_flowrl_stage"):
-        error._flowrl_stage = stage  # type: ignore[attr-defined]
-        summary = describe(item) if item is not None else None
-        error._flowrl_item = summary  # type: ignore[attr-defined]
+        attributes = vars(error)  # a frozen dataclass does not allow to set attributes
+        attributes["_flowrl_stage"] = stage
+        attributes["_flowrl_item"] = describe(item) if item is not None else None
         if item is not None and not hasattr(error, "item"):
-            error.item = item  # type: ignore[attr-defined]
-            error._flowrl_has_item = True  # type: ignore[attr-defined]
+            attributes["item"] = item
+            attributes["_flowrl_has_item"] = True
 
 
 def operator_error(error: BaseException) -> BaseException:
@@ -101,6 +101,17 @@ def operator_error(error: BaseException) -> BaseException:
     return wrapped
 
 
+def mark_permanent(error: BaseException) -> None:
+    """Record on an error that its stage raises it again at each pull, so that no error policy can
+    skip it."""
+    vars(error)["_flowrl_permanent"] = True
+
+
+def is_permanent(error: BaseException) -> bool:
+    """Return whether `mark_permanent` was called with an error."""
+    return bool(getattr(error, "_flowrl_permanent", False))
+
+
 def annotate(error: BaseException, root: Stage) -> None:
     """Add a note with the path from the end of the plan to the stage that raised the error."""
     stage = getattr(error, "_flowrl_stage", None)
@@ -108,11 +119,11 @@ def annotate(error: BaseException, root: Stage) -> None:
         return
     if stage is root and stage.name == "from_iterable":
         return  # the traceback of a plan with one stage is enough
-    error._flowrl_noted = True  # type: ignore[attr-defined]
+    vars(error)["_flowrl_noted"] = True
     path = " › ".join(_path(root, stage) or [stage.name])
     item = getattr(error, "_flowrl_item", None)
     note = f"in the plan at {path}, chained at {stage.line}"
-    error.add_note(note + (f", on {item}" if item else ""))
+    vars(error).setdefault("__notes__", []).append(note + (f", on {item}" if item else ""))
 
 
 def without_engine_frames(error: BaseException) -> TracebackType | None:

@@ -20,6 +20,7 @@ from flowrl.iter.errors import (
     ShardFailedError,
     Skip,
     check_on_error,
+    is_permanent,
     note_origin,
     operator_error,
 )
@@ -89,6 +90,8 @@ class Gather(Stage):
         self.title = f"{self.name} {shards.name}"
         self.shards = shards
         self.resumable = shards.replayable
+        # received items are not sampled again
+        self._restores_items = shards.replayable or shards.keeps_state
         self.on_error = check_on_error(on_error)
         self.skipped = 0
         self.states = [ShardState(index, shards.recovery(index)) for index in range(len(shards))]
@@ -225,7 +228,7 @@ class Gather(Stage):
         """Apply the error policy to an exception in the code of a shard."""
         policy = self.on_error
         shard.errors += 1
-        if isinstance(error, Exception):
+        if isinstance(error, Exception) and not is_permanent(error):
             if isinstance(policy, Skip) and (policy.max is None or self.skipped < policy.max):
                 self.skipped += 1
                 return []
@@ -406,10 +409,11 @@ class Gather(Stage):
             raise ValueError(f"{self}: the saved state has {saved} shards, this plan has {count}")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._restores_items:
+            self._queue = deque((item, sources_from_list(row)[0]) for item, row in state["queue"])
         if not self.resumable:
             return
         self.items, self.skipped = state["items"], state["skipped"]
-        self._queue = deque((item, sources_from_list(row)[0]) for item, row in state["queue"])
         self.shards.seed, self._loaded = state["seed"], True
         self._update_members()
         for shard, num_received, ended in zip(

@@ -51,7 +51,6 @@ class GatherAsync(Gather):
         self.depends_on_sibling = limit is not None
         self._limit_reached = False
         self.num_async = num_async
-
         self._request_first = ask_again == "before"
         self._ready: deque[Any] = deque()
         # shards to request; a shard appears once per request that it lacks
@@ -148,6 +147,11 @@ class GatherAsync(Gather):
 
     def can_wait(self) -> bool:
         return self._limit is not None or super().can_wait()
+
+    def blocked_by(self) -> str:
+        if self._limit is None or not self._limit_reached or self._in_flight:
+            return ""
+        return f"{self._limit} allows no request before more of the received items are trained on"
 
     def _on_cancelled(self, shard: ShardState, num_requests: int) -> None:
         assert self._to_request is not None

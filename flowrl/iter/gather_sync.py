@@ -167,6 +167,6 @@ class GatherSync(Gather):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        if self.resumable:
+        if self._restores_items:
             rows = state["round"]
             self._round = {i: (item, sources_from_list(row)[0]) for i, item, row in rows}

@@ -11,10 +11,18 @@ from flowrl.iter.errors import OnError, annotate, no_attribute, without_engine_f
 from flowrl.iter.explain import FORMATS, stats_rows
 from flowrl.iter.metrics import MetricsContext
 from flowrl.iter.profiler import OnPull, Profiler
-from flowrl.iter.stage import NOT_READY, Source, Stage, describe, stages_by_name, walk
+from flowrl.iter.stage import (
+    NOT_READY,
+    Source,
+    Stage,
+    describe,
+    names_in_data_order,
+    operator_of,
+    stages_by_name,
+    walk,
+)
 from flowrl.iter.stages.branches import Duplicate, DuplicateChild, Union, WhenFull
 from flowrl.iter.stages.buffering import Batch, Shuffle
-from flowrl.iter.stages.function_stage import FunctionStage
 from flowrl.iter.stages.source import FromIterable
 from flowrl.iter.stages.tasks import ForEachConcurrent
 from flowrl.iter.stages.unary import (
@@ -178,7 +186,7 @@ class LocalIterator(Generic[T]):
         Args:
             deterministic: take one item of each stream in turn and wait for it.
             round_robin_weights: items of each stream per turn; fractions accumulate; "*" takes all
-                items that are ready. Implies `deterministic`.
+                items that are ready, at most 100. Implies `deterministic`.
         """
         for other in others:
             if not isinstance(other, LocalIterator):
@@ -211,7 +219,7 @@ class LocalIterator(Generic[T]):
             stage.owner = owner
         by_name = stages_by_name(self.stage)
         self.metrics.name_operators(
-            {name: stage.fn for name, stage in by_name.items() if isinstance(stage, FunctionStage)}
+            {name: operator_of(by_name[name]) for name in names_in_data_order(by_name)}
         )
         for name, stage in by_name.items():
             if not stage.started:  # the plan of another child of a duplicate may have started it
@@ -313,16 +321,32 @@ class LocalIterator(Generic[T]):
 
     def stop(self) -> None:
         """Release the resources of the plan: actors it started, requests in flight. A stopped plan
-        cannot be started again."""
+        cannot be started again. Stages that another child of `duplicate` still reads continue."""
         self._stopped = True
         errors = []
-        for stage in walk(self.stage):
+        for stage in self._stages_to_stop():
             try:
                 stage.stop()
             except Exception as error:  # stop the remaining stages first
                 errors.append(error)
         if errors:
             raise errors[0]
+
+    def _stages_to_stop(self) -> list[Stage]:
+        """Return the stages that only this plan reads; its children of `duplicate` leave."""
+        found: dict[Stage, None] = {}
+        remaining = [self.stage]
+        while remaining:
+            stage = remaining.pop()
+            if stage in found:
+                continue
+            found[stage] = None
+            if isinstance(stage, DuplicateChild):
+                stage.leave()
+                if stage.has_reading_siblings:
+                    continue
+            remaining += reversed(stage.parents)
+        return list(found)
 
     def __enter__(self) -> LocalIterator[T]:
         return self

@@ -82,7 +82,7 @@ class MetricsContext:
     Attributes:
         counters: name -> int, never decreasing.
         timers: name -> Timer.
-        info: name -> any value for the report (`info["learner"][policy_id]`: learner statistics).
+        info: name -> any value, reported in `info` of results; not saved.
         scopes: operator name -> its MetricsContext.
         on_lost: functions called with each item that is lost to an exception in an operator.
         journal: records or replays decisions of the plan that depend on time; None does neither.
@@ -96,7 +96,7 @@ class MetricsContext:
         self._records: dict[type, Any] = {}
         self.on_lost: list[Any] = []
         self.journal: Journal | None = None
-        self._operator_names: dict[int, str] = {}
+        self._operators: dict[str, Any] = {}
 
     def singleton(self, cls: type[R]) -> R:
         """Return the plan's single instance of `cls`, created at the first call."""
@@ -107,14 +107,24 @@ class MetricsContext:
 
     def scope_of(self, operator: Any) -> MetricsContext:
         """Return the context of one operator, identified by the name of its stage in the plan."""
-        name = self._operator_names.get(id(operator), type(operator).__name__)
+        names = (name for name, one in self._operators.items() if one is operator)
+        name = next(names, type(operator).__name__)
         if name not in self.scopes:
             self.scopes[name] = MetricsContext()
         return self.scopes[name]
 
-    def name_operators(self, names: dict[str, Any]) -> None:
-        """Set the names of the operators of the plan, name -> operator."""
-        self._operator_names = {id(operator): name for name, operator in names.items()}
+    def name_operators(self, operators: dict[str, Any]) -> None:
+        """Set the operators of the plan: name -> operator, in the order of the data."""
+        self._operators = operators
+
+    def operators(self) -> list[Any]:
+        """Return the operators of the plan: those before others come first."""
+        return list(self._operators.values())
+
+    def report_lost(self, item: Any) -> None:
+        """Call the functions of `on_lost` with an item that is lost to an exception."""
+        for callback in self.on_lost:
+            callback(item)
 
     def check_counters(self) -> None:
         """Check that all counters can be reported, saved and restored.

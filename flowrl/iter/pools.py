@@ -24,6 +24,7 @@ class Pool:
 
     remote = False
     num_membership_changes = 0  # times that workers have joined or left
+    keeps_state = False  # whether the owner of the workers saves and restores their state
 
     def __init__(
         self,

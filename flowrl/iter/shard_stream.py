@@ -7,6 +7,7 @@ stream is never an exception.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from flowrl.iter.local import LocalIterator
+
+log = logging.getLogger("flowrl")
 
 # a LocalIterator method, its arguments and keyword arguments, and the line where it was chained
 Step = tuple[str, tuple[Any, ...], dict[str, Any], str]
@@ -94,7 +97,7 @@ class ShardStream:
             try:
                 items.append(self._next(request))
             except StopIteration:
-                return Reply(items, tags, end=True, step_stats=self._stream.stats())
+                return Reply(items, tags, end=True, step_stats=self._stats())
             except BaseException as error:
                 if not items:
                     raise
@@ -106,7 +109,16 @@ class ShardStream:
                 if now < self._stats_due:
                     return Reply(items, tags)
                 self._stats_due = now + STATS_INTERVAL_S
-                return Reply(items, tags, step_stats=self._stream.stats())
+                return Reply(items, tags, step_stats=self._stats())
+
+    def _stats(self) -> list[dict[str, Any]] | None:
+        """Return the stream's stats; None if an operator's `extra_stats` raises, because the items
+        of the reply would be lost."""
+        try:
+            return self._stream.stats()
+        except Exception as error:
+            log.warning("no statistics of a shard: %s: %s", type(error).__name__, error)
+            return None
 
     def _next(self, request: ShardRequest) -> Any:
         if self._skip:

@@ -37,6 +37,10 @@ class Shards:
         stream_id: prefix of the ids of the streams, equal for readers that share the streams;
             None creates a unique one.
         partition: (index, number of partitions) of a repartition.
+
+    Attributes:
+        replayable: whether recreated shards return the same items in the same order.
+        keeps_state: whether the shards continue after a restart of the plan; see Pool.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class Shards:
         self.name = name
         self.remote = remote.pop()
         self.replayable = partition is None and all(map(_is_replayable, shards))
+        self.keeps_state = all(shard.pool.keeps_state for shard in shards)
         self.seed = uuid.uuid4().hex  # of the steps
         self._shards = list(shards)
         self._partition = partition

@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -229,6 +229,28 @@ def stages_by_name(stage: Stage) -> dict[str, Stage]:
             count[name] += 1
             by_name[name if count[name] == 1 else f"{name}#{count[name]}"] = node
     return by_name
+
+
+def operator_of(stage: Stage) -> Any:
+    """Return the operator of a stage: a learner, a function, or the stage itself."""
+    return getattr(stage, "learner", None) or getattr(stage, "fn", stage)
+
+
+def names_in_data_order(by_name: Mapping[str, Stage]) -> list[str]:
+    """Return the names of stages: each comes after the stages that it pulls from, and branches are
+    in their order."""
+    names = {stage: name for name, stage in by_name.items()}
+    (end, *_) = by_name.values()
+    ordered: dict[Stage, None] = {}
+
+    def add(stage: Stage) -> None:
+        if stage not in ordered:
+            for parent in stage.parents:
+                add(parent)
+            ordered[stage] = None
+
+    add(end)
+    return [names[stage] for stage in ordered if stage in names]
 
 
 _ITER_DIR = os.path.dirname(__file__)

@@ -30,10 +30,11 @@ class Concurrently(LocalIterator[Any]):
         mode: "round_robin" takes items of the branches in turn, in a fixed order and ratio, and
             waits for each; "async" takes items of any branch as they become ready.
         output_indexes: indexes (from 0) of the branches whose items are returned; items of the
-            others are dropped. None returns the items of all branches.
+            others are dropped. None returns the items of all branches. The stream ends when all
+            branches whose items are returned have ended.
         round_robin_weights: items per turn of each branch; fractions accumulate; "*" takes all
-            items that are ready. Only for "round_robin"; without effect on branches that share a
-            replay buffer.
+            items that are ready, at most 100. Only for "round_robin"; without effect on branches
+            that share a replay buffer.
 
     Raises:
         TypeError: an element of `ops` is not a LocalIterator, or `output_indexes` is not a list of

@@ -231,8 +231,10 @@ class ApplyGradients:
         timer = metrics.timers["apply_grad"]
         timer.push(time.perf_counter() - started)
         timer.push_units_processed(item.num_env_steps)
+        weight_sync = self.learner.workers.weight_sync
+        weight_sync.republish()
         if not self.update_all:
-            self.learner.workers.weight_sync.update_only(sampled_by)
+            weight_sync.update_only(sampled_by)
         return item, record_updates(
             metrics, self, updates, item.num_env_steps, item.num_env_steps, None
         )

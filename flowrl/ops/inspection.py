@@ -144,6 +144,9 @@ def summary(
         return _batch_summary(item, columns, workers)
     if isinstance(item, BatchRef):
         return f"reference to a batch of {item.env_steps()} env steps"
+    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], tuple):
+        sources, batch = item  # of zip_with_source
+        return f"{summary(batch, columns, workers)}\n  sources: {describe(sources)}"
     if isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], dict):
         batch, info = item
         stats = [

@@ -66,7 +66,7 @@ class PlanMetrics:
     sampler_timings: dict[int, dict[str, float]] = field(default_factory=dict)
     trainers: dict[str, TrainerMetrics] = field(default_factory=dict)
     step_results: dict[str, Any] = field(default_factory=dict)
-    _trainer_names: dict[int, tuple[str, Any]] = field(default_factory=dict, repr=False)
+    _names: dict[str, Any] = field(default_factory=dict, repr=False)  # name -> training operator
 
     @classmethod
     def of(cls, context: MetricsContext) -> PlanMetrics:
@@ -78,23 +78,37 @@ class PlanMetrics:
         self.new_episodes.extend((worker_index, episode) for episode in episodes)
         self.num_new_episodes += len(episodes)
 
-    def trainer(self, operator: Any) -> TrainerMetrics:
+    def trainer(self, operator: Any, operators: Collection[Any] = ()) -> TrainerMetrics:
         """Return the metrics of a training operator.
 
         They are stored under its type and policy ids, `TrainOneStep(ppo)`; further operators of
-        that name are numbered, `TrainOneStep(ppo)#2`.
+        that name are numbered in the order of the plan, `TrainOneStep(ppo)#2`.
+
+        Args:
+            operator: the operator.
+            operators: the operators of the plan, in the order of the data.
         """
-        if id(operator) not in self._trainer_names:
-            policies = operator.policies
-            only = "" if policies is None else f"({','.join(sorted(policies))})"
-            base = name = f"{type(operator).__name__.removesuffix('Stage')}{only}"
-            number = 1
-            while name in self.trainers:
-                number += 1
-                name = f"{base}#{number}"
-            self.trainers[name] = TrainerMetrics(policies)
-            self._trainer_names[id(operator)] = name, operator  # keeps the id in use
-        return self.trainers[self._trainer_names[id(operator)][0]]
+        if not any(known is operator for known in self._names.values()):
+            for one in (*operators, operator):
+                self._name(one)
+        name = next(name for name, known in self._names.items() if known is operator)
+        if name not in self.trainers:
+            self.trainers[name] = TrainerMetrics(operator.policies)
+        return self.trainers[name]
+
+    def _name(self, operator: Any) -> None:
+        """Give a training operator a name, unless it has one."""
+        known = any(one is operator for one in self._names.values())
+        if known or not getattr(operator, "trains", False):
+            return
+        policies = operator.policies
+        only = "" if policies is None else f"({','.join(sorted(policies))})"
+        base = name = f"{type(operator).__name__.removesuffix('Stage')}{only}"
+        number = 1
+        while name in self._names:
+            number += 1
+            name = f"{base}#{number}"
+        self._names[name] = operator
 
     @property
     def info(self) -> Info:
@@ -124,7 +138,7 @@ def record_updates(
     """
     counters = context.counters
     _ = context.timers["update"]  # WeightSync adds the durations
-    trainer = PlanMetrics.of(context).trainer(operator)
+    trainer = PlanMetrics.of(context).trainer(operator, context.operators())
     counters["num_env_steps_trained"] += env_steps
     trainer.num_env_steps_trained += env_steps
     if learn_s is not None:

@@ -84,6 +84,11 @@ class StoreToReplayBuffer:
         """Return additional entries of `stats()`."""
         return _size_stats(self.buffer)
 
+    def stop(self) -> None:
+        """Stop the replay actors."""
+        if isinstance(self.buffer, ReplayActors):
+            self.buffer.stop()
+
     def state_dict(self) -> dict[str, Any]:
         return {"buffer": self.buffer.state_dict()}
 
@@ -198,7 +203,6 @@ class ReplayActorsStage(ReplayStage):
             if not self._pending or not self.buffer.is_ready(self._pending[0].ref, "drawn"):
                 return NOT_READY
             self._drawn.extend(self.buffer.receive_batches(self._pending.popleft()))
-
 
     def _request(self) -> None:
         """Request batches until `num_async` are in flight.

@@ -13,7 +13,7 @@ import numpy as np
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
 from flowrl.iter.metrics import Timer, current_journal
-from flowrl.iter.stage import walk
+from flowrl.iter.stage import operator_of, walk
 from flowrl.ops.plan_metrics import Info, PlanMetrics
 from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.sampling.worker_set import WorkerSet
@@ -98,7 +98,7 @@ class StandardMetricsReporting(LocalIterator[Result]):
 def operators_of(stage: Stage) -> Iterator[tuple[Stage, Any]]:
     """Yield each stage of a plan with its operator: a learner, a function, or the stage itself."""
     for node in walk(stage):
-        yield node, getattr(node, "learner", None) or getattr(node, "fn", node)
+        yield node, operator_of(node)
 
 
 def training_operators(stage: Stage) -> list[Any]:
@@ -192,9 +192,10 @@ class CollectMetrics:
 
     The classic names (`episode_reward_mean`, `timesteps_total`, …) and the nested ones
     (`env_runners/episode_return_mean`, `learners/<policy>/…`) have the same values. `info` contains
-    the counters of steps and the learner statistics, `counters` all counters of the operators, and
-    `trainers` the metrics of each training operator. Episode statistics are over the last `window`
-    episodes, and NaN before the first episode ends.
+    the counters of steps, the learner statistics, and the values that operators have set in
+    `_get_shared_metrics().info`; `counters` all counters of the operators, and `trainers` the
+    metrics of each training operator. Episode statistics are over the last `window` episodes, and
+    NaN before the first episode ends.
 
     Args:
         workers: the WorkerSet.
@@ -271,6 +272,7 @@ class CollectMetrics:
             "num_faulty_episodes": sum(worker.faulty_episodes for worker in health),
             "num_episodes_restarted": self._workers.num_episodes_restarted,
             "info": {
+                **context.info,
                 **{alias: counters[name] for alias, name in INFO_COUNTERS.items()},
                 **plan.step_results,
                 "learner": info,

@@ -11,7 +11,7 @@ import numpy as np
 
 from flowrl.data import Batch, BatchRef, MultiAgentBatch, SampleBatch
 from flowrl.iter import LocalIterator, Source, _get_shared_metrics
-from flowrl.iter.metrics import count_bytes_between_nodes
+from flowrl.iter.metrics import count_bytes_between_nodes, current_metrics
 from flowrl.iter.stage import sources_to_list, with_sources
 from flowrl.ops.aggregation import leave_in_store
 from flowrl.ops.offline import WriteParquet
@@ -159,7 +159,9 @@ class CountRollouts:
         for policy_id, rows in batch.steps_by_policy().items():
             metrics.counters["num_agent_steps_sampled"] += rows
             metrics.counters[f"num_agent_steps_sampled/{policy_id}"] += rows
-        self.workers.global_vars["timestep"] = metrics.counters["num_env_steps_sampled"]
+        # the rollouts may be those of another plan than the algorithm's, with its own counters
+        steps = max(self.workers.global_vars["timestep"], metrics.counters["num_env_steps_sampled"])
+        self.workers.global_vars["timestep"] = steps
         plan = PlanMetrics.of(metrics)
         worker = self.workers.local_worker()
         for source in sources:
@@ -274,7 +276,14 @@ class ConcatBatches:
         # if the batches do not fit together, all of them are dropped
         pending, self._pending, self._steps = self._pending, [], 0
         has_refs = any(isinstance(one, BatchRef) for one in pending)
-        return [(BatchRef if has_refs else SampleBatch).concat_samples(pending)]
+        try:
+            return [(BatchRef if has_refs else SampleBatch).concat_samples(pending)]
+        except Exception:
+            metrics = current_metrics()
+            if metrics is not None:
+                for earlier in pending[:-1]:  # the stage reports `batch`
+                    metrics.report_lost(earlier)
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         pending = [[batch, sources_to_list(batch.sources)] for batch in self._pending]
@@ -290,13 +299,15 @@ class SelectExperiences:
     """for_each, batch -> batch: keep the rows of these policies; the number of env steps does not
     change.
 
-    A SampleBatch, which has one policy, passes unchanged.
+    A SampleBatch, which has one policy, passes unchanged. The rows of a BatchRef are selected when
+    they are fetched.
 
     Args:
         policy_ids: ids of the policies to keep.
 
     Raises:
-        TypeError: `policy_ids` is a string or not a collection.
+        TypeError: `policy_ids` is a string or not a collection; when called: the item is not a
+            batch.
     """
 
     chained_with: ClassVar[str] = "for_each"
@@ -310,8 +321,15 @@ class SelectExperiences:
                 f"{self.policy_ids!r}"
             )
 
-    def __call__(self, batch: Batch) -> Batch:
-        return batch.select(self.policy_ids) if isinstance(batch, MultiAgentBatch) else batch
+    def __call__(self, batch: Batch | BatchRef) -> Batch | BatchRef:
+        if isinstance(batch, SampleBatch):
+            return batch
+        if not isinstance(batch, (MultiAgentBatch, BatchRef)):
+            raise TypeError(
+                f"SelectExperiences takes batches, got {type(batch).__name__}: chain it before the "
+                "operator that trains"
+            )
+        return batch.select(self.policy_ids)
 
 
 @dataclass

@@ -106,9 +106,9 @@ class StalenessLimit:
     the slowest worker. It is the staleness control of AReaL (Fu et al. 2025, arXiv 2505.24298).
     Counts `num_sampling_waits`.
 
-    Use it in plans with one source of fragments that train on each fragment once. Fragments that
-    are lost to an operator's exception count as dropped. A filter that drops fragments must count
-    their env steps as `num_env_steps_dropped`. The age of fragments in a restored plan is unknown.
+    Use it in plans with one source of fragments that train on each fragment once. It counts the env
+    steps of fragments that are lost to an operator's exception as `num_env_steps_dropped`; a filter
+    that drops fragments must do so itself. The age of fragments in a restored plan is unknown.
 
     Args:
         batch_size: minimum env steps of a train batch.
@@ -133,22 +133,16 @@ class StalenessLimit:
         self._untrained: deque[tuple[int, int]] = deque()
         self._steps_sampled: int | None = None
         self._is_waiting = False
-        self._steps_lost = 0
         self._metrics: Any = None  # the MetricsContext that reports lost items
 
     def mark(self) -> int:
-        """Return the number of env steps that were trained on, dropped or lost."""
+        """Return the number of env steps that were trained on or dropped."""
         metrics = _get_shared_metrics()
         if metrics is not self._metrics:
-            metrics.on_lost.append(self._count_lost)
+            metrics.on_lost.append(_count_lost)
             self._metrics = metrics
         counters = metrics.counters
-        done = counters["num_env_steps_trained"] + counters["num_env_steps_dropped"]
-        return int(done + self._steps_lost)
-
-    def _count_lost(self, item: Any) -> None:
-        if hasattr(item, "env_steps"):
-            self._steps_lost += item.env_steps()
+        return int(counters["num_env_steps_trained"] + counters["num_env_steps_dropped"])
 
     def received(self, mark: int, item: Any) -> None:
         """Record a received fragment and the mark at its request."""
@@ -184,6 +178,22 @@ class StalenessLimit:
 
     def __repr__(self) -> str:
         return f"StalenessLimit({self.batch_size}, {self.max_batches})"
+
+
+def _count_lost(item: Any) -> None:
+    """Count the env steps of a lost item as dropped."""
+    _get_shared_metrics().counters["num_env_steps_dropped"] += _untrained_steps(item)
+
+
+def _untrained_steps(item: Any) -> int:
+    """Return the env steps of a batch, of a list of batches, or of (sources, batch); 0 for other
+    items, such as (batch, info) of an operator that has trained on the batch."""
+    if hasattr(item, "env_steps"):
+        return int(item.env_steps())
+    if isinstance(item, list):
+        return sum(map(_untrained_steps, item))
+    is_pair = isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], tuple)
+    return _untrained_steps(item[1]) if is_pair else 0
 
 
 def _steps() -> int:

@@ -67,6 +67,7 @@ class TrainOneStep:
         started = time.perf_counter()
         updates = self.learner.update(batch)
         seconds = time.perf_counter() - started
+        self.learner.workers.weight_sync.republish()
         if restarts := self.learner.take_restarts():
             metrics.counters["num_learner_restarts"] += restarts
         steps = batch.env_steps()

@@ -43,7 +43,9 @@ class BroadcastUpdateLearnerWeights:
     def __call__(self, batch: Any) -> Any:
         self._contributed |= set(contributors(batch))
         self._since += 1
-        if self._since >= self.broadcast_interval:
+        if self._since < self.broadcast_interval:
+            self.workers.weight_sync.update_only(())
+        else:
             self.workers.weight_sync.update_only(self._contributed)
             _get_shared_metrics().counters["num_weight_broadcasts"] += 1
             self._since, self._contributed = 0, set()

@@ -44,6 +44,8 @@ class LocalRolloutPool(Pool):
         weight_sync: records the progress of a learner thread that trains the worker's policies.
     """
 
+    keeps_state = True
+
     def __init__(self, local_worker: Callable[[], RolloutWorker], weight_sync: WeightSync):
         super().__init__(lambda: [local_worker()], 1)
         self._weight_sync = weight_sync
@@ -63,6 +65,8 @@ class RolloutPool(ActorPool):
         workers: the WorkerSet.
         recreate_failed: whether failed workers are replaced.
     """
+
+    keeps_state = True
 
     def __init__(self, workers: RemoteWorkers, recreate_failed: bool):
         super().__init__(workers.recreate if recreate_failed else None, workers.num_workers)

@@ -146,6 +146,11 @@ class WeightSync:
         with self._local_worker().lock:
             self._published = self._snapshot()._replace(learner_step=learner_step)
 
+    def republish(self) -> None:
+        """Call `publish` again if there is a copy, because the plan has changed policies."""
+        if self._published is not None:
+            self.publish()
+
     def unpublish(self) -> None:
         """Drop the copy of `publish`: workers get the current weights. No thread may learn."""
         self._published = self.learner = None
@@ -231,8 +236,7 @@ class WeightSync:
         self.num_invalidations += 1
         self._sent.clear()
         self._payload = None
-        if self._published is not None:
-            self.publish()
+        self.republish()
 
     def clear(self) -> None:
         """Forget the versions of all workers, which have stopped."""

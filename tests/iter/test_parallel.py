@@ -526,7 +526,6 @@ def test_gather_of_tasks_on_shards_is_not_resumable(ray_session):
     assert it.state_dict()["restarts"] == ["gather_sync"]
 
 
-
 def test_actor_can_have_methods_of_any_name(ray_session):
     class Custom:
         def apply(self, fn, *args):

@@ -27,6 +27,7 @@ MAX_STAR_ITEMS = 100  # items of a "*" branch per turn
 MAX_DROPPED = 100  # items dropped in one pull, before the siblings of the union may run
 
 ONE = 1 - 1e-9  # a full credit: ten times 0.1 is less than 1 by rounding
+AT_ONCE = 0.0  # a time in the past: pull again at once
 
 WhenFull = Literal["block", "drop_oldest", "drop_newest"]
 
@@ -38,8 +39,9 @@ class Union(Stage):
     that waits for a worker keeps its turn. A branch that may depend on a sibling (they share a
     `duplicate`, or a thread between two queues) gives up its turn while it is not ready, and gets
     an additional turn later.
-    "*" returns all items that are ready.
+    "*" returns all items that are ready, up to MAX_STAR_ITEMS.
     Not ordered: a turn returns one item of any branch that is ready.
+    The stream ends when all branches whose items are returned have ended.
 
     Args:
         branches: the stages to join.
@@ -94,6 +96,11 @@ class Union(Stage):
         self._yielded = False  # returned NOT_READY though a branch was ready
         self._last: Stage | None = None
 
+    @property
+    def _has_ended(self) -> bool:
+        """Whether all branches whose items are returned have ended."""
+        return all(done for done, output in zip(self._done, self._is_output, strict=True) if output)
+
     def is_output(self, index: int) -> bool:
         """Return whether the items of a branch are returned, not dropped."""
         return self._is_output[index]
@@ -102,7 +109,7 @@ class Union(Stage):
         idle: set[int] = set()  # branches that were not ready since any branch last progressed
         dropped = 0
         self._kept_turn, self._yielded = None, False
-        while not all(self._done):
+        while not self._has_ended:
             turn = self._next_turn(idle) if self._ordered else None
             index = turn if turn is not None and turn not in idle else self._substitute(idle)
             if index is None:
@@ -176,16 +183,24 @@ class Union(Stage):
         if self._stars[turn]:
             return False
         waits = self.parents[turn].waits()
-        return bool(waits) and not any(isinstance(wait, Signal) for wait in waits)
+        return bool(waits) and not any(isinstance(w, Signal) or w is AT_ONCE for w in waits)
 
     def _end_branch(self, index: int) -> None:
+        """End a branch; the children of `duplicate` that only it reads are not read any more."""
         self._done[index] = True
+        still_read = {
+            child
+            for children, done in zip(self._children, self._done, strict=True)
+            if not done
+            for child in children
+        }
         for child in self._children[index]:
-            child.leave()
+            if child not in still_read:
+                child.leave()
 
     def waits(self) -> list[Any]:
         if self._yielded:
-            return [0.0]  # a time in the past: pull again at once
+            return [AT_ONCE]
         if self._kept_turn is not None:
             return self.parents[self._kept_turn].waits()
         return [
@@ -303,6 +318,10 @@ class Duplicate(Stage):
             if len(buffer) >= self.max_buffered and self.when_full[index] == "block"
         ]
 
+    def has_left(self, index: int) -> bool:
+        """Return whether `leave` was called for a child."""
+        return self._left[index]
+
     def leave(self, index: int) -> None:
         """Stop buffering items for a child whose consumer has ended."""
         self._left[index] = True
@@ -388,6 +407,14 @@ class DuplicateChild(Stage):
     def siblings(self) -> list[DuplicateChild]:
         """All children of the duplicate, this one included."""
         return self._duplicate.children
+
+    @property
+    def has_reading_siblings(self) -> bool:
+        """Whether a plan still reads a child of the duplicate."""
+        return any(
+            child.owner is not None and not self._duplicate.has_left(child._index)
+            for child in self.siblings
+        )
 
     def leave(self) -> None:
         """Declare that this child is not pulled any more."""

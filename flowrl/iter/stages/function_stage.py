@@ -93,8 +93,7 @@ class FunctionStage(Stage):
         """Report the item as lost, then return DROPPED or raise."""
         metrics = current_metrics()
         if metrics is not None:
-            for callback in metrics.on_lost:
-                callback(item)
+            metrics.report_lost(item)
         policy = self.on_error
         if isinstance(error, Exception):
             if isinstance(policy, Retry):
@@ -106,26 +105,32 @@ class FunctionStage(Stage):
                 error.add_note(f"Skip(max={policy.max}): {self.skipped} items were skipped before")
         raise operator_error(error)
 
+    def _method(self, name: str) -> Any:
+        """Return an optional method of the operator; None if it has none, or is a class."""
+        return None if isinstance(self.fn, type) else getattr(self.fn, name, None)
+
     def stop(self) -> None:
-        stop = getattr(self.fn, "stop", None)
+        stop = self._method("stop")
         if callable(stop):
             stop()
 
     def extra_stats(self) -> dict[str, Any]:
-        stats = dict(self.fn.extra_stats()) if hasattr(self.fn, "extra_stats") else {}
+        extra_stats = self._method("extra_stats")
+        stats = {} if extra_stats is None else dict(extra_stats())
         if self.skipped:
             stats["skipped"] = self.skipped
         return stats
 
     def state_dict(self) -> dict[str, Any]:
         state = {"items": self.items, "skipped": self.skipped}
-        if hasattr(self.fn, "state_dict"):
-            state["operator"] = self.fn.state_dict()
+        state_dict = self._method("state_dict")
+        if state_dict is not None:
+            state["operator"] = state_dict()
         return state
 
     def check_state(self, state: dict[str, Any]) -> None:
         super().check_state(state)
-        if hasattr(self.fn, "state_fields"):
+        if self._method("state_fields") is not None:
             check_own_state(self.fn, state.get("operator"), f"{self.name}/operator")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from flowrl.iter.errors import note_origin, operator_error
+from flowrl.iter.errors import mark_permanent, note_origin, operator_error
 from flowrl.iter.stage import Stage
 
 
@@ -36,6 +36,7 @@ class FromIterable(Stage):
         self._iterable = iterable
         self._iterator: Iterator[Any] | None = None
         self._skip = 0  # items to skip in a new iterator
+        self._failed_at = -1  # items that were returned before the last error
         self.resumable = isinstance(iterable, Sequence)
 
     def _open(self) -> Iterator[Any]:
@@ -70,11 +71,14 @@ class FromIterable(Stage):
         iterator = self._iterator
         if inspect.isgenerator(iterator) and iterator.gi_frame is None:
             if callable(self._iterable):
-                self._iterator, self._skip = None, self.items
+                if self._failed_at == self.items:
+                    mark_permanent(error)
+                self._iterator, self._skip, self._failed_at = None, self.items, self.items
             else:
                 error.add_note(
                     "this generator cannot be restarted: pass a callable that creates it"
                 )
+                mark_permanent(error)
                 self._iterator = _RaisesAgain(error)
 
     def can_wait(self) -> bool:

@@ -54,6 +54,10 @@ class ForEachConcurrent(FunctionStage):
         super().__init__(parent, fn, on_error)
         if max_concurrency < 0:
             raise ValueError(f"for_each: max_concurrency must be >= 0, got {max_concurrency}")
+        if "max_retries" in (resources or {}):
+            raise ValueError(
+                "for_each: resources cannot contain max_retries: use on_error=Retry(times)"
+            )
         self.max_concurrency = max_concurrency or MAX_TASKS
         self.title = f"for_each({function_title(fn)}, max_concurrency={self.max_concurrency})"
         self._resources = dict(resources or {})
@@ -69,20 +73,28 @@ class ForEachConcurrent(FunctionStage):
             self.journal.end(f"{self} runs Ray tasks, whose order is not recorded")
 
     def _submit(self, task: _Task) -> None:
-        import ray
-
+        """Send an item to a task; an item that cannot be serialized fails."""
         if self._remote_fn is None:
+            import ray
+
             remote_fn: Any = ray.remote(_call)
             self._fn_ref = ray.put(self.fn)
             self._remote_fn = remote_fn.options(max_retries=0, **self._resources)
-        self._in_flight[self._remote_fn.remote(self._fn_ref, task.item)] = task
+        try:
+            ref = self._remote_fn.remote(self._fn_ref, task.item)
+        except TypeError as error:
+            self._to_submit.popleft()
+            note_origin(error, self, task.item)
+            self._drop_or_raise(error, task.item)
+            return
+        self._in_flight[ref] = task
+        self._to_submit.popleft()  # after submitting: kept if that raises
 
     def _fill(self, block: bool) -> None:
         """Submit tasks until the limit is reached or no item is ready."""
         while True:
             while self._to_submit:
                 self._submit(self._to_submit[0])
-                self._to_submit.popleft()  # after submitting: kept if that raises
             if self._ended or len(self._in_flight) >= self.max_concurrency:
                 return
             try:
@@ -162,11 +174,7 @@ class ForEachConcurrent(FunctionStage):
 
     def stop(self) -> None:
         super().stop()
-        if self._in_flight:
-            import ray
-
-            for ref in self._in_flight if ray.is_initialized() else ():
-                ray.cancel(ref, force=True)
+        # the tasks finish: ray.cancel can end processes that run tasks of other plans
         self._in_flight.clear()
         self._done.clear()
 

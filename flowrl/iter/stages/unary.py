@@ -18,6 +18,7 @@ from flowrl.iter.stage import (
     function_title,
     sources_from_list,
     sources_to_list,
+    walk,
 )
 from flowrl.iter.stages.function_stage import DROPPED, FunctionStage
 from flowrl.iter.waiting import Waiter
@@ -170,9 +171,7 @@ class Tap(FunctionStage):
             try:
                 self.fn(item)
             except BaseException as error:
-                note_origin(error, self, item)
-                error = operator_error(error)
-                raise error
+                self._handle_error(error, item)
             self.items += 1
         return item
 
@@ -295,7 +294,7 @@ class Flatten(Combine):
     name = "flatten"
 
     def __init__(self, parent: Stage):
-        super().__init__(parent, iter)
+        super().__init__(parent, _elements)
         self.name = self.title = "flatten"
         self._element_sources: tuple[Source, ...] = ()  # one per element, if known
 
@@ -322,6 +321,15 @@ class Flatten(Combine):
         self._element_sources = sources_from_list(state["element_sources"])
 
 
+def _elements(item: Any) -> Iterable[Any]:
+    """Return an item of `flatten`, which must be a list or another iterable of items."""
+    # a batch or a mapping iterates over its names
+    if isinstance(item, (str, bytes)) or hasattr(item, "keys"):
+        raise TypeError(f"flatten() takes lists, got {describe(item)}")
+    elements: Iterable[Any] = item
+    return elements
+
+
 class Transform(Stage):
     """Return the items of fn(iterator), where the iterator yields the items of the parent.
 
@@ -343,18 +351,22 @@ class Transform(Stage):
 
     def next_item(self) -> Any:
         """Return the next item of the parent; block until one is ready."""
+        total_items = -1
         while True:
             self._waiter.clear()
             item = self._pull_up(True)
             if item is not NOT_READY:
                 return item
             waits = self.parents[0].waits()
-            if not waits:
+            if waits:
+                with self.waiting():
+                    self._waiter.wait(waits)
+                continue
+            before, total_items = total_items, sum(s.items for s in walk(self.parents[0]))
+            if total_items == before:
                 raise RuntimeError(
                     f"{self} is blocked: the stages before it wait for another branch of the plan"
                 )
-            with self.waiting():
-                self._waiter.wait(waits)
 
     def pull(self, block: bool) -> Any:
         try:
