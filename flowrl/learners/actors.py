@@ -18,6 +18,7 @@ from flowrl.learners.learner import (
     ProcessGroupError,
     Updates,
     select_rows,
+    trainable_policies,
     update_policies,
 )
 from flowrl.policies.learning.epochs import concat_row_stats, mean_stats
@@ -196,9 +197,13 @@ class LearnerGroup(Learner):
         restarts, self._restarts = self._restarts, 0
         return restarts
 
+    def _policies(self) -> dict[str, Any]:
+        """Return the local policies that the actors may update."""
+        return trainable_policies(self.workers.local_worker(), self.policies)
+
     def _local_versions(self) -> dict[str, Any]:
         """Return versions that change whenever other code changes the local policies."""
-        policies = self.workers.local_worker().policy_map
+        policies = self._policies()
         versions: dict[str, Any] = {
             policy_id: (policy.version, getattr(policy, "target_updates", 0))
             for policy_id, policy in policies.items()
@@ -215,13 +220,12 @@ class LearnerGroup(Learner):
 
         from flowrl.learners.process_group import learning_state
 
-        worker = self.workers.local_worker()
         versions = self._local_versions()
         loads: list[Any] = []
         if not self._actors:
             self._start_actors()
         elif versions != self._actor_versions:
-            state = ray.put(learning_state(worker.policy_map))
+            state = ray.put(learning_state(self._policies()))
             loads = [actor.set_learning_state.remote(state) for actor in self._actors]
         self._actor_versions = versions
         return loads
@@ -237,7 +241,7 @@ class LearnerGroup(Learner):
                 f"num_gpus: {self.num_learners} learners need a GPU each, the cluster has "
                 f"{gpus:g} GPUs; num_learners={self.num_learners} starts learners on CPUs"
             )
-        policies = self.workers.local_worker().policy_map
+        policies = self._policies()
         for policy in policies.values():
             check_distributable(policy)
         # actors cannot import the classes of plan files

@@ -19,6 +19,7 @@ from flowrl.learners.learner import (
     ProcessGroupError,
     Updates,
     select_rows,
+    trainable_policies,
     update_policies,
 )
 from flowrl.policies.learning.epochs import concat_row_stats
@@ -145,7 +146,7 @@ class LearnOnWorker:
             if self._group_name and self._rank == 0:
                 from flowrl.learners.process_group import learning_state
 
-                state = learning_state(worker.policy_map)
+                state = learning_state(trainable_policies(worker, self._policies))
         return WorkerUpdate(
             updates,
             fragment.env_steps(),
@@ -163,7 +164,7 @@ class LearnOnWorker:
                 self._join_group(worker)
                 assert self._group is not None
                 # all members update the same policies, in the same order
-                ids = sorted(worker.policy_map)
+                ids = sorted(trainable_policies(worker, self._policies))
                 have_rows = self._group.any_of([policy_id in rows for policy_id in ids])
                 rows = {i: rows.get(i) for i, has in zip(ids, have_rows, strict=True) if has}
             for policy in worker.policy_map.values():
@@ -213,7 +214,7 @@ class LearnOnWorker:
             self._store = TCPStore(*self.store_address, is_master=False, wait_for_workers=False)
         if self._store.get("group_name") == self._group_name:
             return
-        policies: dict[str, Any] = worker.policy_map
+        policies: dict[str, Any] = trainable_policies(worker, self._policies)
         for policy in policies.values():
             check_distributable(policy)
             policy.learner.process_group = None

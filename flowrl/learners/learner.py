@@ -157,7 +157,6 @@ class LocalLearner(Learner):
                 worker.policy_map[policy_id].on_global_var_update(self.global_vars)
             return updates
 
-
     def apply_gradients(self, gradients: Gradients) -> Updates:
         """Update each policy once with its gradient.
 
@@ -281,6 +280,20 @@ def select_rows(
             else policy_id in policies
         )
     }
+
+
+def trainable_policies(
+    worker: RolloutWorker, policies: Collection[str] | None
+) -> dict[str, Policy]:
+    """Return policy id -> policy for the policies that may be updated.
+
+    Args:
+        worker: the worker with the policies.
+        policies: ids; None for those that the setting `policies_to_train` names, or all.
+    """
+    to_train = worker.config.policies_to_train
+    ids = policies if policies is not None or callable(to_train) else to_train
+    return {pid: p for pid, p in worker.policy_map.items() if ids is None or pid in ids}
 
 
 def policy_lags(policy_id: str, version: int, sources: Iterable[Source]) -> list[int]:

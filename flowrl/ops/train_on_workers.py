@@ -11,7 +11,11 @@ from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_met
 from flowrl.iter.errors import ShardFailedError
 from flowrl.learners.actors import TIMEOUT_S
 from flowrl.learners.decentralized import LearnOnWorker, WorkerUpdate, merge_updates
-from flowrl.learners.learner import ProcessGroupError, check_learning_arguments
+from flowrl.learners.learner import (
+    ProcessGroupError,
+    check_learning_arguments,
+    trainable_policies,
+)
 from flowrl.ops.plan_metrics import Info, PlanMetrics, record_updates
 from flowrl.ops.rollout import CountRollouts
 from flowrl.sampling.worker_set import WorkerSet
@@ -126,7 +130,7 @@ class TrainOnWorkersStage(Stage):
         self._is_new_group = True
         self._store.set("global_vars", json.dumps(self.workers.global_vars))
         name = str(self._group_number)
-        state = learning_state(self.workers.local_worker().policy_map)
+        state = learning_state(trainable_policies(self.workers.local_worker(), self.policies))
         self._store.set(f"state/{name}", state)
         self._store.set(f"members/{name}", json.dumps([worker + 1 for worker, _ in self._members]))
         self._store.set("group_name", name)
