@@ -15,7 +15,7 @@ from flowrl.settings import Settings, imported
 
 
 @contextlib.contextmanager
-def value_rules(import_code: bool) -> Iterator[list[str]]:
+def value_rules() -> Iterator[list[str]]:
     """Let tyro parse mappings and optional records from one JSON object, and code from an import
     path "module:name"; yield a list of the problems of these values."""
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
@@ -66,8 +66,6 @@ def value_rules(import_code: bool) -> Iterator[list[str]]:
             str_from_instance=lambda value: [str(value)],
         )
 
-    import_path = _imported if import_code else _reject_code
-
     @registry.primitive_rule
     def code(type_info: Any) -> Any:
         parts = get_args(type_info.type) or (type_info.type,)
@@ -77,7 +75,7 @@ def value_rules(import_code: bool) -> Iterator[list[str]]:
         return PrimitiveConstructorSpec(
             nargs=1,
             metavar="MODULE:NAME",
-            instance_from_str=noting(_text_or_none if str in parts else import_path),
+            instance_from_str=noting(_text_or_none if str in parts else _imported),
             is_instance=lambda value: True,
             str_from_instance=lambda value: [repr(value)],
         )
@@ -88,10 +86,6 @@ def value_rules(import_code: bool) -> Iterator[list[str]]:
 
 def _text_or_none(args: list[str]) -> str | None:
     return None if args[0] == "None" else args[0]
-
-
-def _reject_code(args: list[str]) -> Any:
-    raise ValueError(f"the flag names the code {args[0]}: pass --trust to import it")
 
 
 def _imported(args: list[str]) -> Any:

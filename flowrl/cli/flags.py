@@ -203,7 +203,6 @@ def settings_from_flags(
     flags: list[str],
     program: str,
     run_options: dict[str, Any],
-    import_code: bool = True,
 ) -> Any:
     """Return the settings with the flags applied.
 
@@ -212,7 +211,6 @@ def settings_from_flags(
         flags: command-line arguments.
         program: name of the program in `--help`.
         run_options: options of the run, for suggestions in error messages: name -> value.
-        import_code: import the code that flags name; if False, such flags are errors.
 
     Raises:
         ConfigError: a flag is unknown (the message suggests the nearest one), or a value has the
@@ -228,7 +226,7 @@ def settings_from_flags(
     groups = _groups(flags, _annotations(records))
     words = [word for group in groups for word in group.words]
     try:
-        with value_rules(import_code) as problems:
+        with value_rules() as problems:
             return _parse(defaults, words, program)
     except _ParseError as error:
         if error.of_record is not None:
@@ -236,7 +234,7 @@ def settings_from_flags(
             raise ConfigError(message) from None
     for group in groups:  # find the flag that cannot be parsed
         try:
-            with value_rules(import_code) as problems:
+            with value_rules() as problems:
                 _parse(defaults, group.words, program)
         except _ParseError as error:
             if error.of_record is None:

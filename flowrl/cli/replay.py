@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flowrl.cli.arguments import Parser, add_trust_option
+from flowrl.cli.arguments import Parser, add_trust_option, import_from_current_folder
 from flowrl.cli.display import print_failure, printable
-from flowrl.cli.saved_runs import config_of_run, open_run
+from flowrl.cli.saved_runs import open_run, settings_of
 from flowrl.iter.journal import ReplayError
 from flowrl.settings import ConfigError
 from flowrl.trainer.runs.formatting import format_number
 from flowrl.trainer.runs.replaying import NOT_REPLAYED, Replay, ReplayedResult, Until
-from flowrl.trainer.runs.saved_run import read_command, read_config
+from flowrl.trainer.runs.saved_run import read_config, read_setup
 
 
 def replay_command(arguments: list[str]) -> int:
@@ -68,15 +68,16 @@ def _until(text: str) -> Until:
 
 
 def _build(run_dir: Path, trust: bool) -> Any:
-    """Return the algorithm of a run, which may have no checkpoint."""
+    """Return the algorithm of a run as it started; the run may have no checkpoint."""
     read_config(run_dir)  # a clear error if this is not a run directory
-    if read_command(run_dir)[:2] != ["flowrl", "train"]:
+    setup = read_setup(run_dir)
+    if setup is None:  # written by an earlier version
         run = open_run(str(run_dir), trust=trust)
         return run.build(run.config.updated(**NOT_REPLAYED))
-    config, plan = config_of_run(run_dir, run_dir / "checkpoints", trust=trust)
-    if plan is not None:
-        config = config.updated(plan=plan)
-    return config.updated(**NOT_REPLAYED).build_as(None)
+    if trust:
+        import_from_current_folder()
+    config, algorithm = settings_of(str(run_dir), setup, None, trust)
+    return config.updated(**NOT_REPLAYED).build_as(algorithm)
 
 
 def _print_results(replay: Replay) -> bool:

@@ -45,9 +45,7 @@ def parse_plan_run(plan: str, arguments: list[str]) -> tuple[argparse.Namespace,
     return parse_run(plan, partial(plan_config, plan), arguments)
 
 
-def parse_algorithm_run(
-    arguments: list[str], import_code: bool = True
-) -> tuple[argparse.Namespace, Any]:
+def parse_algorithm_run(arguments: list[str]) -> tuple[argparse.Namespace, Any]:
     """Parse the arguments after `flowrl train` if they include `--run=NAME`.
 
     Returns and raises: see `parse_plan_run`.
@@ -58,14 +56,13 @@ def parse_algorithm_run(
     if "--no-tuned" in flags:
         raise ConfigError("--no-tuned is for `flowrl train PLAN`: --run uses no tuned settings")
     defaults = algorithm_config(options.run, {})
-    return parse_run(f"--run={options.run}", lambda env, tuned: defaults, flags, import_code)
+    return parse_run(f"--run={options.run}", lambda env, tuned: defaults, flags)
 
 
 def parse_run(
     plan: str,
     default_config: Callable[..., Any],
     arguments: list[str],
-    import_code: bool = True,
 ) -> tuple[argparse.Namespace, Any]:
     """Parse the options of a run; apply them and all flags to its default config.
 
@@ -73,7 +70,6 @@ def parse_run(
         plan: as on the command line.
         default_config: (env, tuned) -> config; see `plan_config`.
         arguments: options and flags.
-        import_code: see `settings_from_flags`.
     """
     from flowrl.cli.flags import settings_from_flags
     from flowrl.cli.help import format_help
@@ -88,7 +84,7 @@ def parse_run(
     before = default_config(env, tuned=options.tuned)
     defaults = before.updated(**changes)
     settings_flags = [flag for flag in flags if flag not in HELP_FLAGS]
-    config = settings_from_flags(defaults, settings_flags, program, vars(options), import_code)
+    config = settings_from_flags(defaults, settings_flags, program, vars(options))
     if options.trace is not None:
         config = config.updated(trace_s=options.trace)
     if options.in_process:

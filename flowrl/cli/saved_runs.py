@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flowrl.cli.arguments import import_from_current_folder
-from flowrl.cli.run_settings import (
-    HELP_FLAGS,
-    absolute_plan,
-    algorithm_config,
-    check_trusted,
-    is_algorithm_run,
-    parse_algorithm_run,
-    parse_run,
-)
+from flowrl.cli.run_settings import absolute_plan
 from flowrl.data.checkpoint import CheckpointError, read_manifest, resolve_checkpoint, run_dir_of
-from flowrl.policies.code_references import UntrustedCodeError
+from flowrl.policies.code_references import UntrustedCodeError, code_path
 from flowrl.setting_values import equal
 from flowrl.settings import ConfigError
-from flowrl.trainer.plan_files import is_shipped
 from flowrl.trainer.plan_settings import plan_config
 from flowrl.trainer.registry import algorithm_names, algorithm_path
-from flowrl.trainer.runs.saved_run import (
-    find_checkpoint,
-    own_code,
-    read_command,
-    read_config,
-)
+from flowrl.trainer.runs.saved_run import find_checkpoint, own_code, read_config, read_setup
 
 
 class SavedRun(NamedTuple):
@@ -38,14 +23,12 @@ class SavedRun(NamedTuple):
         run_dir: the run directory; None for a checkpoint outside of one.
         checkpoint: the checkpoint.
         config: the settings.
-        plan: name or file of the plan; None uses the config's plan.
-        algorithm: class of the algorithm; None for the config's class.
+        algorithm: class of the algorithm.
     """
 
     run_dir: Path | None
     checkpoint: Path | str
     config: Any
-    plan: str | None
     algorithm: Any
 
     @property
@@ -55,8 +38,6 @@ class SavedRun(NamedTuple):
 
     def build(self, config: Any) -> Any:
         """Return the algorithm with these settings."""
-        if self.plan is not None:
-            config = config.updated(plan=self.plan)
         return config.updated().build_as(self.algorithm)
 
 
@@ -80,19 +61,22 @@ def open_run(
     run_dir, found = _locate(path)
     if checkpoint is not None and (run_dir is None or found is not None):
         raise ConfigError(f"--checkpoint {checkpoint}: {path} is a checkpoint, not a run directory")
-    if run_dir is None:
-        assert found is not None
-        config, algorithm = _settings_of_checkpoint(path, found, plan, trust)
-        return SavedRun(None, found, config, None, algorithm)
-    read_config(run_dir)  # a clear error if this is not a run directory
-    found = found or find_checkpoint(run_dir, checkpoint)
-    # a run that `flowrl train` has not started: config.json has not all of its settings
-    if read_command(run_dir)[:2] != ["flowrl", "train"]:
-        config, algorithm = _settings_of_checkpoint(str(run_dir), found, plan, trust)
+    if run_dir is not None:
         total = read_config(run_dir)[0].get("total_timesteps")
-        return SavedRun(run_dir, found, config.updated(total_timesteps=total), None, algorithm)
-    config, plan_of_run = config_of_run(run_dir, found, plan, trust)
-    return SavedRun(run_dir, found, config, plan_of_run, None)
+        found = found or find_checkpoint(run_dir, checkpoint)
+    assert found is not None
+    shown = path if run_dir is None else str(run_dir)
+    manifest = read_saved_manifest(found)
+    setup = None if run_dir is None else read_setup(run_dir)
+    if setup is not None and setup.get("algorithm") != manifest.get("algorithm"):
+        raise ConfigError(
+            f"{found} was written by {manifest.get('algorithm')}, but the run {shown} is of "
+            f"{setup.get('algorithm')}: use another checkpoint"
+        )
+    config, algorithm = settings_of(shown, manifest, plan, trust)
+    if run_dir is not None:  # a resumed run may have a larger total
+        config = config.updated(total_timesteps=total)
+    return SavedRun(run_dir, found, config, algorithm)
 
 
 def _locate(path: str) -> tuple[Path | None, Path | str | None]:
@@ -108,35 +92,57 @@ def _locate(path: str) -> tuple[Path | None, Path | str | None]:
     return run_dir_of(checkpoint), checkpoint
 
 
-def _settings_of_checkpoint(
-    path: str, checkpoint: Path | str, plan: str | None, trust: bool
-) -> tuple[Any, Any]:
-    """Return the settings in a checkpoint, and the class of its algorithm.
-
-    Args:
-        path: as on the command line.
-        checkpoint: the checkpoint.
-        plan: plan to use instead of the checkpoint's.
-        trust: import and execute the code that the checkpoint names.
+def read_saved_manifest(checkpoint: Path | str) -> dict[str, Any]:
+    """Return the manifest of a checkpoint.
 
     Raises:
-        ConfigError: the checkpoint is damaged, or it names code that is not trusted or that cannot
-            be imported.
+        ConfigError: it cannot be read.
     """
-    from flowrl.trainer.algorithm import Algorithm
-    from flowrl.trainer.checkpoint_loading import settings_of_checkpoint
-
     try:
-        in_program = own_code(read_manifest(checkpoint))
-        if in_program:
-            raise ConfigError(_in_program_message(path, in_program))
-        changes = {} if plan is None else {"plan": absolute_plan(plan)}
-        algorithm, config = settings_of_checkpoint(Algorithm, checkpoint, changes, trust)
-        return config, algorithm
-    except UntrustedCodeError as error:
-        raise ConfigError(f"{path}: it names {error.code}: pass --trust to import it") from None
+        return read_manifest(checkpoint)
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
+
+
+def settings_of(
+    path: str, manifest: dict[str, Any], plan: str | None, trust: bool
+) -> tuple[Any, Any]:
+    """Return the settings in a manifest, and the class of its algorithm.
+
+    Args:
+        path: the run or checkpoint, as on the command line.
+        manifest: the manifest.
+        plan: plan to use instead of the saved one.
+        trust: import and execute the code that the manifest names.
+
+    Raises:
+        ConfigError: the manifest is damaged, the plan is of another algorithm, or the manifest
+            names code that is not trusted or that cannot be imported.
+    """
+    from flowrl.trainer.algorithm import Algorithm
+    from flowrl.trainer.checkpoint_loading import settings_of_manifest
+
+    in_program = own_code(manifest)
+    if in_program:
+        raise ConfigError(_in_program_message(path, in_program))
+    changes = {} if plan is None else {"plan": absolute_plan(plan)}
+    try:
+        algorithm, config = settings_of_manifest(Algorithm, path, manifest, changes, trust)
+    except UntrustedCodeError as error:
+        other = ", or --plan FILE" if error.code.startswith("the plan file") else ""
+        raise ConfigError(
+            f"{path}: it names {error.code}: pass --trust to execute it{other}"
+        ) from None
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
+    if plan is not None:
+        own, expected = code_path(algorithm), plan_config(plan, config.env).algorithm
+        if own != expected and {own, expected} <= set(map(algorithm_path, algorithm_names())):
+            raise ConfigError(
+                f"--plan: {path} is of {algorithm.__name__}, but the plan {plan} is of "
+                f"{expected.split(':')[-1]}"
+            )
+    return config, algorithm
 
 
 def _in_program_message(path: str, code: dict[str, str]) -> str:
@@ -180,100 +186,3 @@ def unused_settings_message(run: SavedRun, plan: str) -> str | None:
         f"{plan}: the run keeps its own settings {values}; to change them, continue in Python: "
         f"Algorithm.from_checkpoint({str(run.run_dir or run.checkpoint)!r}, config={changes!r})"
     )
-
-
-def config_of_run(
-    run_dir: Path, checkpoint: Path | str, plan: str | None = None, trust: bool = False
-) -> tuple[Any, str | None]:
-    """Return the config and the plan of a run that `flowrl train` has started.
-
-    Settings that are code come from the plan or the algorithm, all others from config.json.
-
-    Args:
-        run_dir: the run directory.
-        checkpoint: the checkpoint of the run that will be loaded.
-        plan: plan to use instead of the run's.
-        trust: import and execute the code that the files of the run name.
-
-    Raises:
-        ConfigError: a file is damaged, the plan cannot be loaded, the checkpoint is of another
-            algorithm, or the run names code that is not trusted.
-    """
-    config, plan_of_run = _config_of_run(run_dir, checkpoint, plan, trust)
-    try:
-        check_trusted(config, trust, [] if plan is None else ["plan"])
-    except ConfigError as error:
-        raise ConfigError(f"{run_dir}: {error}") from None
-    return config, plan_of_run
-
-
-def _config_of_run(
-    run_dir: Path, checkpoint: Path | str, plan: str | None, trust: bool
-) -> tuple[Any, str | None]:
-    settings, code = read_config(run_dir)
-    command = read_command(run_dir)
-    if plan is not None:
-        settings["plan"] = absolute_plan(plan)
-    if is_algorithm_run(command):
-        _, config = parse_algorithm_run(_after_train(run_dir, command), import_code=trust)
-        return config.updated(**settings), None
-    name = settings.get("plan") if plan is None else plan
-    algorithm = _saved_algorithm(checkpoint) if plan is None else None
-    if not isinstance(name, str):
-        if algorithm is None:
-            raise ConfigError(f"{run_dir}: the run has neither a plan nor a registered algorithm")
-        return algorithm_config(algorithm, settings), None
-    if plan is None and not trust and not is_shipped(name):
-        raise ConfigError(
-            f"{run_dir}: its plan is the file {name}: pass --trust to execute it, or --plan FILE"
-        )
-    config = plan_config(name, settings.get("env"))
-    saved = _saved_algorithm(checkpoint) if algorithm is None else algorithm
-    if plan is not None and saved is not None and algorithm_path(saved) != config.algorithm:
-        raise ConfigError(
-            f"--plan: {checkpoint} is of {saved}, but the plan {plan} is of "
-            f"{config.algorithm.split(':')[-1]}"
-        )
-    # a YAML file may run a registered algorithm with the plan of another one
-    if algorithm is not None and algorithm_path(algorithm) != config.algorithm:
-        try:
-            return algorithm_config(algorithm, settings), None
-        except ConfigError as error:
-            raise ConfigError(
-                f"{checkpoint} was written by {algorithm}, which does not have the settings of "
-                f"this run: use another checkpoint ({error})"
-            ) from None
-    from_flags = [setting for setting in code if not _is_code(config[setting])]
-    if from_flags and not trust:
-        flag = from_flags[0].replace("_", "-")
-        raise ConfigError(f"{run_dir}: its flag --{flag} names code: pass --trust to import it")
-    # config.json has neither PolicySpecs nor code
-    if from_flags or any(flag.startswith("--policies.") for flag in command):
-        flags = _after_train(run_dir, command)[1:]
-        _, config = parse_run(name, partial(plan_config, name), flags, import_code=trust)
-    return config.updated(**settings), name
-
-
-def _after_train(run_dir: Path, command: list[str]) -> list[str]:
-    """Return the arguments after `flowrl train` in the command of a run."""
-    if "train" not in command:
-        raise ConfigError(f"{run_dir}: command.txt contains no training command")
-    return [word for word in command[command.index("train") + 1 :] if word not in HELP_FLAGS]
-
-
-def _is_code(value: Any) -> bool:
-    """Return whether a setting's value contains code."""
-    if hasattr(value, "items"):
-        return any(_is_code(part) for _, part in value.items())
-    if isinstance(value, (list, tuple)):
-        return any(map(_is_code, value))
-    return not isinstance(value, (str, int, float, bool, type(None)))
-
-
-def _saved_algorithm(checkpoint: Path | str) -> str | None:
-    """Return the name of the registered algorithm that wrote a checkpoint."""
-    try:
-        path = read_manifest(checkpoint)["algorithm"]
-    except (CheckpointError, ConfigError, KeyError):
-        return None
-    return next((name for name in algorithm_names() if algorithm_path(name) == path), None)

@@ -66,7 +66,7 @@ def start_run(
     stop = stop.with_defaults(config)
     if config.total_timesteps is None:
         config = config.updated(total_timesteps=stop.env_steps)
-    algorithm, tree = _build(config)
+    algorithm = _build(config)
     if algorithm is None:
         return 1
     if config.seed is None:
@@ -77,7 +77,7 @@ def start_run(
         cleanup.callback(algorithm.stop)
         run = _new_run(run_dir, name, config)
         cleanup.callback(run.close)
-        run.write_setup(config, command, tree, asdict(stop))
+        run.write_setup(algorithm, config.total_timesteps, command, asdict(stop))
         if note and display != "none":
             print(note)
         exit_code = _train(algorithm, stop, run, command, display)
@@ -114,9 +114,7 @@ def resume_run(
         stop = saved_stop
     stop.check(config)
     stop = stop.with_defaults(config)
-    if saved.plan is not None:
-        config = config.updated(plan=absolute_plan(saved.plan))
-    algorithm, tree = _build(config, saved.algorithm)
+    algorithm = _build(config, saved.algorithm)
     if algorithm is None:
         return 1
     with ExitStack() as cleanup:
@@ -144,10 +142,10 @@ def resume_run(
         if run is None:
             run = _new_run(new_run_dir, type(algorithm).__name__.lower(), config)
             cleanup.callback(run.close)
-            run.write_setup(config, command, tree, asdict(stop))
+            run.write_setup(algorithm, config.total_timesteps, command, asdict(stop))
         else:
             if replace_plan:
-                run.replace_plan(config, tree)
+                run.replace_plan(algorithm)
             prepare_to_resume(algorithm, run, stop, config.total_timesteps)
         has_new_limits = run_dir is not None and stop != saved_stop
         return _train(algorithm, stop, run, command, display, can_repeat=not has_new_limits)
@@ -159,23 +157,23 @@ def _new_run(run_dir: Path | None, name: str, config: Any) -> RunDirectory:
     return RunDirectory(path, config.logged_names, unique=run_dir is None)
 
 
-def _build(config: Any, algorithm_class: Any = None) -> tuple[Any, str]:
-    """Return the algorithm, an instance of the class if one is given, and its plan as text.
+def _build(config: Any, algorithm_class: Any = None) -> Any:
+    """Return the algorithm, an instance of the class if one is given.
 
     Creates the environments and the plan, so that their errors appear before any file is written.
-    Returns (None, "") after printing such an error.
+    Returns None after printing such an error.
     """
     algorithm = config.updated().build_as(algorithm_class)
     try:
         algorithm.check_start()
-        return algorithm, algorithm.plan.explain()
+        return algorithm
     except ConfigError:
         algorithm.stop()
         raise
     except (Exception, SystemExit) as error:
         algorithm.stop()
         print_failure(error)
-        return None, ""
+        return None
 
 
 def _suggest_checkpoint(run_dir: Path, damaged: Path) -> None:

@@ -23,7 +23,7 @@ from flowrl.settings import Settings, imported
 # keys that mark encoded objects
 _CODE = "__code__"
 _SETTINGS, _SPEC, _SPACE = "__settings__", "__policy_spec__", "__space__"
-_TUPLE, _SET, _ARRAY = "__tuple__", "__set__", "__array__"
+_TUPLE, _SET, _ARRAY, _ITEMS = "__tuple__", "__set__", "__array__", "__items__"
 
 _MAX_BOX_SIZE = 1 << 28  # numbers in an observation or action
 
@@ -118,6 +118,8 @@ def encode(value: Any) -> Any:
         return {_SET: sorted(encode(part) for part in value)}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {key: encode(part) for key, part in value.items()}
+    if isinstance(value, dict):
+        return {_ITEMS: [[encode(key), encode(part)] for key, part in value.items()]}
     if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
         data = base64.b64encode(value.tobytes()).decode()
         return {_ARRAY: data, "dtype": value.dtype.str, "shape": list(value.shape)}
@@ -182,6 +184,9 @@ def decode(value: Any, resolver: CodeResolver, base: str | None = None) -> Any:
     if set(value) == {_ARRAY, "dtype", "shape"}:
         array = np.frombuffer(base64.b64decode(value[_ARRAY]), value["dtype"])
         return array.reshape(value["shape"]).copy()[()]  # a number if it has no dimensions
+    if set(value) == {_ITEMS}:
+        pairs = value[_ITEMS]
+        return {decode(k, resolver, base): decode(part, resolver, base) for k, part in pairs}
     if set(value) == {_SET}:
         return {decode(part, resolver, base) for part in value[_SET]}
     return {key: decode_setting(key, part, resolver, base) for key, part in value.items()}

@@ -56,7 +56,22 @@ def settings_of_checkpoint(
 
     Args and raises: see `Algorithm.from_checkpoint`; `cls` is the class that it is called on.
     """
-    manifest, changes = read_manifest(path), canonical_names(dict(config or {}))
+    return settings_of_manifest(cls, path, read_manifest(path), config, trust)
+
+
+def settings_of_manifest(
+    cls: Any,
+    path: Path | str,
+    manifest: Mapping[str, Any],
+    config: Mapping[str, Any] | None,
+    trust: bool,
+) -> tuple[Any, Any]:
+    """Return the class and the settings of the algorithm that wrote a manifest.
+
+    Args and raises: see `Algorithm.from_checkpoint`; `cls` is the class that it is called on, and
+    messages name the path.
+    """
+    changes = canonical_names(dict(config or {}))
     try:
         saved_class = str(manifest["algorithm"])
         plan = changes.get("plan", manifest["config"]["values"].get("plan"))
@@ -70,7 +85,7 @@ def settings_of_checkpoint(
             # the file is a module that the caller has imported: its other code is in this module
             sys.modules[f"{PLAN_MODULE}{Path(plan).stem}"] = sys.modules[cls.__module__]
         elif _is_plan_file(plan):
-            load_plan(plan)
+            plan_modules = [load_plan(plan).__name__]  # the caller names or trusts the file
         cls_of_run = _algorithm_class(saved_class, CodeResolver(trust, known, plan_modules))
         if not (isinstance(cls_of_run, type) and issubclass(cls_of_run, cls)):
             raise CheckpointError(f"it belongs to {saved_class}, not to {code_path(cls)}")

@@ -94,6 +94,21 @@ class Checkpointing:
                 "loggers": self._loggers.state_dict(),
             }
 
+    def manifest(self) -> dict[str, Any]:
+        """Return the manifest of a checkpoint, as JSON values: versions, settings, algorithm,
+        policies and progress."""
+        policies = self.workers.local_worker().policy_map
+        manifest = manifest_of(type(self), self.config, policies)
+        # a plan file that loading executes again brings its own code
+        of_plan = [n for n in manifest["left_out"] if self._plan_builder.is_set_by_plan_file(n)]
+        return manifest | {
+            "left_out": [n for n in manifest["left_out"] if n not in of_plan],
+            "settings_of_plan": of_plan,
+            "plan_sha256": self._plan_builder.sha256,
+            "training_iteration": self.iteration,
+            "timesteps_total": self.plan.metrics.counters["num_env_steps_sampled"],
+        }
+
     @with_hints
     def save(
         self, path: Path | str | None = None, *, metadata: Mapping[str, Any] | None = None
@@ -123,27 +138,15 @@ class Checkpointing:
                 f"save: {path} is a run directory, whose checkpoints are in {CHECKPOINTS}/: call "
                 "save() without a path to write one there, or name another folder"
             )
-        policies = self.workers.local_worker().policy_map
-        manifest = manifest_of(type(self), self.config, policies)
-        # a plan file that loading executes again brings its own code
-        of_plan = [n for n in manifest["left_out"] if self._plan_builder.is_set_by_plan_file(n)]
-        lost = [n for n in manifest["left_out"] if n not in of_plan]
-        if lost and not self._warned_about_left_out:
+        manifest = self.manifest()
+        if manifest["left_out"] and not self._warned_about_left_out:
             log.warning(
                 "the checkpoint does not contain the settings %s, because they are objects, or "
                 "code without an import path: pass them again, from_checkpoint(path, config={…})",
-                lost,
+                manifest["left_out"],
             )  # fmt: skip
             self._warned_about_left_out = True
-        manifest |= {
-            "left_out": lost,
-            "settings_of_plan": of_plan,
-            "plan_sha256": self._plan_builder.sha256,
-            "training_iteration": self.iteration,
-            "timesteps_total": self.plan.metrics.counters["num_env_steps_sampled"],
-            **(metadata or {}),
-        }
-        written = write_checkpoint(path, self.state_dict(), manifest)
+        written = write_checkpoint(path, self.state_dict(), manifest | dict(metadata or {}))
         self._save_s += time.perf_counter() - started
         return written
 

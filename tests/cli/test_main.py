@@ -27,6 +27,7 @@ def test_run_is_trained_evaluated_and_resumed(cli, tmp_path):
         "config.json",
         "events",
         "plan.py",
+        "setup.json",
         "plan.txt",
         "progress.csv",
         "result.json",

@@ -133,8 +133,9 @@ def test_a_damaged_journal_is_refused(a3c_run, capsys):
 
 
 def test_another_run_than_the_recorded_one_is_an_error(a3c_run, capsys):
-    settings = json.loads((a3c_run / "config.json").read_text())
-    (a3c_run / "config.json").write_text(json.dumps({**settings, "gamma": 0.5}))
+    manifest = json.loads((a3c_run / "setup.json").read_text())
+    manifest["config"]["values"]["gamma"] = 0.5
+    (a3c_run / "setup.json").write_text(json.dumps(manifest))
     code, printed = replay(a3c_run, capsys)
     assert code == 1
     assert "differ" in printed.err + printed.out

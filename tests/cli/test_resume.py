@@ -85,7 +85,7 @@ def test_checkpoint_of_another_algorithm_is_named(cli, tmp_path, command):
     checkpoint.rename(tmp_path / "dqn/checkpoints/000099")
     code, _, err = cli(command, "dqn")
     assert code == 2
-    assert "checkpoints/000099 was written by PPO, which does not have the settings" in err
+    assert "checkpoints/000099 was written by flowrl.algorithms.ppo:PPO, but the run" in err
 
 
 def test_settings_of_a_changed_plan_file_are_not_used_and_named(cli, tmp_path):
@@ -108,7 +108,7 @@ def test_plan_of_another_algorithm_is_rejected(cli):
     assert cli("train", "ppo", *SEEDED, "--stop-iters", "1", "--run-dir", "r")[0] == 0
     code, _, err = cli("resume", "r", "--plan", "dqn", "--stop-iters", "2")
     assert code == 2
-    assert err == "flowrl: --plan: r/checkpoints/000001 is of PPO, but the plan dqn is of DQN\n"
+    assert err == "flowrl: --plan: r is of PPO, but the plan dqn is of DQN\n"
 
 
 def test_checkpoint_outside_a_run_directory_starts_a_run_in_the_given_folder(cli, tmp_path):

@@ -187,11 +187,12 @@ def test_folder_that_cannot_be_written_completely_is_removed(tmp_path, monkeypat
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    config = PPOConfig(env="CartPole-v1")
     run = RunDirectory(tmp_path / "run")
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(ConfigError, match="No space left"):
-        run.write_setup(config, [], "", {})
+    with PPOConfig(env="CartPole-v1").build() as algorithm:
+        algorithm.plan.explain()
+        monkeypatch.setattr(Path, "write_text", full)
+        with pytest.raises(ConfigError, match="No space left"):
+            run.write_setup(algorithm, None, [], {})
     run.close()
     assert not (tmp_path / "run").exists()
 

@@ -301,6 +301,18 @@ def run_dir(tmp_path_factory):
     return path
 
 
+def change_setting(path, name, value):
+    """Change a setting in the checkpoint of a run."""
+    (checkpoint,) = (path / "checkpoints").iterdir()
+    manifest = read_manifest(checkpoint)
+    values = manifest["config"]["values"]
+    if name == "model":
+        values["model"]["values"] |= value
+    else:
+        values[name] = value
+    (checkpoint / MANIFEST).write_bytes(seal_manifest(manifest))
+
+
 def run_commands(path):
     """Return the exit codes of the commands that read a run directory."""
     return [
@@ -321,9 +333,7 @@ def run_commands(path):
 )
 def test_run_directory_that_names_code_is_rejected(run_dir, tmp_path, evil, capsys, name, value):
     path = shutil.copytree(run_dir, tmp_path / "r")
-    config = json.loads((path / "config.json").read_text())
-    config[name] = evil.plan if value == "PLAN" else value
-    (path / "config.json").write_text(json.dumps(config))
+    change_setting(path, name, evil.plan if value == "PLAN" else value)
     assert run_commands(path) == [2, 2]
     assert "pass --trust" in capsys.readouterr().err
     assert not evil.executed()
@@ -331,10 +341,18 @@ def test_run_directory_that_names_code_is_rejected(run_dir, tmp_path, evil, caps
 
 def test_trusted_run_directory_executes_its_code(run_dir, tmp_path, evil):
     path = shutil.copytree(run_dir, tmp_path / "r")
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "plan": evil.plan}))
+    change_setting(path, "plan", evil.plan)
     main(["evaluate", str(path), "--trust", "--episodes", "1"])
     assert evil.executed()
+
+
+def test_settings_in_config_json_are_only_shown(run_dir, tmp_path, evil):
+    path = shutil.copytree(run_dir, tmp_path / "r")
+    config = json.loads((path / "config.json").read_text())
+    config |= {"plan": evil.plan, "env": "evil_module:Evil-v0"}
+    (path / "config.json").write_text(json.dumps(config))
+    assert main(["evaluate", str(path), "--trust", "--episodes", "1"]) == 0
+    assert not evil.executed()
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ class ActivityLog:
         try:
             if self._num_records >= MAX_RECORDS:
                 self._thin_out()
-            with open(self._path, "a") as file:
+            with open(self._path, "a", encoding="utf-8") as file:
                 file.write(_line(activity))
             self._num_records += 1
         except OSError as error:
@@ -51,7 +51,7 @@ class ActivityLog:
 
     def _thin_out(self) -> None:
         """Remove every second record, atomically."""
-        lines = self._path.read_text().splitlines(keepends=True)[::2]
+        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)[::2]
         write_whole(self._path, "".join(lines))
         self._num_records, self._every = len(lines), 2 * self._every
 
@@ -74,7 +74,7 @@ def read_activities(folder: Path) -> list[Activity]:
     """
     path = folder / FILE
     activities = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
             activities.append(Activity.from_json(json.loads(line)))
         except (ValueError, TypeError, KeyError):

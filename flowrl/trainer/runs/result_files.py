@@ -98,7 +98,7 @@ class ResultFiles:
             return
         rows: list[dict[str, Any]] = []
         if self._columns:
-            rows = list(csv.DictReader(io.StringIO(file.read_text(), newline="")))
+            rows = list(csv.DictReader(io.StringIO(file.read_text(encoding="utf-8"), newline="")))
         write_whole(file, _csv_table(columns, [*rows, row]))
         self._columns = columns
 
@@ -177,10 +177,16 @@ def result_to_json(value: Any, path: str = "") -> Any:
     """Return a result as JSON values, with null for NaN and infinity.
 
     Raises:
-        TypeError: a value is not a number, text, list or dict.
+        TypeError: a value is not a number, text, list or dict, or a key is not a number or text.
     """
     if isinstance(value, dict):
-        return {key: result_to_json(inner, f"{path}/{key}") for key, inner in value.items()}
+        for key in value:
+            if not isinstance(key, (str, int, float, bool, np.generic)):
+                raise TypeError(
+                    f"the result has in {path.lstrip('/')!r} the key {key!r}: keys are texts and "
+                    "numbers"
+                )
+        return {str(key): result_to_json(inner, f"{path}/{key}") for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [result_to_json(inner, f"{path}/{i}") for i, inner in enumerate(value)]
     if isinstance(value, (np.generic, np.ndarray)):

@@ -1,7 +1,7 @@
 """The run directory: everything that a training run writes.
 
 - config.json, stop.json, command.txt, versions.json, plan.txt (the plan as a tree), plan.py (its
-  source)
+  source), setup.json (the manifest of a checkpoint at the start)
 - result.json and progress.csv: one line per result; progress.csv is rewritten when a result has new
   columns. TensorBoard events have the same values.
 - events.jsonl: start, resumption and end of the run; activity.jsonl: measurements of the plan
@@ -34,6 +34,7 @@ from flowrl.trainer.runs.activity_log import FILE as ACTIVITIES
 from flowrl.trainer.runs.recording import JOURNAL
 from flowrl.trainer.runs.result_files import ResultFiles, event_files
 from flowrl.trainer.runs.saved_run import (
+    SETUP,
     best_checkpoint,
     read_results,
     results_until,
@@ -94,7 +95,8 @@ class RunDirectory:
             except ValueError as error:  # a null character
                 raise ConfigError(f"run_dir: {str(path)!r}: {error}") from error
             on_error.pop_all()
-        self.note("resumed" if resume else "started", "")
+        if not resume:
+            self.note("started", "")
         self._reported_write_error = self._reported_recovery = False
 
     def _create(self, unique: bool) -> bool:
@@ -180,7 +182,7 @@ class RunDirectory:
             stage: `file:line` of the operator that raised an error.
         """
         event = {"time": time.time(), "kind": kind, "text": text, "stage": stage}
-        with suppress(OSError), open(self.path / EVENTS, "a") as file:
+        with suppress(OSError), open(self.path / EVENTS, "a", encoding="utf-8") as file:
             file.write(json.dumps(event) + "\n")
 
     def _remove_old_checkpoints(self, config: Any) -> None:
@@ -191,13 +193,15 @@ class RunDirectory:
             if path not in newest and path != best:
                 remove_checkpoint(path)
 
-    def write_setup(self, config: Any, command: list[str], tree: str, stop: dict[str, Any]) -> None:
+    def write_setup(
+        self, algorithm: Any, total: int | None, command: list[str], stop: dict[str, Any]
+    ) -> None:
         """Write everything that is needed to repeat the run.
 
         Args:
-            config: the run's AlgorithmConfig.
+            algorithm: the run's algorithm, before it trains.
+            total: the run's `total_timesteps`.
             command: the command line.
-            tree: the plan as text.
             stop: the stop rules as a dict.
 
         Raises:
@@ -208,39 +212,40 @@ class RunDirectory:
         versions = {"flowrl": flowrl.__version__, "python": platform.python_version()}
         for name in ("torch", "numpy", "gymnasium"):
             versions[name] = str(__import__(name).__version__)
+        config = algorithm.config.updated(total_timesteps=total)
         source = None if config.plan is None else plan_source(config.plan)
         files = {
             "config.json": json.dumps(settings_to_json(config), indent=1),
+            SETUP: json.dumps(algorithm.manifest(), indent=1),
             "command.txt": shlex.join(command) + "\n",
             "stop.json": json.dumps(stop, indent=1),
-            "plan.txt": tree + "\n",
+            "plan.txt": algorithm.plan.explain() + "\n",
             **({} if source is None else {"plan.py": source}),
             "versions.json": json.dumps(versions, indent=1),
         }
         try:
             for name, text in files.items():
-                (self.path / name).write_text(text)
+                (self.path / name).write_text(text, "utf-8", "surrogateescape")
         except OSError as error:
             self._remove_if_new()
             raise ConfigError(f"run_dir: cannot write {self.path}: {error.strerror}") from error
 
-    def replace_plan(self, config: Any, tree: str) -> None:
+    def replace_plan(self, algorithm: Any) -> None:
         """Write the plan that a resumed run continues with."""
-        (self.path / "plan.py").write_text(plan_source(config.plan) or "")
-        (self.path / "plan.txt").write_text(tree + "\n")
-        (self.path / "config.json").write_text(json.dumps(settings_to_json(config), indent=1))
+        (self.path / "plan.py").write_text(plan_source(algorithm.config.plan) or "", "utf-8")
+        (self.path / "plan.txt").write_text(algorithm.plan.explain() + "\n", "utf-8")
 
-    def write_limits(self, stop: dict[str, Any], total_timesteps: int | None) -> None:
-        """Write the limits of a resumed run.
+    def note_resumption(self, config: Any, stop: dict[str, Any]) -> None:
+        """Note that the run is resumed, and write its settings and limits.
 
         Args:
+            config: the settings.
             stop: the stop rules as a dict.
-            total_timesteps: value of this setting.
         """
-        settings = json.loads((self.path / "config.json").read_text())
-        settings["total_timesteps"] = total_timesteps
+        settings = settings_to_json(config)
         for name, content in (("config.json", settings), ("stop.json", stop)):
             write_whole(self.path / name, json.dumps(content, indent=1))
+        self.note("resumed", "")
 
     def truncate(self, iteration: int) -> Path | None:
         """Remove results after an iteration: the resumed run writes them again.

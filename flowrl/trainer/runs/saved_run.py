@@ -16,6 +16,7 @@ from flowrl.data.checkpoint import CheckpointError, is_checkpoint, list_checkpoi
 from flowrl.data.json_text import parse_json
 from flowrl.settings import ConfigError
 
+SETUP = "setup.json"  # the manifest at the start of the run
 _CODE = "__code__"  # key that marks a setting that is code, which the plan file contains
 
 
@@ -26,9 +27,23 @@ def read_command(run_dir: Path) -> list[str]:
         ConfigError: command.txt is missing or damaged.
     """
     try:
-        return shlex.split((run_dir / "command.txt").read_text())
+        return shlex.split((run_dir / "command.txt").read_text("utf-8", "surrogateescape"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{run_dir}: cannot read command.txt: {error}") from None
+
+
+def read_setup(run_dir: Path) -> dict[str, Any] | None:
+    """Return the manifest at the start of a run; None if it was not written.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    try:
+        return dict(parse_json((run_dir / SETUP).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{run_dir}: cannot read {SETUP}: {error}") from None
 
 
 def read_stop_rules(run_dir: Path) -> dict[str, Any]:
@@ -38,7 +53,7 @@ def read_stop_rules(run_dir: Path) -> dict[str, Any]:
         ConfigError: the file is missing or damaged.
     """
     try:
-        return dict(parse_json((run_dir / "stop.json").read_text()))
+        return dict(parse_json((run_dir / "stop.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{run_dir}: cannot read stop.json: {error}") from None
 
@@ -56,7 +71,7 @@ def read_config(run_dir: Path) -> tuple[dict[str, Any], list[str]]:
         hint = f". Did you mean {parent}?" if (parent / "config.json").is_file() else ""
         raise ConfigError(f"{run_dir} is not a run directory: {reason}{hint}")
     try:
-        settings = parse_json(file.read_text())
+        settings = parse_json(file.read_text(encoding="utf-8"))
         code = [name for name, value in settings.items() if _contains_code(value)]
         return {name: value for name, value in settings.items() if name not in code}, code
     except (ValueError, AttributeError, RecursionError) as error:

@@ -298,7 +298,7 @@ def prepare_to_resume(algorithm: Any, run: RunDirectory, stop: StopRules, total:
         stop: the limits.
         total: the setting `total_timesteps`.
     """
-    run.write_limits(asdict(stop), total)
+    run.note_resumption(algorithm.config.updated(total_timesteps=total), asdict(stop))
     kept = run.truncate(algorithm.iteration)
     truncate_activities(run.path, algorithm.iteration)
     end_recording_at(run.path, algorithm.iteration)
@@ -376,7 +376,6 @@ def learn(
     if total is not None:
         algorithm.workers.set_total_timesteps(total)
     algorithm.check_start()
-    tree = algorithm.plan.explain()
     reached = reached_limit(algorithm, rules, path if resume else None)
     if reached is not None:
         print(f"already reached: {reached}; pass a larger total_timesteps or limit")
@@ -384,7 +383,7 @@ def learn(
     run = None
     if path is not None:
         run = RunDirectory(path, config.logged_names, resume, unique)
-    end = _train_in_run(algorithm, rules, run, resume, total, command, tree, display)
+    end = _train_in_run(algorithm, rules, run, resume, total, command, display)
     if end.exit_code == 130:
         raise KeyboardInterrupt
     if end.exit_code:
@@ -409,7 +408,6 @@ def _train_in_run(
     resume: bool,
     total: int | None,
     command: list[str],
-    tree: str,
     display: Display,
 ) -> RunEnd:
     """Train in a run directory that is new or continues, and close it; or without one."""
@@ -423,8 +421,7 @@ def _train_in_run(
         if resume:
             prepare_to_resume(algorithm, run, stop, total)
         else:
-            config = algorithm.config.updated(total_timesteps=total)
-            run.write_setup(config, command, tree, asdict(stop))
+            run.write_setup(algorithm, total, command, asdict(stop))
         algorithm.run_dir = path
         end = train_until(algorithm, stop, run, display)
     finally:
