@@ -135,7 +135,7 @@ class _ExplorationConfig(TypedDict, total=False):
         | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
         | dict[str, float | str]
     )
-    """Standard deviation of the noise, for actions in [-1, 1]."""
+    """Standard deviation of GaussianNoise, for actions in [-1, 1]; of OrnsteinUhlenbeckNoise, the standard deviation of the change per step."""
     ou_theta: float
     """OrnsteinUhlenbeckNoise: rate at which the noise returns to 0, per step."""
 
@@ -197,9 +197,9 @@ class _AlgorithmConfigRollouts(TypedDict, total=False):
     sample_collector: builtins.type | None
     """A SampleCollector class that gets the rows one by one; None samples in columns."""
     on_invalid_step: Literal["warn", "raise", "drop", "replace"]
-    """What to do with observations and rewards that are not finite or outside their space. "raise" raises an error; "drop" drops the episode's rows of this fragment and recreates the environment; "replace" replaces non-finite numbers by 0 and clips the others to the space. "warn" does as "raise", but uses finite observations outside the bounds of a Box as they are, with one warning per worker."""
+    """What to do with observations and rewards that are not finite or outside their space. "raise" raises an error; "drop" drops the episode's rows of this fragment and recreates the environment; "replace" replaces non-finite numbers by 0 and clips the others to the space. "warn" is like "raise", but keeps finite observations outside the bounds of a Box, with one warning per worker."""
     clip_rewards: bool | float | None
-    """Learn from the sign of rewards (True), or from rewards clipped to ± a number, after `normalize_rewards`. None uses the sign for preprocessed Atari games without that setting. Returns are those of the environment."""
+    """Learn from the sign of rewards (True), or from rewards clipped to ± a number, after `normalize_rewards`. None uses the sign for preprocessed Atari games without that setting. Reported returns are sums of unclipped rewards."""
     collect_infos: bool
     """Store the environments' infos in the column `infos`."""
 
@@ -321,9 +321,9 @@ class _AlgorithmConfigFaultTolerance(TypedDict, total=False):
     max_worker_memory_mb: int | None
     """Resident memory of a worker's process, in megabytes (2^20 bytes), above which it is replaced after its current fragment, for environments that leak memory; None for no limit. Its episodes start again."""
     max_num_env_restarts: int
-    """Consecutive failures of one environment after which its error stops the run; completing an episode or a fragment starts the count again. After 100 steps of an episode, a hundred times as many are allowed, except timeouts and failures at the same step as the one before."""
+    """Consecutive failures of one environment after which its error stops the run; completing an episode or a fragment starts the count again. The limit is a hundred times as large for failures after 100 steps of an episode, except timeouts and failures at the step of the previous one."""
     env_step_timeout_s: float | None
-    """Seconds that a step of one environment may take. A longer one is a failure of the environment, which is created again. The limit interrupts the main thread only, and no call that ignores signals: set `sample_timeout_s` for those."""
+    """Seconds that a step of one environment may take. A longer step is a failure of the environment, which is created again. The limit interrupts only the main thread, and only calls that react to signals; use `sample_timeout_s` for other calls."""
     env_reset_timeout_s: float | None
     """Seconds that a reset of one environment may take; see `env_step_timeout_s`."""
     max_num_worker_restarts: int
@@ -569,7 +569,7 @@ class _SACSettingsTraining(_ActorCriticSettingsTraining, total=False):
     initial_alpha: float
     """Initial temperature: weight of the entropy relative to the rewards."""
     target_entropy: float | Literal["auto"] | None
-    """Target entropy in nats, to which the temperature adapts: "auto" uses minus the number of action dimensions, or 0.98 of the maximum entropy for Discrete actions. None keeps the temperature fixed."""
+    """Target entropy in nats, to which the temperature adapts: "auto" uses minus the number of action dimensions, or 0.98 of the maximum entropy of the actions that are not masked for Discrete actions. None keeps the temperature fixed."""
     entropy_lr: (
         float
         | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]

@@ -17,7 +17,7 @@ from flowrl.policies.models.actor_critic import ActorCritic
 from flowrl.policies.models.base import ModelV2
 from flowrl.policies.schedules import Schedule, initial_value
 from flowrl.policies.target_network import TargetNetwork
-from flowrl.policies.torch_policy import TensorBatch
+from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
 from flowrl.seeding import random_stream
 from flowrl.settings import ConfigError, Count, Fraction, NotNegativeInt, Positive
 from flowrl.trainer.config import AlgorithmConfig
@@ -87,7 +87,7 @@ class ActorCriticPolicy(TargetNetwork):
     `actor_loss`, and may add parameters.
 
     Attributes:
-        row_stats: contains `td_error` [rows], the mean over the critics.
+        row_stats: contains `td_error` [rows], the mean of the critics' absolute errors.
         default_optimizer: the optimizer with parts for actor, critics and further parameters;
             None if a subclass replaces `make_optimizer`.
     """
@@ -120,6 +120,11 @@ class ActorCriticPolicy(TargetNetwork):
                     f"{setting}.num_framestacks: {name} reads single observations: stack frames "
                     "with an environment wrapper (gymnasium's FrameStackObservation); for an Atari "
                     "game set atari.frame_stack=1"
+                )
+            if model.initial_log_std:
+                raise ConfigError(
+                    f"{setting}.initial_log_std: the networks of {name} have no parameters for "
+                    "standard deviations: leave it out"
                 )
             model.check_no_memory(name, setting)
         super().__init__(observation_space, action_space, config)
@@ -183,8 +188,10 @@ class ActorCriticPolicy(TargetNetwork):
     def _act(
         self, input_dict: dict[str, Any], explore: bool
     ) -> tuple[Any, list[np.ndarray], dict[str, np.ndarray]]:
-        actions, states, _ = super()._act(input_dict, explore)
-        return actions, states, {}  # the loss reads no other columns
+        actions, states, extra = super()._act(input_dict, explore)
+        if type(self).extra_action_out is TorchPolicy.extra_action_out:
+            extra = {}  # the loss reads no other columns
+        return actions, states, extra
 
     # -- learning ----------------------------------------------------------------------------------
 
@@ -207,10 +214,10 @@ class ActorCriticPolicy(TargetNetwork):
         targets = self.td_targets(batch)
         values = self.action_values(batch)
         errors = values - torch.from_numpy(targets).to(self.device)
-        mean_errors = errors.detach().mean(0).cpu().numpy()
-        self.record_row_stats(batch, td_error=mean_errors)
+        td_errors = errors.detach().cpu().numpy()
+        self.record_row_stats(batch, td_error=abs(td_errors).mean(0))
         self.stats["mean_q"] = values.detach().mean()
-        self.stats["mean_td_error"] = float(mean_errors.mean())
+        self.stats["mean_td_error"] = float(td_errors.mean())
         squares = 0.5 * errors.square().sum(0)
         if "weights" in batch:
             squares = squares * batch["weights"]

@@ -66,10 +66,10 @@ class APPOTorchPolicy(TargetNetwork, VTracePolicy):
         """
         config = self.config
         inputs, _ = self.model.from_batch(batch)
-        values = self.model.value_function()
+        values = self.model.value_function().float()
         dist = self.dist_class(inputs, self.model)
         with torch.no_grad():
-            target_inputs, _ = self.target_model.from_batch(batch)
+            target_inputs, _ = self.target_model.from_batch(batch, is_training=False)
             target = self.dist_class(target_inputs, self.target_model)
             target_logp = target.logp(batch["actions"])
         targets, advantages = self.corrected(

@@ -29,7 +29,7 @@ from flowrl.policies.models.torso import TorsoNetwork
 from flowrl.policies.q_values import QValues, TDLoss
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.target_network import TargetNetwork
-from flowrl.policies.torch_policy import TensorBatch
+from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
 from flowrl.policies.views import find_input_problem
 from flowrl.settings import ConfigError, Count, Fraction, NotNegativeInt, Positive
 from flowrl.trainer.algorithm import Algorithm
@@ -171,11 +171,17 @@ class DQNTorchPolicy(TargetNetwork):
                 scores = np.zeros((count, self.q_function.num_actions), np.float32)
                 return exploration.act_on_values(scores, is_random, self), [], {}
         scores, states = self._computed(self._greedy_scores, input_dict)
+        extra = {} if self._has_no_extra else self.extra_action_out(input_dict, states, scores)
         if not explore:
-            return scores.argmax(1), states, {}
+            return scores.argmax(1), states, extra
         if is_random is None:
             is_random = exploration.draw_random_rows(len(scores), self)
-        return exploration.act_on_values(scores, is_random, self), states, {}
+        return exploration.act_on_values(scores, is_random, self), states, extra
+
+    @cached_property
+    def _has_no_extra(self) -> bool:
+        """Whether no subclass records more columns with the actions."""
+        return type(self).extra_action_out is TorchPolicy.extra_action_out
 
     @cached_property
     def _skips_network(self) -> bool:
@@ -185,7 +191,8 @@ class DQNTorchPolicy(TargetNetwork):
         actions; the network of a user or of a subclass may.
         """
         return (
-            type(self.model) is TorsoNetwork
+            self._has_no_extra
+            and type(self.model) is TorsoNetwork
             and type(self.q_function) in (QValues, CategoricalQ)
             and type(self)._greedy_scores is DQNTorchPolicy._greedy_scores
         )

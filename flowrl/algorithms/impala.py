@@ -33,7 +33,7 @@ class IMPALATorchPolicy(VTracePolicy):
         """Return the policy gradient, value and entropy losses (section 4.2 of the paper), averaged
         over rows [B]."""
         inputs, _ = self.model.from_batch(batch)
-        values = self.model.value_function()
+        values = self.model.value_function().float()
         dist = self.dist_class(inputs, self.model)
         logp = dist.logp(batch["actions"])
         targets, advantages = self.corrected(

@@ -114,21 +114,28 @@ class PPOTorchPolicy(OnPolicyPolicy):
     def describe(self, batch: Any) -> dict[str, float]:
         """Return statistics over all rows of a batch: the mean KL divergence from the sampling
         policy [nats], the mean entropy [nats], and the explained variance of the values."""
+        size = self.config.microbatch_size
+        is_split = 0 < size < batch.count
+        parts = self.learner.microbatches(batch, size) if is_split else [batch]
         with torch.inference_mode():
-            rows = self.tensors(batch)
-            inputs, _ = self.model.from_batch(rows, is_training=False)
-            values = self.model.value_function()
-            dist = self.dist_class(inputs, self.model)
-            kl = self.dist_class(rows["action_dist_inputs"]).kl(dist).mean()
-            entropy = dist.entropy().mean()
-            targets = rows["value_targets"]
+            by_part = [self._describe_rows(self.tensors(part)) for part in parts]
+            kl, entropy, targets, residuals = map(torch.cat, zip(*by_part, strict=True))
             variance = float(targets.var(correction=0))
-            residual = float((targets - values).var(correction=0))
+            residual = float(residuals.var(correction=0))
         return {
-            "kl": float(kl),
-            "entropy": float(entropy),
+            "kl": float(kl.mean()),
+            "entropy": float(entropy.mean()),
             "vf_explained_var": 1 - residual / variance if variance else float("nan"),
         }
+
+    def _describe_rows(self, rows: TensorBatch) -> tuple[torch.Tensor, ...]:
+        """Return KL divergences, entropies, value targets and errors of the values, [B] each."""
+        inputs, _ = self.model.from_batch(rows, is_training=False)
+        values = self.model.value_function()
+        dist = self.dist_class(inputs, self.model)
+        kl = self.dist_class(rows["action_dist_inputs"]).kl(dist)
+        targets = rows["value_targets"]
+        return kl, dist.entropy(), targets, targets - values
 
     def get_state(self) -> dict[str, Any]:
         return {**super().get_state(), "kl_coeff": self.kl_coeff}

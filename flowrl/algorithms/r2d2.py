@@ -13,10 +13,12 @@ from flowrl.algorithms.dqn import DQN, DQNConfig, DQNTorchPolicy
 from flowrl.data import SampleBatch
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.torch_policy import TensorBatch
+from flowrl.policies.views import ViewRequirement
 from flowrl.settings import ConfigError, Count, Positive
 from flowrl.trainer.config import PlanSetting, PlanSource
 
-PREVIOUS = {"prev_actions": "actions", "prev_rewards": "rewards"}  # view -> column
+RAW_REWARDS = "raw_rewards"  # column: rewards before clipping and scaling, as `prev_rewards`
+PREVIOUS = {"prev_actions": "actions", "prev_rewards": RAW_REWARDS}  # view -> column of the row
 
 
 class R2D2Config(DQNConfig):
@@ -78,6 +80,13 @@ class R2D2TorchPolicy(DQNTorchPolicy):
     config_class = R2D2Config
     config: R2D2Config
 
+    def __init__(self, observation_space: Any, action_space: Any, config: Any):
+        super().__init__(observation_space, action_space, config)
+        if "prev_rewards" in self.view_requirements:
+            self.view_requirements[RAW_REWARDS] = ViewRequirement(
+                "rewards", used_for_compute_actions=False
+            )
+
     def check_views(self) -> None:
         if not self.is_recurrent:
             raise ConfigError(
@@ -135,6 +144,8 @@ class R2D2TorchPolicy(DQNTorchPolicy):
 
         columns: dict[str, Any] = {"seq_lens": (lens + 1).astype(np.int32)}
         for name in self.model.view_requirements:
+            if name == RAW_REWARDS:
+                continue
             if name.startswith("state_in_"):
                 state = batch.array(name)
                 columns[name] = np.zeros_like(state) if self.config.zero_init_states else state

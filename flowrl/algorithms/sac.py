@@ -32,8 +32,8 @@ class SACSettings(ActorCriticSettings):
     """Initial temperature: weight of the entropy relative to the rewards."""
     target_entropy: float | Literal["auto"] | None = "auto"
     """Target entropy in nats, to which the temperature adapts: "auto" uses minus the number of
-    action dimensions, or 0.98 of the maximum entropy for Discrete actions. None keeps the
-    temperature fixed."""
+    action dimensions, or 0.98 of the maximum entropy of the actions that are not masked for
+    Discrete actions. None keeps the temperature fixed."""
     entropy_lr: Schedule | None = None
     """Learning rate of the temperature; None uses `lr`."""
 
@@ -83,7 +83,7 @@ class SACTorchPolicy(ActorCriticPolicy):
 
     @property
     def target_entropy(self) -> float | None:
-        """Target entropy in nats; None if the temperature is fixed."""
+        """Target entropy in nats if no action is masked; None if the temperature is fixed."""
         target: float | None = self.config.target_entropy
         if target != "auto":
             return target
@@ -121,7 +121,7 @@ class SACTorchPolicy(ActorCriticPolicy):
         logp = logp - np.log(np.exp(logp).sum(1, keepdims=True))
         probs = np.exp(logp)
         soft_q = self.target_model.q_values_numpy(new_obs).min(0) - self.alpha * logp
-        expected: np.ndarray = np.where(outputs > FORBIDDEN, probs * soft_q, 0.0).sum(1)
+        expected: np.ndarray = np.where(outputs <= FORBIDDEN, 0.0, probs * soft_q).sum(1)
         return expected
 
     def actor_loss(self, batch: TensorBatch) -> torch.Tensor:
@@ -129,8 +129,11 @@ class SACTorchPolicy(ActorCriticPolicy):
         paper)."""
         alpha = self._log_alpha.detach().exp()
         outputs = self.model.outputs(batch["obs"])
+        target = self.target_entropy
         if self.is_discrete:
             loss, entropy = self._discrete_loss(batch, outputs, alpha)
+            if target is not None and self.config.target_entropy == "auto":
+                target = self._mean_target_entropy(outputs)
         else:
             shape = (len(outputs), outputs.shape[1] // 2)
             noise = self.learner.rng.standard_normal(shape, dtype=np.float32)
@@ -140,9 +143,15 @@ class SACTorchPolicy(ActorCriticPolicy):
             loss = (alpha * logp - values.amin(0)).mean()
             entropy = -logp.detach().mean()
         self.stats |= {"actor_loss": loss.detach(), "entropy": entropy, "alpha": alpha}
-        if self.target_entropy is None:
+        if target is None:
             return loss
-        return loss + self._log_alpha * (entropy - self.target_entropy)
+        return loss + self._log_alpha * (entropy - target)
+
+    @staticmethod
+    def _mean_target_entropy(outputs: torch.Tensor) -> float:
+        """Return the mean of 0.98 of the maximum entropy of the actions that are not masked."""
+        allowed = (outputs > FORBIDDEN).sum(1).clip(1)
+        return 0.98 * float(allowed.double().log().mean())
 
     def _discrete_loss(
         self, batch: TensorBatch, outputs: torch.Tensor, alpha: torch.Tensor
@@ -152,9 +161,9 @@ class SACTorchPolicy(ActorCriticPolicy):
         probs = logp.exp()
         with torch.no_grad():
             q = self.model.q_values(batch["obs"], frozen=True).amin(0)
-        allowed = outputs > FORBIDDEN
-        losses = torch.where(allowed, probs * (alpha * logp - q), 0.0).sum(1)
-        entropy = -torch.where(allowed, probs * logp, 0.0).sum(1)
+        forbidden = outputs <= FORBIDDEN
+        losses = torch.where(forbidden, 0.0, probs * (alpha * logp - q)).sum(1)
+        entropy = -torch.where(forbidden, 0.0, probs * logp).sum(1)
         return losses.mean(), entropy.detach().mean()
 
 

@@ -20,7 +20,7 @@ from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
 from flowrl.settings import ConfigError, Count, Fraction, NotNegative, NotNegativeInt, Positive
 
-BOOTSTRAP = "bootstrap_values"  # column of recurrent networks: the sampler's values of next states
+BOOTSTRAP = "bootstrap_values"  # column: the sampler's values of next states
 
 
 class VTraceConfig(AsyncLearnerConfig):
@@ -189,14 +189,16 @@ class VTracePolicy(TorchPolicy):
     ) -> tuple[Any, list[np.ndarray], dict[str, np.ndarray]]:
         """Compute actions; skip values where they cost extra, because the learner recomputes
         them."""
-        if not acts_by_numpy(self.model) or set(input_dict) != {"obs"}:
+        has_own_columns = type(self).extra_action_out is not TorchPolicy.extra_action_out
+        if not acts_by_numpy(self.model) or set(input_dict) != {"obs"} or has_own_columns:
             return super()._act(input_dict, explore)
         actions, states, extra = self._act_by_numpy(input_dict, explore)
         return actions, states, {"action_logp": extra["action_logp"]}
 
     def postprocess_fragment(self, fragment: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Add the values [T, N] of next states, to bootstrap from, for recurrent networks."""
-        if self.is_recurrent and "next_values" in fragment:
+        """Add the values [T, N] of next states, to bootstrap from, for networks that read more than
+        the observation."""
+        if "next_values" in fragment and set(self.model.view_requirements) != {"obs"}:
             return {BOOTSTRAP: fragment["next_values"]}
         return {}
 

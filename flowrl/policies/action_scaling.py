@@ -22,9 +22,9 @@ def to_env(space: spaces.Space, actions: Any, normalize: bool, clip: bool) -> An
         clip: clip continuous actions to the bounds.
     """
     if isinstance(space, spaces.Discrete):
-        return actions + space.start if space.start else actions
+        return (actions + space.start if space.start else actions).astype(space.dtype, copy=False)
     if isinstance(space, spaces.MultiDiscrete):
-        return actions + space.start if space.start.any() else actions
+        return (actions + space.start).astype(space.dtype, copy=False)
     if isinstance(space, spaces.Dict):
         return {key: to_env(space[key], actions[key], normalize, clip) for key in sorted(space)}
     if isinstance(space, spaces.Tuple):

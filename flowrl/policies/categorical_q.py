@@ -48,7 +48,8 @@ class CategoricalQ(QValues):
             return of_actions
         allowed = of_actions > FORBIDDEN
         # all actions may be forbidden at a terminal state
-        mean = (of_actions * allowed).sum(1) / allowed.sum(1).clip(1)
+        where: Any = torch.where if isinstance(outputs, torch.Tensor) else np.where
+        mean = where(allowed, of_actions, 0.0).sum(1) / allowed.sum(1).clip(1)
         return of_actions + (outputs[:, split:] - mean)[:, None]
 
     def greedy_scores(self, outputs: np.ndarray) -> np.ndarray:

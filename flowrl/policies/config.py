@@ -108,7 +108,7 @@ class ModelConfig(Settings):
             raise ValueError("custom_model: use_lstm and use_attention have no effect on it")
         if self.initial_log_std and not self.free_log_std:
             raise ValueError("initial_log_std needs free_log_std=True")
-        if self.burn_in and not self.use_lstm:
+        if self.burn_in and not self.use_lstm and self.custom_model is None:
             raise ValueError("burn_in needs use_lstm=True")
         if self.conv_type == "resnet" and self.conv_filters is not None:
             raise ValueError("conv_filters: must be None if conv_type is 'resnet'")
@@ -122,6 +122,9 @@ class ModelConfig(Settings):
         if self.custom_model_config and self.custom_model is None:
             raise ValueError("custom_model_config needs a custom_model")
         return self
+
+    def updated(self, **changes: Any) -> Self:
+        return super().updated(**without_inherited_memory(changes))
 
     def check_no_memory(self, algorithm: str, setting: str = "model") -> None:
         """Check the network of an algorithm that supports only networks without memory.
@@ -140,6 +143,14 @@ class ModelConfig(Settings):
                     f"{setting}.{name}: {algorithm} supports only networks without memory; use "
                     f"PPO, A2C, A3C, IMPALA, APPO or DDPPO{r2d2}"
                 )
+
+
+def without_inherited_memory(changes: dict[str, Any]) -> dict[str, Any]:
+    """Return changes of a ModelConfig; a custom model replaces the memory of the default network,
+    such as R2D2's LSTM."""
+    if changes.get("custom_model") is None:
+        return changes
+    return {"use_lstm": False, "use_attention": False, **changes}
 
 
 class ExplorationConfig(Settings):
@@ -168,7 +179,8 @@ class ExplorationConfig(Settings):
     """PerWorkerEpsilonGreedy: exponent of the spread of epsilon over workers; 0 makes all
     equal."""
     scale: Schedule = 0.1
-    """Standard deviation of the noise, for actions in [-1, 1]."""
+    """Standard deviation of GaussianNoise, for actions in [-1, 1]; of OrnsteinUhlenbeckNoise, the
+    standard deviation of the change per step."""
     ou_theta: NotNegative = 0.15
     """OrnsteinUhlenbeckNoise: rate at which the noise returns to 0, per step."""
 
@@ -271,5 +283,8 @@ class PolicyConfig(Settings):
             default: Any = cls.model_fields[name].default
             known = set(type(default).model_fields)
             if isinstance(values.get(name), dict) and set(values[name]) <= known:
-                values[name] = {**dict(default.items()), **values[name]}
+                changes = values[name]
+                if name == "model":
+                    changes = without_inherited_memory(changes)
+                values[name] = {**dict(default.items()), **changes}
         return values

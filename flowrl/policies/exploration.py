@@ -55,9 +55,10 @@ class Exploration:
         self._space = action_space
         self._dist_class = dist_class
         self._normalize_actions = normalize_actions
-        self._clips_noise = (
-            normalize_actions and isinstance(action_space, spaces.Box) and is_bounded(action_space)
-        )
+        self._bounds: tuple[Any, Any] | None = None  # of actions with noise
+        if isinstance(action_space, spaces.Box) and is_bounded(action_space):
+            bounds = action_space.low, action_space.high
+            self._bounds = (-1.0, 1.0) if normalize_actions else bounds
         self._ou_noise: dict[str, np.ndarray] = {}  # by the number of rows
         # fraction of random actions, and the policy's counters that it is for
         self._random_fraction: float | None = None
@@ -214,6 +215,6 @@ class Exploration:
             noise = previous + noise - self.config.ou_theta * previous
             self._ou_noise[str(len(actions))] = noise
         noisy = actions + noise
-        if self._clips_noise:
-            noisy = noisy.clip(-1, 1)
+        if self._bounds is not None:
+            noisy = noisy.clip(*self._bounds)
         return noisy.astype(np.float32)

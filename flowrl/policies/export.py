@@ -15,7 +15,7 @@ import optree
 import torch
 from gymnasium import spaces
 
-from flowrl.data.spaces import first_value_of
+from flowrl.data.spaces import first_value_of, zeros_of
 from flowrl.errors import ConfigError, check_installed
 from flowrl.policies.action_scaling import is_bounded
 from flowrl.policies.config import PolicyConfig
@@ -64,12 +64,15 @@ class ActingModule(torch.nn.Module):
         self._space = policy.action_space
         self._config = policy.config
         self._num_states = len(policy.get_initial_state())
-        views = policy.view_requirements.items()
-        self._needs_actions = any((view.data_col or name) == "actions" for name, view in views)
+        columns = {name: view.data_col or name for name, view in policy.view_requirements.items()}
+        self._needs_actions = "actions" in columns.values()
+        self._obs_views = [name for name, column in columns.items() if column == "obs"]
         filter_ = policy.observation_filter
         self._clip = None if filter_ is None else filter_.clip
         if filter_ is not None:
-            self.register_buffer("mean", torch.from_numpy(filter_.stats.mean.astype(np.float32)))
+            # as ObservationFilter: large float64 or integer values need all digits of the mean
+            dtype: Any = np.result_type(policy.observation_space.dtype, np.float32)
+            self.register_buffer("mean", torch.from_numpy(filter_.stats.mean.astype(dtype)))
             scale = (1.0 / (filter_.stats.std + 1e-8)).astype(np.float32)
             self.register_buffer("scale", torch.from_numpy(scale))
 
@@ -86,7 +89,9 @@ class ActingModule(torch.nn.Module):
         if self._clip is not None:
             mean: Any = self.mean
             scale: Any = self.scale
-            inputs["obs"] = ((inputs["obs"] - mean) * scale).clamp(-self._clip, self._clip)
+            for name in self._obs_views:
+                normalized = ((inputs[name] - mean) * scale).float()
+                inputs[name] = normalized.clamp(-self._clip, self._clip)
         state = [inputs[f"state_in_{i}"] for i in range(self._num_states)]
         outputs, state = self.model(inputs, state, None)
         outputs = self._dist_inputs(outputs)
@@ -103,7 +108,8 @@ class ActingModule(torch.nn.Module):
         if isinstance(space, spaces.Tuple):
             return tuple(self._for_env(s, a) for s, a in zip(space, actions, strict=True))
         if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
-            return actions + torch.as_tensor(space.start)
+            dtype = torch.from_numpy(np.zeros(0, space.dtype)).dtype
+            return (actions + torch.as_tensor(space.start)).to(dtype)
         if not isinstance(space, spaces.Box):
             return actions
         low, high = torch.from_numpy(space.low), torch.from_numpy(space.high)
@@ -136,8 +142,8 @@ def example_inputs(policy: ExportablePolicy, rows: int) -> dict[str, Any]:
             value = np.zeros((), np.float32)
         elif column == "obs":
             value = first_value_of(policy.observation_space)
-        elif column == "actions":
-            value = first_value_of(policy.action_space)
+        elif column == "actions":  # in the policy's form: integers from 0
+            value = zeros_of(policy.action_space)
         elif view.space is not None:
             value = first_value_of(view.space)
         else:

@@ -161,6 +161,8 @@ class Policy(ActsOnObservations):
         Actions are in the policy's form, where discrete actions count from 0.
         """
         problem = find_mismatch(self.observation_space, batch["obs"], "obs")
+        if problem is None and "new_obs" in batch:
+            problem = find_mismatch(self.observation_space, batch["new_obs"], "new_obs")
         problem = problem or find_mismatch(self.action_space, batch["actions"], "actions")
         return problem or find_out_of_range(self.action_space, batch["actions"], "actions")
 

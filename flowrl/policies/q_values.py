@@ -110,7 +110,7 @@ def _dueling(advantages: torch.Tensor, state_values: torch.Tensor) -> torch.Tens
     allowed = advantages > FORBIDDEN
     # all actions may be forbidden at a terminal state
     count = allowed.sum(1, keepdim=True).clip(1)
-    mean = (advantages * allowed).sum(1, keepdim=True) / count
+    mean = torch.where(allowed, advantages, 0.0).sum(1, keepdim=True) / count
     return torch.where(allowed, state_values.unsqueeze(1) + advantages - mean, advantages)
 
 

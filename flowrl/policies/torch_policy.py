@@ -132,8 +132,16 @@ class TorchPolicy(Policy):
             rng=random_stream(self.config.seed, "policy", "weights"),
             **options,
         )
-        for name, parameter in model.named_parameters() if config.initial_log_std else ():
-            if name.split(".")[-1] == "log_std":
+        if config.initial_log_std:
+            named = [(name.split(".")[-1], part) for name, part in model.named_parameters()]
+            found = [parameter for name, parameter in named if name == "log_std"]
+            if not found:
+                raise ConfigError(
+                    "model.initial_log_std: this network has no parameters for standard "
+                    f"deviations, which flowrl's networks have for a Box, not for "
+                    f"{self.action_space}: leave it out"
+                )
+            for parameter in found:
                 torch.nn.init.constant_(parameter, config.initial_log_std)
         return model
 

@@ -82,7 +82,6 @@ class ViewRequirement:
         """Whether values have an axis of timesteps."""
         return not isinstance(self.shift, int)
 
-
     def known_for_actions(self, name: str) -> bool:
         """Return whether the view is part of the input of action computation.
 

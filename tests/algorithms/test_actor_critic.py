@@ -170,7 +170,7 @@ def test_sac_loss_matches_the_paper(use_numpy, more, twin_q):
     assert stats["alpha"] == pytest.approx(0.3)
     assert stats["entropy"] == pytest.approx(float(-logp.detach().mean()), abs=1e-5)
     if "weights" in more:
-        errors = (q - targets[:, None]).mean(1).detach().numpy()
+        errors = (q - targets[:, None]).abs().mean(1).detach().numpy()
         np.testing.assert_allclose(policy.row_stats["td_error"], errors, atol=1e-5)
 
 

@@ -19,7 +19,8 @@ class Categorical(ActionDistribution):
 
     def __init__(self, inputs: torch.Tensor, model: torch.nn.Module | None = None):
         super().__init__(inputs, model)
-        self.logits = torch.log_softmax(inputs, -1)
+        # with -inf, which a user's network may return, entropies would be 0 * -inf = NaN
+        self.logits = torch.log_softmax(inputs, -1).clamp(min=torch.finfo(inputs.dtype).min)
 
     @classmethod
     def num_inputs(cls, space: Any) -> int:

@@ -108,5 +108,5 @@ def distribution_for(space: spaces.Space) -> type[ActionDistribution]:
         return Product.for_space(space)
     raise ConfigError(
         f"no action distribution for the action space {space}: supported are Discrete, "
-        "MultiDiscrete, MultiBinary, Box of floats, and Dict and Tuple of those"
+        "MultiDiscrete, MultiBinary, Box of floats that is not empty, and Dict and Tuple of those"
     )

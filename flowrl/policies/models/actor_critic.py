@@ -16,6 +16,7 @@ from flowrl.policies.models.base import ModelV2, State
 from flowrl.policies.models.catalog import make_model
 from flowrl.policies.models.fcnet import uses_numpy
 from flowrl.policies.models.flatten import flat_size, flatten, flatten_numpy
+from flowrl.policies.models.masked import MaskedModel
 from flowrl.policies.models.numpy_forward import outputs_by_numpy
 from flowrl.policies.models.tensor_batch import InputDict
 
@@ -142,7 +143,10 @@ class ActorCritic(ModelV2):
     # -- without gradients -------------------------------------------------------------------------
 
     def outputs_numpy(self, obs: Any) -> np.ndarray:
-        """Return the actor's outputs [B, num_outputs] of observations, arrays [B, …]."""
+        """Return the actor's outputs [B, num_outputs] of observations, arrays [B, …], which may be
+        terminal."""
+        if isinstance(self.actor, MaskedModel):
+            return self.actor.compute_outputs_unchecked({"obs": obs})[0]
         return self.compute_outputs({"obs": obs})[0]
 
     def q_values_numpy(self, obs: Any, actions: np.ndarray | None = None) -> np.ndarray:

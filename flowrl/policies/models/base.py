@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -234,7 +235,7 @@ class ModelV2(nn.Module):
             the states after the step [B, …].
         """
         tensors, state = self.as_tensors(inputs)
-        with torch.inference_mode():
+        with torch.inference_mode(self._allows_inference_mode), torch.no_grad():
             if self.training:
                 self.eval()
             rows = len(optree.tree_leaves(tensors["obs"])[0])
@@ -245,6 +246,13 @@ class ModelV2(nn.Module):
                 self._note_inputs(error, inputs)
                 raise
         return outputs.cpu().numpy(), values, [part.cpu().numpy() for part in state]
+
+    @cached_property
+    def _allows_inference_mode(self) -> bool:
+        """Whether all parts are of flowrl and torch: a user's network may keep tensors of a forward
+        pass for later ones with gradients, which inference mode forbids."""
+        modules = (type(module).__module__ for module in self.modules())
+        return all(name.startswith(("flowrl.", "torch.")) for name in modules)
 
     def _note_inputs(self, error: Exception, inputs: Mapping[str, Any]) -> None:
         """Add a note to an error of the network: its class, and shapes and dtypes of its inputs."""

@@ -15,7 +15,7 @@ from flowrl.policies.config import ModelConfig
 from flowrl.policies.models.attention import AttentionNetwork
 from flowrl.policies.models.base import ModelV2
 from flowrl.policies.models.fcnet import FullyConnectedNetwork
-from flowrl.policies.models.flatten import nested_size
+from flowrl.policies.models.flatten import check_supported, nested_size
 from flowrl.policies.models.masked import MASK, MaskedModel
 from flowrl.policies.models.module_model import ModuleModel
 from flowrl.policies.models.network_memory import check_network_memory
@@ -114,6 +114,7 @@ def _make(
     is_fcnet: bool,
 ) -> ModelV2:
     args = (obs_space, action_space, num_outputs, config)
+    check_supported(obs_space)
     if config.custom_model is not None:
         return _make_custom(config, *args)
     _check_space(obs_space)

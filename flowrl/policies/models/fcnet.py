@@ -95,7 +95,8 @@ class FullyConnectedNetwork(ModelV2):
         rng: np.random.Generator | None = None,
     ):
         super().__init__(obs_space, action_space, num_outputs, model_config, name)
-        rng = np.random.default_rng() if rng is None else rng
+        if rng is None:  # a user's subclass: torch's generator has the seed of the policy
+            rng = np.random.default_rng(int(torch.randint(2**62, ())))
         activation = model_config.fcnet_activation
         self._activation: Callable[..., Any] = _TORCH_ACTIVATIONS[activation]
         self._numpy_activation = NUMPY_ACTIVATIONS.get(activation)

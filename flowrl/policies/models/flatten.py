@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from gymnasium import spaces
 
+from flowrl.data.spaces import leaf_spaces
 from flowrl.settings import ConfigError
 
 
@@ -27,8 +28,15 @@ def flat_size(space: spaces.Space) -> int:
         return int(np.prod(space.shape))
     raise ConfigError(
         f"no model for the space {space}: supported are Box, Discrete, MultiDiscrete, MultiBinary, "
-        "and Dict and Tuple of those (use a custom_model for others)"
+        "and Dict and Tuple of those"
     )
+
+
+def check_supported(space: spaces.Space) -> None:
+    """Raise ConfigError for a space whose values are not arrays of one shape."""
+    for leaf in leaf_spaces(space):
+        if isinstance(leaf, (spaces.Text, spaces.Sequence, spaces.Graph, spaces.OneOf)):
+            flat_size(leaf)
 
 
 def nested_size(space: spaces.Space) -> int:

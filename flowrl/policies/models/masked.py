@@ -112,12 +112,24 @@ class MaskedModel(ModelV2):
     def compute_outputs(
         self, inputs: Mapping[str, Any]
     ) -> tuple[np.ndarray, np.ndarray | None, list[np.ndarray]]:
+        """See ModelV2.
+
+        Raises:
+            ValueError: a mask allows no action, or has another shape.
+        """
+        outputs, values, state = self.compute_outputs_unchecked(inputs)
+        self._check_mask(np.asarray(inputs["obs"][MASK]) != 0, outputs)
+        return outputs, values, state
+
+    def compute_outputs_unchecked(
+        self, inputs: Mapping[str, Any]
+    ) -> tuple[np.ndarray, np.ndarray | None, list[np.ndarray]]:
+        """See `compute_outputs`; the masks of terminal observations may allow no action."""
         observations = inputs["obs"]
         outputs, values, state = self.model.compute_outputs(
             {**inputs, "obs": self._without_mask(observations)}
         )
         allowed = np.asarray(observations[MASK]) != 0
-        self._check_mask(allowed, outputs)
         if allowed.shape != outputs.shape:
             unmasked = np.ones((len(outputs), self._num_unmasked), bool)
             allowed = np.concatenate([allowed.repeat(self._outputs_per_action, 1), unmasked], 1)

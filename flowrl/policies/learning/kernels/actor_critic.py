@@ -36,9 +36,8 @@ class ActorCriticKernel:
         errors = np.stack([critic.outputs(inputs)[:, 0] for critic in self._critics])
         policy.stats["mean_q"] = float(errors.mean())
         errors -= targets
-        mean_errors = errors.mean(0)
-        policy.record_row_stats(batch, td_error=mean_errors)
-        policy.stats["mean_td_error"] = float(mean_errors.mean())
+        policy.record_row_stats(batch, td_error=abs(errors).mean(0))
+        policy.stats["mean_td_error"] = float(errors.mean())
         share: Any = np.float32(1.0 / len(targets))
         if "weights" in batch:
             share = share * batch.array("weights").astype(np.float32, copy=False)

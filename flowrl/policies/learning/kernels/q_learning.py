@@ -52,8 +52,10 @@ class QLearningKernel:
 
 
 def q_learning_kernel(policy: Any) -> QLearningKernel | None:
-    """Return the kernel of a DQN policy; None if numpy does not compute its network."""
-    return QLearningKernel(policy) if uses_numpy(policy.model) else None
+    """Return the kernel of a DQN policy; None if numpy does not compute its network, or it
+    interprets outputs in another way."""
+    is_known = type(policy.q_function) in (QValues, CategoricalQ)
+    return QLearningKernel(policy) if is_known and uses_numpy(policy.model) else None
 
 
 def loss_and_gradients(

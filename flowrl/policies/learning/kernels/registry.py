@@ -23,7 +23,9 @@ _ACTOR_CRITIC_METHODS = ("loss", "critic_loss", "action_values", "actor_loss")
 _KERNELS = {
     "flowrl.algorithms.a2c.A2CTorchPolicy": _Entry(a2c_kernel, ("loss",)),
     "flowrl.algorithms.ppo.PPOTorchPolicy": _Entry(ppo_kernel, ("loss", "_value_loss")),
-    "flowrl.algorithms.dqn.DQNTorchPolicy": _Entry(q_learning_kernel, ("loss",)),
+    "flowrl.algorithms.dqn.DQNTorchPolicy": _Entry(
+        q_learning_kernel, ("loss", "_mean_loss", "record_td_loss")
+    ),
     "flowrl.algorithms.sac.SACTorchPolicy": _Entry(sac_kernel, _ACTOR_CRITIC_METHODS),
     "flowrl.algorithms.td3.TD3TorchPolicy": _Entry(td3_kernel, _ACTOR_CRITIC_METHODS),
 }
