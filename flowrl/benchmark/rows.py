@@ -69,7 +69,7 @@ class BenchmarkRow:
             example = tuned_example(self.plan, self.env)
             return {} if example is None else example.settings
         file = tuned_folder() / f"{library}.yaml"
-        shipped: dict[str, dict[str, Any]] = yaml.safe_load(file.read_text())
+        shipped: dict[str, dict[str, Any]] = yaml.safe_load(file.read_text(encoding="utf-8"))
         if self.name not in shipped:
             raise ConfigError(
                 f"benchmark: --against {library} has no settings for {self.name}; those of "
@@ -86,8 +86,12 @@ class BenchmarkRow:
 
     def result_files(self, folder: Path, library: str = "flowrl") -> list[Path]:
         """Return the files with the results of a library, by seed."""
-        found = folder.glob(f"{self.file_stem(library)}-seed*.json")
-        return sorted(found, key=lambda path: int(path.stem.rpartition("-seed")[2]))
+        found = {
+            int(number): path
+            for path in folder.glob(f"{self.file_stem(library)}-seed*.json")
+            if (number := path.stem.rpartition("-seed")[2]).isdecimal()
+        }
+        return [found[number] for number in sorted(found)]
 
 
 def shipped_tables() -> Path:
@@ -102,7 +106,7 @@ def benchmark_rows(file: Path) -> list[BenchmarkRow]:
         ConfigError: the file cannot be read, or does not contain tables of rows.
     """
     try:
-        tables: dict[str, list[dict[str, Any]]] = yaml.safe_load(file.read_text())
+        tables: dict[str, list[dict[str, Any]]] = yaml.safe_load(file.read_text(encoding="utf-8"))
         found = [BenchmarkRow(table, **row) for table, rows in tables.items() for row in rows]
     except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise ConfigError(f"benchmark: {file} has no tables of rows: {error}") from None

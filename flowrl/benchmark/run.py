@@ -22,6 +22,7 @@ from flowrl.benchmark.rows import BenchmarkRow, rows_named
 from flowrl.benchmark.sb3 import PACKAGES, installed_version, train_sb3
 from flowrl.data.checkpoint import list_checkpoints
 from flowrl.process_usage import num_cores
+from flowrl.settings import ConfigError
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.whole_files import write_whole
 
@@ -52,20 +53,30 @@ class Outcome:
 def train_flowrl(row: BenchmarkRow, seed: int, run_dir: Path) -> Outcome:
     """Train a row in a process, or continue its training, and evaluate its last policy.
 
+    The code that the row names is trusted: the table is the user's own.
+
     Raises:
+        ConfigError: the folder has a run with other settings.
         subprocess.CalledProcessError: the training failed.
         SystemExit: Ctrl-C or SIGTERM; the training has saved a checkpoint.
     """
     command = [sys.executable, "-m", "flowrl"]
+    checksum = run_dir.with_name(f"{run_dir.name}.settings")
     if list_checkpoints(run_dir):
-        command += ["resume", str(run_dir)]
+        if checksum.exists() and checksum.read_text() != row.checksum():
+            raise ConfigError(
+                f"benchmark: {run_dir} is of a training with other settings: remove it to train "
+                "again, or choose another folder (--runs)"
+            )
+        command += ["resume", str(run_dir), "--trust"]
     else:
+        checksum.write_text(row.checksum())
         command += ["train", row.plan, "--env", row.env, "--seed", str(seed)]
         command += ["--stop-timesteps", str(row.env_steps), "--run-dir", str(run_dir)]
     started = time.perf_counter()
     run_training([*command, "--display", "none"])
     seconds = time.perf_counter() - started
-    with Algorithm.from_checkpoint(run_dir) as algorithm:
+    with Algorithm.from_checkpoint(run_dir, trust=True) as algorithm:
         evaluation = algorithm.evaluate(
             episodes=EVALUATION_EPISODES, explore=row.explore, num_envs=10, seed=10_000 + seed
         )

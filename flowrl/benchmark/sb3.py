@@ -88,5 +88,5 @@ def train_sb3(row: BenchmarkRow, seed: int, run_dir: Path, episodes: int) -> dic
     script = Path(__file__).with_name("sb3_script.py")
     python = run_dir.parents[1] / ENVIRONMENT / "bin" / "python"
     run_training([str(python), str(script), str(spec), str(outcome)])
-    values: dict[str, Any] = json.loads(outcome.read_text())
+    values: dict[str, Any] = json.loads(outcome.read_text(encoding="utf-8"))
     return values

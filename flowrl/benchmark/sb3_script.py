@@ -122,7 +122,7 @@ def arguments_of(settings: dict[str, Any], action_space: gym.Space) -> dict[str,
 
 
 def main() -> None:
-    spec = json.loads(Path(sys.argv[1]).read_text())
+    spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     settings = dict(spec["settings"])
     num_envs, normalize = settings.pop("n_envs", 1), settings.pop("normalize", False)
     frame_stack = settings.pop("frame_stack", None)

@@ -48,7 +48,9 @@ def score_text(scores: Sequence[float]) -> str:
 
 def read_results(row: BenchmarkRow, folder: Path, library: str = "flowrl") -> list[dict[str, Any]]:
     """Return the results of a row with a library, by seed."""
-    return [json.loads(path.read_text()) for path in row.result_files(folder, library)]
+    return [
+        json.loads(path.read_text(encoding="utf-8")) for path in row.result_files(folder, library)
+    ]
 
 
 COLUMNS = (
@@ -102,7 +104,7 @@ def write_tables(tables: Path, folder: Path) -> None:
     for table in dict.fromkeys(row.table for row in all_rows):
         rows = [row for row in all_rows if row.table == table and read_results(row, folder)]
         if rows:
-            (folder / f"{table}.md").write_text(markdown(rows, folder))
+            (folder / f"{table}.md").write_text(markdown(rows, folder), "utf-8")
             panels = [curves_of(row, folder) for row in rows]
             draw_panels(panels, "mean return", folder / f"{table}.svg")
 

@@ -112,12 +112,12 @@ def _is_trained(row: BenchmarkRow, file: Path, library: str) -> bool:
     """
     if not file.exists():
         return False
-    result = json.loads(file.read_text())
+    result = json.loads(file.read_text(encoding="utf-8"))
     is_same = result.get("settings", row.checksum(library)) == row.checksum(library)
     if not is_same or result["env_steps"] < row.env_steps:
         raise ConfigError(
             f"benchmark: {file} is of a training with other settings or fewer env steps: remove it "
-            "to train again, or choose another folder (--results)"
+            "and the folder of its run to train again, or choose other folders (--results, --runs)"
         )
     return True
 

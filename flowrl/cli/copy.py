@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def copy_command(arguments: list[str]) -> int:
         shutil.copyfile(source, options.file)
     except OSError as error:
         raise ConfigError(f"cannot write {options.file}: {error.strerror}") from error
-    print(f"{options.file}: train it with `flowrl train {options.file}`")
+    print(f"{options.file}: train it with `flowrl train {shlex.quote(str(options.file))}`")
     if any(tuned_examples(options.plan)):
         print(f"settings of {options.plan} for single environments: `flowrl tuned {options.plan}`")
     return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import io
 import shlex
 import sys
 from collections.abc import Sequence
@@ -81,6 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:  # the process runs only this command
         # importing torch creates many objects that stay: fewer collections visit them
         gc.set_threshold(50_000, 20, 100)
+        for stream in (sys.stdout, sys.stderr):  # characters that the terminal does not have
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")
         arguments = sys.argv[1:]
     arguments = list(arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):

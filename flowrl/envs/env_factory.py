@@ -44,6 +44,7 @@ from flowrl.seeding import derive_seed
 
 log = logging.getLogger("flowrl")
 
+
 VectorizationMode = Literal["flowrl", "sync", "async", "vector_entry_point", "envpool"]
 
 
@@ -155,11 +156,13 @@ class EnvFactory:
             self._check_horizon()
             self._check_drop()
             if self._num_envs not in (1, first.num_envs):
-                raise ConfigError(
+                error = ConfigError(
                     f"num_envs_per_worker={self._num_envs}, but the creator returned a "
                     f"{type(first).__name__} of {first.num_envs} environments: set "
                     f"num_envs_per_worker={first.num_envs}"
                 )
+                vars(error)["num_envs"] = first.num_envs  # for evaluations
+                raise error
             make_first = partial(self.make_env, 0)
             return SingleAgentAdapter(GymnasiumVectorEnv(first, self._seed, make_first))
         if _is_gymnasium(first):

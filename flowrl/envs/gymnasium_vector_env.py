@@ -50,6 +50,7 @@ class GymnasiumVectorEnv:
         self.observation_space = space_of(env, "single_observation_space")
         self.action_space = space_of(env, "single_action_space")
         self._check = ObservationCheck(self.observation_space)
+        self._shape = (self.num_envs, *(self.observation_space.shape or ()))
         self._seed = seed
         mode = env.metadata.get("autoreset_mode")
         if not isinstance(mode, AutoresetMode):
@@ -82,8 +83,19 @@ class GymnasiumVectorEnv:
         self._resetting[:] = False
 
     def _by_env(self, observations: Any) -> Any:
-        """Return observations indexed by environment: the array, or a list of nested ones."""
+        """Return observations indexed by environment: the array, or a list of nested ones.
+
+        Raises:
+            ConfigError: the array has another shape, which numpy might broadcast.
+        """
         if self._check.is_array:
+            if getattr(observations, "shape", None) != self._shape:
+                shape = getattr(observations, "shape", None)
+                kind = type(observations).__name__ if shape is None else f"an array of {shape}"
+                raise ConfigError(
+                    f"env: the {type(self.env).__name__} returned {kind} as observations, expected "
+                    f"an array of shape {self._shape}"
+                )
             return observations
         return list(iterate(self.env.observation_space, observations))
 

@@ -126,7 +126,9 @@ def _check_spaces(dataset_id: str) -> None:
     """
     from minari.storage import get_dataset_path
 
-    metadata = json.loads((get_dataset_path(dataset_id) / "data" / "metadata.json").read_text())
+    metadata = json.loads(
+        (get_dataset_path(dataset_id) / "data" / "metadata.json").read_text(encoding="utf-8")
+    )
     missing = {"observation_space", "action_space"} - set(metadata)
     if missing:
         raise OfflineDataError(

@@ -7,12 +7,15 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
 from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
 from flowrl.iter.errors import note_origin, operator_error
 from flowrl.offline.parquet import OfflineDataError
 from flowrl.offline.parquet_writer import ParquetWriter
 from flowrl.offline.sources import MinariSource, OfflineSource, ParquetSource
+from flowrl.replay.schema import FLAT_KINDS
 from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.setting_values import check_int
 from flowrl.state_schema import Fields, Natural
@@ -162,6 +165,17 @@ class ReadMinari(LocalIterator[SampleBatch]):
         self.stage.title = self.name
 
 
+def _shape_problem(rows: SampleBatch) -> str | None:
+    """Return which column does not have one number per row; None if all have."""
+    for name in FLAT_KINDS:
+        if name in rows and np.shape(rows[name]) != (rows.count,):
+            return (
+                f"the column {name!r} must have the shape ({rows.count},), one number per row, got "
+                f"{np.shape(rows[name])}"
+            )
+    return None
+
+
 class ReadStage(Stage):
     """The stage of ReadParquet and ReadMinari."""
 
@@ -298,6 +312,9 @@ class ReadStage(Stage):
                 f"{self.source.describe_part(part)}: there is no column {missing[0]!r}, only "
                 f"{', '.join(rows)}: training needs it"
             )
+        problem = _shape_problem(rows)
+        if problem is not None:
+            raise OfflineDataError(f"{self.source.describe_part(part)}: {problem}")
         problem = policy.find_mismatch(rows)
         if problem is not None:
             raise OfflineDataError(

@@ -51,6 +51,9 @@ def _plan(value: Any) -> Any:
     raise ValueError("must be a name, the path of a plan file, a module or a function")
 
 
+# settings that name folders
+FOLDERS = ("output", "input_", "evaluation_video_dir", "replay_buffer_dir")
+
 PlanSetting = Annotated[str | Callable[..., Any] | None, SkipValidation, BeforeValidator(_plan)]
 """Type of the setting `plan`."""
 
@@ -322,11 +325,16 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
             raise ConfigError("evaluation_config: explore must be True or False")
 
     def completed(self) -> Self:
-        """Return a copy with a drawn seed if there is none, so that a run can be repeated, and with
-        the frame stack of Atari games."""
+        """Return a copy with a drawn seed if there is none, so that a run can be repeated, with
+        absolute folders, because it may be continued in another one, and with the frame stack of
+        Atari games."""
         changes: dict[str, Any] = {}
         if self.seed is None:
             changes["seed"] = secrets.randbits(31)
+        for name in FOLDERS:
+            folder = self.get(name)
+            if folder is not None and not str(folder).startswith("minari:"):
+                changes[name] = str(Path(folder).expanduser().absolute())
         stack = self.atari.frame_stack if self.atari is not None and is_atari(self.env) else 1
         if stack > 1 and self.model.num_framestacks == 1 and self.model.custom_model is None:
             changes["model"] = self.model.updated(num_framestacks=stack)

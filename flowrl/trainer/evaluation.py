@@ -62,7 +62,8 @@ def evaluate_policies(
         config: the evaluation's settings, see `evaluation_settings`.
         duration: number of episodes; with `by_steps`, minimum number of env steps.
         explore: sample actions instead of taking the most likely ones.
-        num_envs: environments that are stepped together.
+        num_envs: environments that are stepped together; not used if the environment is a vector of
+            environments.
         by_steps: return the episodes that end within `duration` env steps.
         part: index of the worker if several share one evaluation; selects its random seed.
         video: records the first episodes of the first environment; closed at the end.
@@ -107,7 +108,13 @@ def evaluate_policies(
         env = video.creator(env)
         if settings.vectorization_mode == "vector_entry_point":  # these do not render
             settings = settings.updated(vectorization_mode="flowrl")
-    worker = RolloutWorker(env, specs, settings)
+    try:
+        worker = RolloutWorker(env, specs, settings)
+    except ConfigError as error:
+        fixed = vars(error).get("num_envs")  # the environment is a vector of environments
+        if fixed is None:
+            raise
+        worker = RolloutWorker(env, specs, settings.updated(num_envs_per_worker=fixed))
     num_envs = worker.num_envs
     episodes_left = [duration // num_envs + (i < duration % num_envs) for i in range(num_envs)]
     if video is not None and not by_steps:
@@ -300,7 +307,7 @@ def check_evaluation_env(config: AlgorithmConfig, policies: dict[str, Policy]) -
         ConfigError: it cannot be created, its spaces differ from the policies', or
             `evaluation_video_dir` is set and it does not render.
     """
-    settings = evaluation_settings(config).updated(num_envs_per_worker=1, callbacks_class=None)
+    settings = evaluation_settings(config).updated(callbacks_class=None)
     if config.evaluation_video_dir is not None:
         check_env(settings)
         context = EnvContext(dict(settings.env_config), atari=settings.atari)
@@ -337,6 +344,7 @@ def evaluation_settings(config: AlgorithmConfig) -> AlgorithmConfig:
         ConfigError: `evaluation_config` has an unknown setting.
     """
     overrides = {k: v for k, v in config.evaluation_config.items() if k != "explore"}
+    overrides.setdefault("num_envs_per_worker", 1)
     if "horizon" in overrides:  # a soft one would not end the episodes
         overrides.setdefault("soft_horizon", False)
     try:

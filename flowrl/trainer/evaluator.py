@@ -38,6 +38,7 @@ class Evaluator:
         self._workers = workers
         self._policy_class = policy_class
         self._evaluation_workers: EvaluationWorkers | None = None
+        self._is_regular = False  # the evaluation was due, not requested
 
     def evaluate(
         self,
@@ -64,15 +65,11 @@ class Evaluator:
             by_steps = config.evaluation_duration_unit == "timesteps"
         count = timesteps if timesteps is not None else episodes
         count = config.evaluation_duration if count is None else count
-        if num_envs is None:
-            chosen = "num_envs_per_worker" in self._config.evaluation_config
-            num_envs = config.num_envs_per_worker if chosen else 1
         count = _count("timesteps" if timesteps is not None else "episodes", count)
-        num_envs = _count("num_envs", num_envs)
+        num_envs = _count("num_envs", config.num_envs_per_worker if num_envs is None else num_envs)
         worker = self._workers.local_worker()
-        if video_dir is None:
-            video = recorder_for(config, iteration)
-        else:
+        video = recorder_for(config, iteration) if self._is_regular else None
+        if video_dir is not None:
             name, count_videos = f"evaluation-{iteration:06d}", config.evaluation_video_episodes
             video = VideoRecorder(video_dir, name, count_videos, "video_dir (--video)")
         if explore is not None and not isinstance(explore, bool):
@@ -98,7 +95,13 @@ class Evaluator:
             return None
         due = iteration % config.evaluation_interval == 0
         if not config.evaluation_num_workers:
-            return {**evaluate(), "training_iteration": iteration} if due else None
+            if not due:
+                return None
+            self._is_regular = True
+            try:
+                return {**evaluate(), "training_iteration": iteration}
+            finally:
+                self._is_regular = False
         if self._evaluation_workers is None:
             settings = evaluation_settings(config)
             self._evaluation_workers = EvaluationWorkers(settings, self._policy_class)

@@ -31,7 +31,7 @@ def shipped_plans() -> dict[str, str]:
     """Return name -> first line of the docstring of every shipped plan. Imports no plan."""
     plans = {}
     for path in sorted(plans_folder().glob("*.py")):
-        docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         plans[path.stem] = docstring.split("\n")[0]
     return plans
 
@@ -116,18 +116,27 @@ def load_plan(plan: str, text: bytes | None = None) -> ModuleType:
 
 
 def _check_defines_plan(module: ModuleType, name: str) -> None:
-    if algorithm_in(module) is None and not callable(getattr(module, "execution_plan", None)):
+    algorithm, has_function = algorithm_in(module), _has_plan_function(module)
+    if has_function and algorithm is not None and algorithm.execution_plan is not None:
+        raise ConfigError(
+            f"plan: {name} defines two plans, the function execution_plan and "
+            f"{algorithm.__name__}.execution_plan: remove one"
+        )
+    if algorithm is None and not has_function:
         if hasattr(module, "config"):
             raise ConfigError(
                 f"plan: {name} has a `config`, but neither a function execution_plan(workers, "
-                "config) nor an Algorithm with an execution_plan or a training_step: add one; "
-                "settings alone train with `flowrl train --run=PPO --config='{…}'` or as a YAML "
-                "file"
+                "config) nor an Algorithm: add one; settings alone train with `flowrl train "
+                "--run=PPO --config='{…}'` or as a YAML file"
             )
         raise ConfigError(
             f"plan: {name} defines neither a function execution_plan(workers, config) nor an "
-            "Algorithm with an execution_plan or a training_step"
+            "Algorithm"
         )
+
+
+def _has_plan_function(module: ModuleType) -> bool:
+    return callable(getattr(module, "execution_plan", None))
 
 
 # path -> imported module
@@ -168,7 +177,7 @@ def module_with_config(is_same: Callable[[Any], bool]) -> ModuleType | None:
 def plan_source(plan: str | Callable[..., Any]) -> str | None:
     """Return the text of a plan file, or the source of a plan's function if there is one."""
     if isinstance(plan, str):
-        return plan_path(plan).read_text()
+        return plan_path(plan).read_text(encoding="utf-8")
     try:
         return textwrap.dedent(inspect.getsource(plan))
     except (OSError, TypeError):  # defined interactively, or not a function
@@ -178,21 +187,25 @@ def plan_source(plan: str | Callable[..., Any]) -> str | None:
 def algorithm_in(module: ModuleType) -> Any:
     """Return the algorithm that a plan file defines, or None.
 
-    It is the file's last subclass of Algorithm with an execution_plan or a training_step. A file
-    with a function `execution_plan` defines a plan, not an algorithm.
+    It is the file's last subclass of Algorithm that has a plan: its own `execution_plan`, a
+    `training_step`, the function `execution_plan` of the file, or the shipped plan of the algorithm
+    that it derives from.
     """
     base: Any = getattr(sys.modules.get("flowrl.trainer.algorithm"), "Algorithm", None)
-    if base is None or callable(getattr(module, "execution_plan", None)):
+    if base is None:
         return None
     algorithm: Any = None
     for value in vars(module).values():
         if not (isinstance(value, type) and issubclass(value, base)):
             continue
         subclass: Any = value
-        trains = (
-            subclass.execution_plan is not None or subclass.training_step is not base.training_step
+        has_plan = (
+            _has_plan_function(module)
+            or subclass.execution_plan is not None
+            or subclass.training_step is not base.training_step
+            or subclass.config_class.model_fields["plan"].default is not None
         )
-        if trains and subclass.__module__ == module.__name__:
+        if has_plan and subclass.__module__ == module.__name__:
             algorithm = subclass
     return algorithm
 

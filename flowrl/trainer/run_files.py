@@ -27,7 +27,7 @@ def read_run_file(file: Path) -> dict[str, dict[str, Any]]:
     number = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
     try:
-        entries = yaml.load(file.read_text(), Loader)
+        entries = yaml.load(file.read_text(encoding="utf-8"), Loader)
         if _size(entries, {}) > MAX_VALUES:
             raise ValueError(f"its aliases stand for more than {MAX_VALUES:,} values")
     except RecursionError:

@@ -71,6 +71,7 @@ def check_start(config: Any, workers: WorkerSet, stage: Stage) -> None:
             )
         if isinstance(policy.config, PolicyConfig):
             _warn_about_unused_settings(config, policy_id, policy)
+            _warn_about_stacked_images(policy_id, policy)
             _warn_about_large_observations(policy_id, policy)
 
 
@@ -189,6 +190,21 @@ def _warn_about_unused_settings(config: Any, policy_id: str, policy: Policy) -> 
             "policy %s: %s: no effect, because %s",
             policy_id, ", ".join(f"model.{name}" for name in unused), reason,
         )  # fmt: skip
+
+
+def _warn_about_stacked_images(policy_id: str, policy: Policy) -> None:
+    """Warn if observations are stacks of images with channels, which are flattened."""
+    if policy.config.model.custom_model is not None:
+        return
+    for space in leaf_spaces(policy.observation_space):
+        if isinstance(space, spaces.Box) and len(space.shape) == 4 and space.dtype == np.uint8:
+            log.warning(
+                "policy %s: observations %s are flattened, because images have at most three axes: "
+                "before FrameStackObservation, remove the axis of a single channel "
+                "(gymnasium.wrappers.ReshapeObservation), so that the frames become channels",
+                policy_id, space.shape,
+            )  # fmt: skip
+            return
 
 
 def _warn_about_large_observations(policy_id: str, policy: Policy) -> None:

@@ -32,10 +32,14 @@ def report_html(runs: Sequence[RunData]) -> str:
         metrics = [metric for metric in run.metrics() if not metric.startswith("counters/")]
         values.append(run.to_json(_most_important(metrics), most))
     # "<" could end the script
-    data = json.dumps(values).replace("<", "\\u003c")
-    styles = "".join(f"<style>{(PAGE / name).read_text()}</style>" for name in STYLES)
+    data = json.dumps(values, allow_nan=False).replace("<", "\\u003c")
+    styles = "".join(
+        f"<style>{(PAGE / name).read_text(encoding='utf-8')}</style>" for name in STYLES
+    )
     scripts = f'<script id="data" type="application/json">{data}</script>'
-    scripts += "".join(f"<script>{(PAGE / name).read_text()}</script>" for name in SCRIPTS)
+    scripts += "".join(
+        f"<script>{(PAGE / name).read_text(encoding='utf-8')}</script>" for name in SCRIPTS
+    )
     return _fill(styles, scripts)
 
 
@@ -45,6 +49,10 @@ def _most_important(metrics: list[str]) -> list[str]:
     return sorted(metrics, key=lambda name: (rank[name], name))[:MAX_REPORT_METRICS]
 
 
+def _page_file(name: str) -> str:
+    return (PAGE / name).read_text("utf-8")
+
+
 def _fill(head: str, scripts: str) -> str:
-    page = (PAGE / "index.html").read_text()
+    page = _page_file("index.html")
     return page.replace("<!-- styles -->", head).replace("<!-- scripts -->", scripts)

@@ -138,7 +138,7 @@ class RunData:
                 "restarts": result.get("num_remote_worker_restarts"),
             },
             "table": self._table(),
-            "config": self.config,
+            "config": _shown(self.config),
             "command": _text(self.path / "command.txt"),
             "versions": _text(self.path / "versions.json"),
             "plan": _text(self.path / "plan.txt"),
@@ -183,6 +183,15 @@ class RunData:
         return sorted(events, key=lambda event: -event["time"])
 
 
+def _shown(value: Any) -> Any:
+    """Return a JSON value with texts instead of infinity and NaN, which browsers do not read."""
+    if isinstance(value, dict):
+        return {key: _shown(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_shown(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _history(activities: Sequence[Activity]) -> dict[str, Any]:
     """Return the figures of each stage over time, by its id."""
     shown = _thinned(list(activities), MAX_HISTORY)
@@ -220,7 +229,7 @@ def _read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def _text(path: Path) -> str:
-    return path.read_text(errors="replace") if path.is_file() else ""
+    return path.read_text("utf-8", "replace") if path.is_file() else ""
 
 
 def _finite(value: Any) -> Any:
