@@ -19,6 +19,7 @@ def no_attribute(owner: type, name: str) -> AttributeError:
     return AttributeError(f"{owner.__name__!r} object has no attribute {name!r}{hint}")
 
 
+_PERMANENT = "flowrl_permanent"  # attribute of errors; see mark_permanent
 _OTHER_NAMES = {"map": "for_each(fn)", "flat_map": "combine(fn)"}
 
 
@@ -104,12 +105,12 @@ def operator_error(error: BaseException) -> BaseException:
 def mark_permanent(error: BaseException) -> None:
     """Record on an error that its stage raises it again at each pull, so that no error policy can
     skip it."""
-    vars(error)["_flowrl_permanent"] = True
+    vars(error)[_PERMANENT] = True
 
 
 def is_permanent(error: BaseException) -> bool:
     """Return whether `mark_permanent` was called with an error."""
-    return bool(getattr(error, "_flowrl_permanent", False))
+    return bool(getattr(error, _PERMANENT, False))
 
 
 def annotate(error: BaseException, root: Stage) -> None:

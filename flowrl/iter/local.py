@@ -270,7 +270,7 @@ class LocalIterator(Generic[T]):
             raise
         except BaseException as error:
             annotate(error, self.stage)
-            error.__traceback__ = without_engine_frames(error)
+            error.with_traceback(without_engine_frames(error))
             raise
         finally:
             _metrics.active_context.reset(token)

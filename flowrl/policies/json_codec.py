@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -102,7 +103,10 @@ def encode(value: Any) -> Any:
         TypeError: the value is an object, or code without an import path.
     """
     if isinstance(value, Settings):
-        values = {name: encode(part) for name, part in value.items()}
+        values = {
+            name: _encode_model(part) if name == "custom_model" else encode(part)
+            for name, part in value.items()
+        }
         return {_SETTINGS: code_path(type(value)), "values": values}
     if isinstance(value, PolicySpec):
         return {_SPEC: {field: encode(getattr(value, field)) for field in _SPEC_FIELDS}}
@@ -130,6 +134,15 @@ def encode(value: Any) -> Any:
     except (ImportError, AttributeError) as error:
         raise TypeError(f"{value!r} cannot be imported") from error
     return {_CODE: path}
+
+
+def _encode_model(model: Any) -> Any:
+    """Return a custom model as JSON; for a class of a plan file that has been executed again, its
+    path, where the newest execution has the same class."""
+    module = getattr(model, "__module__", "")
+    if module.startswith("flowrl_plan_") and hasattr(sys.modules.get(module), model.__qualname__):
+        return {_CODE: code_path(model)}
+    return encode(model)
 
 
 def decode_setting(

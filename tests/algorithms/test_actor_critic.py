@@ -601,3 +601,71 @@ def test_all_networks_learn_in_training_mode(algorithm):
         algo.train()
     assert set(modes) == {3, 4}  # inputs of the actor and of the critics
     assert all(map(all, modes.values()))
+
+
+MASKED = spaces.Dict(obs=OBS, action_mask=spaces.MultiBinary(3))
+
+
+def masked_rows(allowed):
+    """Rows with masks [B, 3], the last of them a terminal observation without allowed actions."""
+    batch = rows(actions=DISCRETE)
+    count, masks = batch.count, np.tile(np.array(allowed, np.int8), (batch.count, 1))
+    batch["obs"] = {"obs": batch["obs"], "action_mask": masks}
+    next_masks = masks.copy()
+    next_masks[-1] = 0
+    batch["new_obs"] = {"obs": batch["new_obs"], "action_mask": next_masks}
+    batch["terminateds"] = np.arange(count) == count - 1
+    batch["actions"] = np.zeros(count, np.int64)
+    return batch
+
+
+def test_terminal_observation_may_forbid_all_actions():
+    policy = make(actions=DISCRETE, obs=MASKED)
+    stats = policy.learn_on_batch(masked_rows([1, 1, 0]))
+    assert np.isfinite(stats["critic_loss"])
+    observation = {"obs": np.zeros((1, 3), np.float32), "action_mask": np.zeros((1, 3), np.int8)}
+    with pytest.raises(ValueError, match="no action is allowed"):
+        policy.compute_actions(observation)
+
+
+def test_target_entropy_counts_the_actions_that_are_not_masked():
+    """A temperature that aims at the entropy of all actions would grow without end."""
+    policy = make(actions=DISCRETE, obs=MASKED, entropy_lr=0.05)
+    for _ in range(60):
+        stats = policy.learn_on_batch(masked_rows([1, 1, 0]))
+    assert stats["entropy"] <= math.log(2) + 1e-6
+    assert stats["alpha"] < 3.0
+    assert policy._mean_target_entropy(torch.tensor([[0.0, 0.0, -1e9]])) == pytest.approx(
+        0.98 * math.log(2)
+    )
+
+
+def test_nan_in_next_observations_is_not_taken_for_a_mask():
+    policy = make(actions=DISCRETE)
+    batch = rows(actions=DISCRETE)
+    batch["new_obs"] = np.full_like(batch["new_obs"], np.nan)
+    with pytest.raises(FloatingPointError):
+        policy.learn_on_batch(batch)
+
+
+@pytest.mark.parametrize("kind", [SACTorchPolicy, TD3TorchPolicy])
+def test_initial_log_std_has_no_parameter_to_set(kind):
+    with pytest.raises(ConfigError, match="initial_log_std: the networks of"):
+        make(kind, model={**SMALL, "initial_log_std": -1.0})
+
+
+def test_noise_is_clipped_to_the_bounds_without_scaling():
+    noise = {"type": "GaussianNoise", "scale": 5.0, "random_timesteps": 0}
+    policy = make(TD3TorchPolicy, normalize_actions=False, exploration_config=noise)
+    actions, _, _ = policy.compute_actions(np.zeros((50, 3), np.float32))
+    assert abs(actions).max() == 1.0
+
+
+@pytest.mark.parametrize("kind", [SACTorchPolicy, TD3TorchPolicy])
+def test_further_columns_of_a_subclass_are_recorded(kind):
+    class WithColumn(kind):
+        def extra_action_out(self, input_dict, states, outputs):
+            return {"my_column": outputs[:, 0]}
+
+    _, _, extra = make(WithColumn).compute_actions(np.zeros((4, 3), np.float32))
+    assert extra["my_column"].shape == (4,)

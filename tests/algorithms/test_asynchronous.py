@@ -1,5 +1,6 @@
 """Asynchronous algorithms: settings reach their operators, staleness, reported episodes."""
 
+import contextlib
 import time
 
 import gymnasium
@@ -15,6 +16,7 @@ from flowrl.iter.stage import walk
 from flowrl.ops import (
     AsyncGradients,
     CollectMetrics,
+    ConcatBatches,
     ParallelRollouts,
     StalenessLimit,
     TrainOneStep,
@@ -214,3 +216,80 @@ def test_lag_limit_that_drops_all_gradients_is_rejected():
         A3CConfig(max_policy_lag=0)
     assert A3CConfig(max_policy_lag=0, max_requests_in_flight_per_worker=1).max_policy_lag == 0
     assert A3CConfig(max_policy_lag=0, stale_policy="wait").max_policy_lag == 0
+
+
+class Fails:
+    """Raises in the calls whose numbers are given; returns the item in the others."""
+
+    def __init__(self, *numbers):
+        self.numbers, self.calls = numbers, 0
+
+    def __call__(self, item):
+        self.calls += 1
+        if self.calls in self.numbers:
+            raise ValueError(f"call {self.calls}")
+        return item
+
+
+def limited(algorithm, chain, batch_size=10):
+    """A plan that trains on rollouts with a StalenessLimit; `chain` adds operators before."""
+    limit = StalenessLimit(batch_size, 0)
+    rollouts = ParallelRollouts(algorithm.workers, mode="async", limit=limit)
+    return chain(rollouts).for_each(TrainOneStep(algorithm.workers))
+
+
+def take_despite_errors(plan, count):
+    """Return the next items; errors of Fails are ignored."""
+    items = []
+    while len(items) < count:
+        with contextlib.suppress(ValueError):
+            items.append(next(plan))
+    return items
+
+
+@pytest.mark.parametrize(
+    ("chain", "batch_size"),
+    [
+        (lambda rollouts: rollouts.tap("t", Fails(2, 3)), 10),
+        (lambda rollouts: rollouts.batch(1).for_each(Fails(2, 3)).flatten(), 10),
+        (
+            lambda rollouts: (
+                rollouts.zip_with_source().for_each(Fails(2, 3)).for_each(lambda pair: pair[1])
+            ),
+            10,
+        ),
+        (lambda rollouts: rollouts.for_each(SetColumns()).combine(ConcatBatches(30)), 30),
+    ],
+    ids=["tap", "list", "pair", "concatenation"],
+)
+def test_sampling_continues_after_operators_lose_fragments(chain, batch_size):
+    with A3CConfig(env="CartPole-v1", rollout_fragment_length=10).build() as algorithm:
+        plan = limited(algorithm, chain, batch_size)
+        assert len(take_despite_errors(plan, 4)) == 4
+        assert plan.metrics.counters["num_env_steps_dropped"]
+
+
+class SetColumns:
+    """Gives every second batch observations of another shape, which cannot be concatenated."""
+
+    calls = 0
+
+    def __call__(self, batch):
+        self.calls += 1
+        if self.calls not in (2, 5):
+            return batch
+        return batch.with_columns(obs=batch["obs"][:, :2])
+
+
+def test_lost_fragments_are_still_counted_after_a_restore():
+    def plan_of(algorithm):
+        return limited(algorithm, lambda rollouts: rollouts.for_each(Fails(2)))
+
+    with A3CConfig(env="CartPole-v1", rollout_fragment_length=10, seed=0).build() as algorithm:
+        plan = plan_of(algorithm)
+        assert len(plan.take(1)) == 1
+        with pytest.raises(ValueError, match="call 2"):
+            next(plan)
+        restored = plan_of(algorithm)
+        restored.load_state_dict(plan.state_dict())
+        assert len(take_despite_errors(restored, 3)) == 3

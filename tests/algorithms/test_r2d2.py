@@ -247,3 +247,43 @@ def test_env_steps_are_rows_and_not_sequences(names):
     steps, rows = result["num_env_steps_trained"], result["num_agent_steps_trained"]
     assert rows / len(names) <= steps <= rows
     assert steps > 3 * 4 * batches  # sequences have 20 rows, and fewer at the ends of episodes
+
+
+class Growing(CountEnv):
+    """Rewards grow with the step and are far above 1."""
+
+    def step(self, action):
+        observation, _, terminated, truncated, info = super().step(action)
+        self.calls = getattr(self, "calls", 0) + 1
+        return observation, 100.0 * self.calls, terminated, truncated, info
+
+
+@pytest.mark.parametrize("scaling", [{"clip_rewards": True}, {"normalize_rewards": True}])
+def test_network_sees_unscaled_rewards_also_after_the_last_row(scaling):
+    """Acting and the other rows show the environment's rewards."""
+    model = {**SMALL, "burn_in": 0, "lstm_use_prev_reward": True}
+    config = R2D2Config(
+        seed=0, rollout_fragment_length=12, learning_starts=1, model=model, **scaling
+    )
+    worker = RolloutWorker(lambda context: Growing(30), R2D2TorchPolicy, config)
+    policy, batch = worker.policy_map["default_policy"], worker.sample()
+    buffer = policy.config.replay_buffer()
+    buffer.add(batch)
+    drawn = policy.tensors(buffer.buffers["default_policy"].sample(4))
+    lens = drawn.array("seq_lens").astype(np.int64)
+    shown = policy._with_last_next_states(drawn, lens).array("prev_rewards")
+    assert lens.min() > 1
+    for end in np.cumsum(lens + 1) - 1:
+        assert shown[end] == pytest.approx(shown[end - 1] + 100.0)
+
+
+class SmallGRU(torch.nn.Module):
+    """A recurrent network of a user."""
+
+
+def test_custom_recurrent_network_replaces_the_default_one():
+    config = R2D2Config(env="CartPole-v1", model={"custom_model": SmallGRU, "max_seq_len": 6})
+    assert (config.model.use_lstm, config.model.burn_in) == (False, 10)
+    assert R2D2Config(model={"custom_model": SmallGRU, "burn_in": 0}).model.burn_in == 0
+    changed = R2D2Config().training(model={"custom_model": SmallGRU})
+    assert not changed.model.use_lstm

@@ -11,6 +11,7 @@ from flowrl.algorithms.impala import IMPALAConfig
 from flowrl.algorithms.vtrace import trajectory_ends, vtrace_of_rows
 from flowrl.data import SampleBatch
 from flowrl.ops import ParallelRollouts
+from flowrl.policies import ModelV2, ViewRequirement
 from flowrl.policies.torch_policy import TensorBatch
 from tests.policies.test_returns import reference_vtrace
 
@@ -229,3 +230,48 @@ def test_models_spaces_and_settings_train(kind, settings):
         if "use_lstm" in settings.get("model", {}):
             batch = ParallelRollouts(algorithm.workers).take(1)[0]
             assert "bootstrap_values" in batch
+
+
+class WithLastAction(ModelV2):
+    """Also reads the previous action, but has no recurrent state."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.view_requirements["prev_actions"] = ViewRequirement("actions", shift=-1)
+        self.out, self.value = torch.nn.Linear(5, self.num_outputs), torch.nn.Linear(5, 1)
+        self.dropout = torch.nn.Dropout(0.5)
+
+    def forward(self, input_dict, state, seq_lens):
+        last = input_dict["prev_actions"].float()[:, None]
+        self.features = self.dropout(torch.cat([input_dict["obs"], last], 1))
+        return self.out(self.features), state
+
+    def value_function(self):
+        return self.value(self.features).squeeze(1)
+
+
+@pytest.mark.parametrize("kind", [IMPALAConfig, APPOConfig])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_network_with_views_of_its_own_learns(kind, precision):
+    config = small(kind, model={"custom_model": WithLastAction}, precision=precision)
+    with config.build() as algorithm:
+        batch = next(ParallelRollouts(algorithm.workers))
+        policy = algorithm.workers.local_worker().policy
+        last = np.flatnonzero(trajectory_ends(batch))
+        alive = last[~batch["terminateds"][last]]
+        inputs = {"obs": batch["new_obs"][alive], "prev_actions": batch["actions"][alive]}
+        np.testing.assert_allclose(
+            batch["bootstrap_values"][alive],
+            policy.compute_values_from_input_dict(inputs),
+            atol=1e-5,
+        )
+        assert np.isfinite(policy.learn_on_batch(batch)["vf_loss"])
+
+
+def test_target_network_has_no_dropout():
+    """The first ratios of the sampling policy to the target network's are 1."""
+    with small(APPOConfig, model={"custom_model": WithLastAction}).build() as algorithm:
+        policy = algorithm.workers.local_worker().policy
+        batch = next(ParallelRollouts(algorithm.workers))
+        policy.loss(policy.tensors(batch))
+        assert not policy.target_model.training

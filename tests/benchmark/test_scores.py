@@ -32,3 +32,11 @@ def test_score_is_near_the_recorded_one(row, scores, tmp_path):
     result = result_of(row, 7, train_flowrl(row, 7, tmp_path / "run"))
     expected = interquartile_mean(scores)
     assert result["score"] >= expected - 0.1 * abs(expected)
+
+
+def test_files_with_other_names_are_not_results(tmp_path):
+    row = benchmark_rows(shipped_tables())[0]
+    for name in (row.file_name(0), row.file_name(10), row.file_name(0).replace("0", "0-old")):
+        (tmp_path / name).write_text("{}")
+    found = row.result_files(tmp_path)
+    assert [path.name for path in found] == [row.file_name(0), row.file_name(10)]

@@ -1,6 +1,7 @@
 """`flowrl`: version and help, invalid usage, and one run through all commands."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.cli.arguments import OPTIONS
 from flowrl.cli.flags import flag_names
+from flowrl.cli.main import main
 from tests.cli.helpers import TWO_ITERATIONS, read_results, read_settings
 from tests.extras import require_extra
 
@@ -409,3 +411,18 @@ def test_tensorboard_shows_a_folder_of_runs(cli, tmp_path, monkeypatch):
     monkeypatch.undo()
     command = [sys.executable, "-m", "tensorboard.main", "--version_tb"]
     assert subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["explain", "ppo"]])
+def test_output_in_another_encoding_has_substitutes(arguments):
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "flowrl", *arguments]
+    done = subprocess.run(command, capture_output=True, env=environment)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"?" in done.stdout
+
+
+def test_copied_plan_with_a_space_in_its_name_is_quoted(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["copy", "ppo", "my plan.py"]) == 0
+    assert "`flowrl train 'my plan.py'`" in capsys.readouterr().out

@@ -1,5 +1,6 @@
 """`flowrl resume`: schedules of a run with a larger limit, plans, older checkpoints."""
 
+import json
 import re
 import shutil
 
@@ -148,3 +149,67 @@ def test_suggested_command_trusts_code_that_flags_name(flag):
     command = ["flowrl", "train", "ppo", *flag]
     assert _trust_flag(PPOConfig(env="CartPole-v1"), command) == " --trust"
     assert _trust_flag(PPOConfig(env="CartPole-v1"), command[:3]) == ""
+
+
+def test_settings_changed_in_python_stay_changed(cli, tmp_path):
+    flags = [*SEEDED, "--no-tuned", "--lr", "1e-3", "--run-dir", "r"]
+    assert cli("train", "ppo", *flags, "--stop-iters", "1")[0] == 0
+    changes = {"lr": 1e-6, "env_config": {"max_episode_steps": 5}}
+    with Algorithm.from_checkpoint("r", config=changes) as algorithm:
+        algorithm.learn(stop={"training_iteration": 2}, progress=False)
+    assert json.loads((tmp_path / "r/config.json").read_text())["lr"] == 1e-6
+    assert cli("resume", "r", "--stop-iters", "3")[0] == 0
+    rates = [r["learners"]["default_policy"]["cur_lr"] for r in read_results(tmp_path / "r")]
+    assert rates == pytest.approx([1e-3, 1e-6, 1e-6])
+    code, out, _ = cli("evaluate", "r", "--episodes", "4")
+    assert code == 0
+    assert out.count("mean return 5.00 (min 5.00") == 2, out
+
+
+CUSTOM_MODEL_PLAN = """
+import torch
+from flowrl.algorithms.a2c import A2CConfig
+from flowrl.ops import ParallelRollouts, StandardMetricsReporting, TrainOneStep
+
+
+class Network(torch.nn.Module):
+    def __init__(self, obs_space, action_space, num_outputs, width=8):
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(4, width), torch.nn.Tanh(), torch.nn.Linear(width, num_outputs + 1)
+        )
+
+    def forward(self, obs):
+        outputs = self.layers(obs)
+        return outputs[:, :-1], outputs[:, -1]
+
+
+config = A2CConfig(
+    env="CartPole-v1",
+    train_batch_size=16,
+    model={"custom_model": Network},
+    env_config={"max_episode_steps": 30},
+)
+
+
+def execution_plan(workers, config):
+    train_op = ParallelRollouts(workers).for_each(TrainOneStep(workers))
+    return StandardMetricsReporting(train_op, workers, config)
+"""
+
+
+def test_flags_for_a_model_that_the_plan_names_are_kept(cli, tmp_path):
+    (tmp_path / "mine.py").write_text(CUSTOM_MODEL_PLAN)
+    flags = ["--model.custom-model-config", '{"width": 5}', "--run-dir", "r"]
+    assert cli("train", "mine.py", *flags, "--stop-iters", "1")[0] == 0
+    code, _, err = cli("resume", "r", "--trust", "--stop-iters", "2")
+    assert (code, err) == (0, "")
+
+
+def test_refused_resumption_is_not_noted(cli, tmp_path):
+    assert cli("train", "a2c", *SEEDED, "--stop-iters", "1", "--run-dir", "r")[0] == 0
+    before = (tmp_path / "r/events.jsonl").read_text()
+    code, out, _ = cli("resume", "r", "--stop-iters", "1")
+    assert code == 0
+    assert "already reached" in out
+    assert (tmp_path / "r/events.jsonl").read_text() == before

@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from flowrl.algorithms.ppo import PPOConfig
@@ -15,6 +16,7 @@ from flowrl.data.checkpoint import (
     write_checkpoint,
 )
 from flowrl.settings import ConfigError
+from flowrl.trainer.runs.result_files import result_to_json
 from flowrl.trainer.runs.run_directory import RunDirectory
 from flowrl.trainer.runs.saved_run import last_intact_checkpoint, read_config, settings_to_json
 from tests.cli.helpers import ALGORITHM_FILE, TWO_ITERATIONS, read_results
@@ -237,3 +239,9 @@ def test_replaced_results_get_an_unused_number(tmp_path):
     run.close()
     assert kept.name == "replaced-3"
     assert (kept / "checkpoints" / "000005").is_dir()
+
+
+def test_keys_of_results_are_texts_or_numbers():
+    assert result_to_json({np.int64(1): {2: 3.0}}) == {"1": {"2": 3.0}}
+    with pytest.raises(TypeError, match=r"the result has in 'a' the key \(1, 2\): keys are texts"):
+        result_to_json({"a": {(1, 2): 1.0}})

@@ -1,5 +1,7 @@
 """Union and duplicate: exact ratios, bounded buffers, independent branches."""
 
+import itertools
+import queue
 import time
 from collections import Counter, OrderedDict, deque, namedtuple
 
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from flowrl.iter import NOT_READY, LocalIterator, Stage, from_range
 from flowrl.iter.stages.branches import Union
-from flowrl.ops import Concurrently
+from flowrl.ops import Concurrently, Dequeue, Enqueue
 
 
 class Endless(Stage):
@@ -309,3 +311,52 @@ def test_every_child_gets_its_own_containers():
     assert second["tensor"].sum() == 0
     assert second["deque"] == deque([[1]])
     assert type(second["pair"]) is Pair
+
+
+@pytest.mark.parametrize("mode", ["round_robin", "async"])
+def test_stream_ends_with_the_branches_whose_items_are_returned(mode):
+    plan = Concurrently([LocalIterator([1, 2, 3]), endless(0)], mode=mode, output_indexes=[0])
+    assert list(plan) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("mode", ["round_robin", "async"])
+def test_nested_plan_that_drops_items_lets_its_siblings_run(mode):
+    """The sibling fills the queue that the nested plan reads."""
+    items = queue.Queue(2)
+    inner = Concurrently([endless(0), Dequeue(items)], mode="async", output_indexes=[1])
+    feed = LocalIterator(itertools.count).for_each(Enqueue(items))
+    assert sorted(Concurrently([inner, feed], mode=mode).take(6)) == [0, 0, 1, 1, 2, 2]
+
+
+def test_stopped_child_does_not_stop_the_other_one():
+    stopped = []
+
+    class Noting:
+        def __call__(self, item):
+            return item
+
+        def stop(self):
+            stopped.append(1)
+
+    a, b = LocalIterator(range(4)).for_each(Noting()).duplicate(2)
+    assert (next(a), next(b)) == (0, 0)
+    a.stop()
+    assert list(b) == [1, 2, 3]
+    assert not stopped
+    b.stop()
+    assert stopped == [1]
+
+
+def test_branch_that_ends_early_leaves_children_that_others_read():
+    class FirstTwo(Stage):
+        def pull(self, block):
+            if self.items == 2:
+                raise StopIteration
+            item = self._pull_up(block)
+            self.items += item is not NOT_READY
+            return item
+
+    a, b = LocalIterator(range(5)).duplicate(2)
+    c, d = a.duplicate(2)
+    plan = LocalIterator(FirstTwo(c.stage)).union(d, b, deterministic=True)
+    assert sorted(plan) == sorted([0, 1, *range(5), *range(5)])

@@ -17,6 +17,7 @@ from flowrl.iter import (
     from_actors,
     from_items,
     from_iterators,
+    from_range,
     ray_runtime,
 )
 from flowrl.iter.recovery import is_death
@@ -424,3 +425,29 @@ def test_exceptions_that_cannot_be_pickled_keep_their_class(ray_session, in_proc
     with pytest.raises(LockError, match="locked") as locked:
         from_items([0], num_shards=1, in_process=in_process).for_each(fail).gather_sync().take(1)
     assert locked.value.number == 3
+
+
+def test_generator_that_always_raises_cannot_be_skipped():
+    """Skip would repeat it for ever."""
+
+    def fails():
+        yield 1
+        raise ValueError("damaged")
+
+    plan = from_iterators([fails, [5, 6]], in_process=True).gather_sync(on_error=Skip())
+    assert plan.take(2) == [1, 5]
+    with pytest.raises(ValueError, match="damaged"):
+        plan.take(3)
+
+
+def test_statistics_that_raise_on_a_shard_lose_no_items(monkeypatch):
+    class Counts:
+        def __call__(self, item):
+            return item
+
+        def extra_stats(self):
+            return {"rate": 1 / 0}
+
+    monkeypatch.setattr("flowrl.iter.shard_stream.STATS_INTERVAL_S", 0.0)
+    plan = from_range(6, 1, in_process=True).for_each(Counts()).gather_sync()
+    assert list(plan) == list(range(6))

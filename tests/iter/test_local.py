@@ -1,5 +1,6 @@
 """LocalIterator: running, metrics context, one consumer per stream, explain and stats."""
 
+import dataclasses
 import json
 import threading
 import time
@@ -317,3 +318,59 @@ def test_map_names_for_each():
             it.map(str)
         with pytest.raises(AttributeError, match=r"has no attribute 'size'$"):
             it.size  # noqa: B018
+
+
+@pytest.mark.parametrize("item", ["text", {"obs": [1]}])
+def test_flatten_takes_lists(item):
+    with pytest.raises(TypeError, match=r"flatten\(\) takes lists"):
+        next(stream(item).flatten())
+    assert list(stream([1, 2], (3,)).flatten()) == [1, 2, 3]
+
+
+def test_class_as_a_function_is_called_without_its_methods():
+    class Noted:
+        def __init__(self, item):
+            self.item = item
+
+        def stop(self):
+            raise AssertionError
+
+        state_dict = extra_stats = stop
+
+    it = stream(1, 2).for_each(Noted)
+    assert next(it).item == 1
+    assert it.stats()
+    it.state_dict()
+    it.stop()
+
+
+def test_item_that_a_tap_loses_is_reported():
+    def fails(item):
+        raise ValueError("no")
+
+    it, lost = stream(1, 2).tap("t", fails), []
+    it.metrics.on_lost.append(lost.append)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no"):
+            next(it)
+    assert lost == [1, 2]
+
+
+def test_error_that_is_a_frozen_dataclass_keeps_its_type():
+    @dataclasses.dataclass(frozen=True)
+    class FrozenError(Exception):
+        reason: str
+
+    def fails(item):
+        raise FrozenError("full")
+
+    with pytest.raises(FrozenError) as caught:
+        next(stream(1).for_each(fails))
+    assert "chained at" in caught.value.__notes__[0]
+
+
+def test_transform_waits_while_its_branches_progress():
+    """The stage before it returns items only after several pulls."""
+    a, b = stream(*range(4)).duplicate(2)
+    joined = a.batch(2).union(b.batch(4), deterministic=True)
+    assert list(joined.transform(iter)) == [[0, 1], [2, 3], [0, 1, 2, 3]]

@@ -557,3 +557,24 @@ def test_failed_task_is_retried_as_a_task(ray_session):
     for _ in range(2):
         with pytest.raises(TypeError):
             next(unpicklable)
+
+
+def test_item_that_cannot_be_serialized_fails_like_other_items(ray_session):
+    items = [1, threading.Lock(), 3]
+    skipping = LocalIterator(items).for_each(str, max_concurrency=2, on_error=Skip())
+    assert sorted(skipping) == ["1", "3"]
+    raising = LocalIterator(items).for_each(str, max_concurrency=2)
+    with pytest.raises(TypeError) as caught:
+        raising.take(3)
+    assert "chained at" in "".join(caught.value.__notes__)
+    with pytest.raises(ValueError, match="resources cannot contain max_retries"):
+        LocalIterator(items).for_each(str, resources={"max_retries": 2})
+
+
+def test_stop_lets_the_tasks_of_other_plans_run(ray_session):
+    other = LocalIterator(range(40)).for_each(str, max_concurrency=4)
+    for _ in range(5):
+        stopped = LocalIterator(range(20)).for_each(str, max_concurrency=4)
+        stopped.take(1)
+        stopped.stop()
+        assert len(other.take(4)) == 4

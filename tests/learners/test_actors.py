@@ -33,7 +33,7 @@ from flowrl.ops import (
     TrainTFMultiGPU,
     UpdateTargetNetwork,
 )
-from flowrl.policies import PolicySpec
+from flowrl.policies import Policy, PolicySpec
 from flowrl.policies.returns import discounted_returns
 from flowrl.sampling import DefaultCallbacks
 
@@ -624,3 +624,28 @@ def test_unsupported_decentralized_settings_are_rejected():
         with pytest.raises(ValueError, match="num_sgd_iter must be an int of at least 1"):
             TrainOnWorkers(algorithm.workers, num_sgd_iter=0)
     assert DDPPO.config_class is DDPPOConfig
+
+
+class Scripted(Policy):
+    """Has no network, so it cannot learn in several processes."""
+
+    def compute_actions(self, obs_batch, explore=True):
+        return np.zeros(len(obs_batch), np.int64), [], {}
+
+
+def test_scripted_opponent_does_not_keep_others_from_learning_on_actors():
+    policies = {"learns": PolicySpec(), "scripted": PolicySpec(Scripted)}
+    settings = {
+        "env": make_multi_agent("CartPole-v1"),
+        "env_config": {"num_agents": 2},
+        "policies": policies,
+        "policy_mapping_fn": lambda agent_id, **kwargs: sorted(policies)[agent_id % 2],
+    }
+    with make_config(A2CConfig, rollout_fragment_length=8, **settings).build() as algorithm:
+        workers = algorithm.workers
+        step = MultiGPUTrainOneStep(workers, num_learners=1, policies=["learns"])
+        _, info = next(ParallelRollouts(workers).for_each(step))
+        step.stop()
+    assert set(info) == {"learns"}
+    with ddppo_config(**settings, policies_to_train=["learns"]).build() as algorithm:
+        assert set(algorithm.train()["learners"]) == {"learns"}

@@ -353,3 +353,20 @@ def test_missing_column_is_raised_in_the_plan():
         learner.inqueue.put(SampleBatch(obs=np.zeros((4, 4), np.float32)))
         with Dequeue(learner) as plan, pytest.raises(KeyError, match="advantages"):
             next(plan)
+
+
+def test_workers_get_the_weights_of_operators_beside_the_thread():
+    """The thread publishes copies, which another operator of the plan must renew."""
+    with a2c_config().build() as algorithm:
+        workers = algorithm.workers
+        batches = sample_batches(algorithm, 3)
+        learner = LearnerThread(workers)
+        feed = LocalIterator(batches[:1]).for_each(Enqueue(learner))
+        plan = Concurrently([feed, Dequeue(learner)], mode="async", output_indexes=[1])
+        plan.take(1)
+        LocalIterator(batches[1:]).for_each(TrainOneStep(workers)).take(2)
+        payload = workers.weight_sync.payload_for(0, None, None)
+        for name, weight in weights(algorithm).items():
+            np.testing.assert_array_equal(payload[0]["default_policy"][name], weight)
+        assert payload[1] == {"default_policy": workers.local_worker().policy.version}
+        plan.stop()

@@ -151,3 +151,8 @@ def test_error_of_an_operator_has_its_item():
     with pytest.raises(OwnError) as raised:
         LocalIterator([1]).for_each(fail_with_own).take(1)
     assert raised.value.item == "own"
+
+
+def test_summary_of_an_item_with_its_sources_shows_the_batch():
+    batch = SampleBatch(obs=np.zeros((3, 2), np.float32), rewards=np.ones(3, np.float32))
+    assert summary(((Source(0),), batch)).startswith(summary(batch))

@@ -9,8 +9,8 @@ from flowrl.cli.main import main
 from flowrl.data import SampleBatch
 from flowrl.data.checkpoint import CheckpointError
 from flowrl.iter import LocalIterator, from_items
-from flowrl.offline.parquet import parquet_files, read_parquet
-from flowrl.ops import ParallelRollouts, WriteParquet
+from flowrl.offline.parquet import OfflineDataError, parquet_files, read_parquet, write_parquet
+from flowrl.ops import ParallelRollouts, ReadParquet, WriteParquet
 from flowrl.ops.offline import ReadStage
 from tests.extras import require_extra
 
@@ -175,3 +175,30 @@ def test_each_pass_reads_every_row_once_although_a_read_fails(seed, restored):
     expected = [0, 1, 2, 10, 11, 12, 20, 21, 22]
     assert failures == 1
     assert sorted(rows[:9]) == sorted(rows[9:18]) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"rewards": np.zeros((8, 1), np.float32)},
+            "the column 'rewards' must have the shape (8,)",
+        ),
+        ({"terminateds": np.zeros((8, 1), bool)}, "the column 'terminateds' must have the shape"),
+        ({"new_obs": np.zeros((8, 3), np.float32)}, "new_obs"),
+    ],
+)
+def test_columns_with_other_shapes_are_named(tmp_path, changes, message):
+    columns = {
+        "obs": np.zeros((8, 4), np.float32),
+        "actions": np.zeros(8, np.int64),
+        **changes,
+    }
+    write_parquet(tmp_path / "a.parquet", SampleBatch(columns))
+    with (
+        A2CConfig(env="CartPole-v1").build() as algorithm,
+        pytest.raises(OfflineDataError) as caught,
+    ):
+        ReadParquet(algorithm.workers, tmp_path, 4).take(1)
+    assert "a.parquet" in str(caught.value)
+    assert message in str(caught.value)

@@ -20,7 +20,9 @@ from flowrl.iter import (
 from flowrl.iter.metrics import MetricsContext
 from flowrl.ops import (
     AggregateBatches,
+    BatchRef,
     ConcatBatches,
+    Concurrently,
     CountRollouts,
     MixInReplay,
     ParallelRollouts,
@@ -415,3 +417,74 @@ def test_counters_that_cannot_be_saved_are_rejected(name, value, message):
     error = pytest.raises((TypeError, ValueError), match=re.escape(message))
     with config.build(plan=plan) as algorithm, error:
         algorithm.train()
+
+
+def test_select_experiences_selects_rows_that_are_in_the_object_store(ray_session):
+    batch = MultiAgentBatch({"a": rows(2), "b": rows(3)}, 3)
+    ref = SelectExperiences(["b"])(BatchRef([ray_session.put(batch), batch], 6, {"a": 4, "b": 6}))
+    assert (ref.env_steps(), ref.steps_by_policy()) == (6, {"b": 6})
+    assert {pid: part.count for pid, part in ref.get().policy_batches.items()} == {"b": 6}
+    with pytest.raises(TypeError, match="SelectExperiences takes batches, got tuple"):
+        SelectExperiences(["b"])((batch, {}))
+
+
+def test_rollouts_of_another_plan_do_not_turn_schedules_back(workers):
+    workers.global_vars["timestep"] = 1000
+    next(ParallelRollouts(workers))
+    assert workers.global_vars["timestep"] == 1000
+
+
+def test_values_that_operators_set_are_in_the_results():
+    config = A2CConfig(env="CartPole-v1", train_batch_size=8, seed=0)
+
+    def note(item):
+        _get_shared_metrics().info["my_values"] = [1, 2]
+        return item
+
+    with config.build() as algorithm:
+        workers = algorithm.workers
+        trained = ParallelRollouts(workers).for_each(TrainOneStep(workers)).for_each(note)
+        result = next(StandardMetricsReporting(trained, workers, algorithm.config))
+    assert result["info"]["my_values"] == [1, 2]
+    assert "default_policy" in result["info"]["learner"]
+
+
+def test_training_operators_are_numbered_in_the_order_of_the_plan():
+    """Also if the second one is the first to train, as in a restored plan."""
+    with A2CConfig(env="CartPole-v1", train_batch_size=8, seed=0).build() as algorithm:
+        workers = algorithm.workers
+        first, second = TrainOneStep(workers), TrainOneStep(workers)
+        a, b = ParallelRollouts(workers).duplicate(2)
+        plan = Concurrently([a.for_each(first), b.for_each(second)], output_indexes=[0, 1])
+        plan.start()
+        metrics = PlanMetrics.of(plan.metrics)
+        with metrics_scope(plan.metrics):
+            second(next(ParallelRollouts(workers)))
+        assert list(metrics.trainers) == ["TrainOneStep#2"]
+        plan.take(2)
+        assert metrics.trainers["TrainOneStep#2"].num_env_steps_trained == 16
+        assert metrics.trainers["TrainOneStep"].num_env_steps_trained == 8
+
+
+@pytest.mark.parametrize("gather", ["gather_sync", "batch_across_shards"])
+def test_fragments_that_were_received_but_not_returned_are_restored(ray_session, gather):
+    """The workers have sampled them, so a resumed plan would lack them."""
+    config = A2CConfig(env="CartPole-v1", num_workers=2, rollout_fragment_length=4, seed=0)
+
+    def plan_of(algorithm):
+        shards = ParallelRollouts(algorithm.workers, mode="raw")
+        fragments = getattr(shards, gather)().zip_with_source()
+        if gather == "batch_across_shards":
+            return fragments.for_each(CountRollouts(algorithm.workers))
+        return fragments.for_each(CountRollouts(algorithm.workers))
+
+    with config.build() as algorithm, config.build() as other:
+        plan, expected = plan_of(algorithm), plan_of(other)
+        plan.take(1), expected.take(1)
+        state = algorithm.workers.state_dict(), plan.state_dict()
+        with config.build() as resumed:
+            restored = plan_of(resumed)
+            restored.load_state_dict(state[1])
+            resumed.workers.load_state_dict(state[0])
+            for batch, same in zip(restored.take(4), expected.take(4), strict=True):
+                np.testing.assert_array_equal(batch["obs"], same["obs"])

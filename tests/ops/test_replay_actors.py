@@ -353,3 +353,13 @@ def test_invalid_arguments_are_rejected():
             operator(actors={})
     with pytest.raises(ValueError, match="num_async must be an int of at least 1"):
         Replay(actors=make(), num_async=0)
+
+
+def test_plan_that_only_stores_stops_the_actors(ray_session):
+    actors = make()
+    plan = LocalIterator([rows(4)]).for_each(StoreToReplayBuffer(actors=actors))
+    plan.take(1)
+    handles = list(actors.handles())
+    plan.stop()
+    with pytest.raises(ray_session.exceptions.RayActorError):
+        ray_session.get([handle.state_dict.remote() for handle in handles], timeout=30)

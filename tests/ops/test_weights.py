@@ -112,3 +112,13 @@ def test_invalid_arguments_are_rejected(workers):
         BroadcastUpdateLearnerWeights(workers, 0)
     with pytest.raises(ValueError, match="max_weight_sync_delay must be an int of at least 0"):
         UpdateWorkerWeights(workers, -1)
+
+
+def test_workers_keep_their_weights_until_the_first_broadcast(workers):
+    broadcast = BroadcastUpdateLearnerWeights(workers, broadcast_interval=3)
+    sent = []
+    for _ in range(6):
+        workers.local_worker().policy.version += 1
+        broadcast(Batch(0))
+        sent.append(any(name for name in (workers.weights_for(0) or ({},))[0]))
+    assert sent == [False, False, True, False, False, True]

@@ -18,6 +18,7 @@ from flowrl.algorithms.sac import SACTorchPolicy
 from flowrl.data import SampleBatch
 from flowrl.policies import ConfigError, ModelV2, Policy, ViewRequirement
 from flowrl.policies.export import example_inputs, leaf_names
+from flowrl.policies.filters import ObservationFilter
 from tests.extras import require_extra
 
 ROOT = Path(__file__).parents[2]
@@ -270,3 +271,70 @@ def test_observations_with_a_start_are_exported(tmp_path):
     example = optree.tree_map(np.asarray, example_inputs(policy, 1)["obs"])
     assert space.contains(optree.tree_map(lambda leaf: leaf[0], example))
     assert policy.export(tmp_path / "policy.onnx", format="onnx").is_file()
+
+
+class HistoryModel(LastObsModel):
+    """Sees three earlier observations in a view with another name."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.view_requirements["last_obs"] = ViewRequirement("obs", self.obs_space, shift=-1)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int64])
+def test_large_observations_keep_their_digits(tmp_path, dtype):
+    """Such as times in seconds: float32 has steps of 128 there."""
+    space = spaces.Box(0, 2_000_000_000, (2,), dtype)
+    policy = PPOTorchPolicy(
+        space, spaces.Box(-1, 1, (1,)), {"normalize_observations": True, "seed": 1}
+    )
+    observations = (1_700_000_000 + np.arange(60).reshape(-1, 1) * np.ones(2)).astype(dtype)
+    policy.observation_filter.merge_stats(stats_of(observations))
+    program = torch.export.load(policy.export(tmp_path / "p.pt2")).module()
+    expected = [policy.predict(row, deterministic=True)[0] for row in observations[:5]]
+    actions = program({"obs": torch.from_numpy(observations[:5])})["actions"]
+    np.testing.assert_allclose(actions.numpy(), expected, atol=1e-5)
+
+
+def stats_of(observations):
+    filter_ = ObservationFilter(observations.shape[1:])
+    filter_.new_stats.update(observations)
+    return filter_.take_new_stats()
+
+
+def test_all_views_of_observations_are_normalized(tmp_path):
+    policy = PPOTorchPolicy(
+        BOX,
+        spaces.Discrete(3),
+        {"normalize_observations": True, "model": {"custom_model": HistoryModel}, "seed": 1},
+    )
+    policy.observation_filter.merge_stats(stats_of(np.linspace(0, 8, 40).reshape(10, 4)))
+    program = torch.export.load(policy.export(tmp_path / "p.pt2")).module()
+    views = {
+        "obs": torch.full((1, 4), 3.0),
+        "last_obs": torch.full((1, 4), 5.0),
+    }
+    outputs = {
+        name: torch.from_numpy(policy.observation_filter(value.numpy()))
+        for name, value in views.items()
+    }
+    with torch.no_grad():
+        logits, _ = policy.model(outputs, [], None)
+    assert program(views)["actions"].tolist() == logits.argmax(1).tolist()
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Discrete(3, dtype=np.int32),
+        spaces.MultiDiscrete([2, 3], dtype=np.int32),
+        spaces.MultiDiscrete([2, 3], dtype=np.int32, start=[1, 0]),
+    ],
+)
+def test_actions_have_the_dtype_of_the_space(tmp_path, space):
+    policy = PPOTorchPolicy(BOX, space, {"seed": 1})
+    assert space.contains(policy.predict(np.zeros(4, np.float32))[0])
+    actions, _, _ = policy.compute_actions(np.zeros((2, 4), np.float32))
+    assert policy.actions_for_env(actions).dtype == np.int32
+    program = torch.export.load(policy.export(tmp_path / "p.pt2")).module()
+    assert program({"obs": torch.zeros(1, 4)})["actions"].dtype == torch.int32

@@ -7,9 +7,11 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
+from flowrl.algorithms.a2c import A2C, A2CTorchPolicy
 from flowrl.algorithms.ppo import PPOTorchPolicy
 from flowrl.data import SampleBatch
 from flowrl.policies import ConfigError, ModelConfig, ModelV2, ViewRequirement, register_model
+from flowrl.policies.distributions import Categorical
 from flowrl.policies.models.attention import AttentionNetwork
 from flowrl.policies.models.base import device_of
 from flowrl.policies.models.encoders import ImageEncoder
@@ -328,3 +330,60 @@ def test_weights_include_batch_norm_statistics():
         original.model.compute_outputs({"obs": obs})[0],
         restored.model.compute_outputs({"obs": obs})[0],
     )
+
+
+def test_actions_masked_with_infinity_have_finite_entropy_and_divergence():
+    logits = torch.tensor([[-torch.inf, 1.0, 2.0]], requires_grad=True)
+    first, second = Categorical(logits), Categorical(logits + 0.0)
+    p = torch.softmax(torch.tensor([1.0, 2.0]), 0)
+    assert first.entropy().item() == pytest.approx(float(-(p * p.log()).sum()))
+    assert first.kl(second).item() == 0.0
+    (first.entropy() + first.logp(torch.tensor([2]))).sum().backward()
+    assert torch.isfinite(logits.grad[0, 1:]).all()
+
+
+class Caching(torch.nn.Module):
+    """Keeps a tensor of its first forward pass, which is one without gradients."""
+
+    def __init__(self, obs_space, action_space, num_outputs):
+        super().__init__()
+        self.layer, self.scale = torch.nn.Linear(obs_space.shape[0], num_outputs + 1), None
+
+    def forward(self, obs):
+        if self.scale is None:
+            self.scale = torch.ones(1)
+        outputs = self.layer(obs) * self.scale
+        return outputs[:, :-1], outputs[:, -1]
+
+
+def test_network_may_keep_tensors_of_its_first_pass():
+    with A2C("CartPole-v1", train_batch_size=8, model={"custom_model": Caching}) as algorithm:
+        algorithm.train()
+
+
+class OwnNetwork(FullyConnectedNetwork):
+    """A user's subclass, which the catalog creates without a generator."""
+
+
+def test_subclass_of_a_shipped_network_follows_the_seed():
+    first, second, other = (
+        A2CTorchPolicy(
+            BOX, TWO, {"model": {"custom_model": OwnNetwork}, "seed": seed}
+        ).get_weights()
+        for seed in (7, 7, 8)
+    )
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+    assert not all(np.array_equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.parametrize("space", [TWO, spaces.Tuple((spaces.Box(-1, 1, (2,)),))])
+def test_initial_log_std_without_a_parameter_is_rejected(space):
+    with pytest.raises(ConfigError, match="initial_log_std: this network has no parameters"):
+        A2CTorchPolicy(BOX, space, {"model": {"initial_log_std": -1.0}})
+
+
+@pytest.mark.parametrize("space", [spaces.Text(4), spaces.Sequence(spaces.Discrete(2))])
+def test_spaces_without_arrays_are_rejected_also_for_custom_models(space):
+    for model in ({}, {"custom_model": Caching}):
+        with pytest.raises(ConfigError, match="no model for the space"):
+            A2CTorchPolicy(space, TWO, {"model": model})

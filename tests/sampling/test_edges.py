@@ -1,5 +1,7 @@
 """Regression tests of edge cases of sampling."""
 
+from typing import ClassVar
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -732,4 +734,22 @@ def test_observation_that_an_agents_policy_cannot_read_names_the_agent():
 
     worker = RolloutWorker(lambda: Rooms(), PPOTorchPolicy, {})
     with pytest.raises(InvalidStepError, match="sub-environment 0 returned for agent 'b'"):
+        worker.sample()
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (3,), None], ids=["broadcast", "missing axis", "lists"])
+def test_observations_of_vector_environments_have_the_shape_of_the_space(shape):
+    class Wrong(gym.vector.VectorEnv):
+        metadata: ClassVar = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
+        num_envs = 4
+        single_observation_space = gym.spaces.Box(-1, 1, (3,))
+        single_action_space = gym.spaces.Discrete(2)
+        observation_space = gym.spaces.Box(-1, 1, (4, 3))
+        action_space = gym.spaces.MultiDiscrete([2] * 4)
+
+        def reset(self, *, seed=None, options=None):
+            return ([[0.0] * 3] * 4 if shape is None else np.zeros(shape, np.float32)), {}
+
+    worker = RolloutWorker(lambda context: Wrong(), ObservedValue, {})
+    with pytest.raises(ConfigError, match=r"expected an array of shape \(4, 3\)"):
         worker.sample()

@@ -18,7 +18,9 @@ from flowrl.algorithms.simple_q import SimpleQConfig
 from flowrl.cli.flags import settings_from_flags
 from flowrl.cli.help import format_help
 from flowrl.policies import ConfigError, PolicySpec
+from flowrl.policies.code_references import CodeResolver
 from flowrl.policies.config import ExplorationConfig, ModelConfig
+from flowrl.policies.json_codec import decode, encode
 from flowrl.setting_aliases import SETTING_ALIASES
 from flowrl.settings import Settings, setting
 from flowrl.trainer.config import AlgorithmConfig
@@ -479,3 +481,15 @@ def test_restore_needs_an_env_that_the_checkpoint_cannot_hold(tmp_path, caplog):
         PPO.from_checkpoint(tmp_path / "c", config=[1])
     with pytest.raises(ConfigError, match="needs a DQNConfig, got a PPOConfig"):
         DQN(PPOConfig(env=CARTPOLE, clip_param=0.1))
+
+
+def test_settings_keep_tuples_and_keys_that_are_not_text():
+    value = {"table": {0: 1.0, (1, 2): "x"}, "shape": (3, 4)}
+    assert decode(json.loads(json.dumps(encode(value))), CodeResolver(False)) == value
+
+
+def test_folders_are_absolute_in_an_algorithm(tmp_path, monkeypatch):
+    """A run may be continued in another folder."""
+    monkeypatch.chdir(tmp_path)
+    config = A2CConfig(env="CartPole-v1", output="rows").completed()
+    assert config.output == str(tmp_path / "rows")

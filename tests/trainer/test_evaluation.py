@@ -11,7 +11,7 @@ from flowrl.algorithms.a2c import A2C, A2CConfig
 from flowrl.algorithms.td3 import TD3
 from flowrl.data.checkpoint import CheckpointError, list_checkpoints
 from flowrl.policies import ConfigError
-from flowrl.trainer.evaluation import EvaluationWorkers
+from flowrl.trainer.evaluation import EvaluationWorkers, evaluation_settings
 from flowrl.trainer.runs.saved_run import best_checkpoint
 from tests.extras import require_extra
 
@@ -375,3 +375,34 @@ def test_each_evaluated_policy_is_saved_if_evaluations_are_the_score(tmp_path):
     checkpoints = list_checkpoints(tmp_path / "run")
     assert [path.name for path in checkpoints] == ["000003", "000006", "000008"]
     assert best_checkpoint(checkpoints, "max").name in ("000003", "000006")
+
+
+def make_vector(context):
+    """A creator of four environments together, whose number cannot be chosen."""
+    make = lambda: gym.make("CartPole-v1")  # noqa: E731
+    return gym.vector.SyncVectorEnv([make] * 4)
+
+
+def test_vector_of_environments_is_evaluated_with_its_own_number():
+    with a2c_config(env=make_vector).build() as algorithm:
+        assert algorithm.evaluate(episodes=5, num_envs=3)["episodes"] == 5
+        assert algorithm.evaluate(episodes=2)["episodes"] == 2
+
+
+def test_evaluation_settings_have_one_environment_unless_they_name_a_number():
+    config = a2c_config(num_envs_per_worker=8)
+    assert evaluation_settings(config).num_envs_per_worker == 1
+    config = a2c_config(num_envs_per_worker=8, evaluation_config={"num_envs_per_worker": 3})
+    assert evaluation_settings(config).num_envs_per_worker == 3
+
+
+def test_requested_evaluations_keep_the_videos_of_the_training(tmp_path):
+    require_extra("video")
+    settings = {"evaluation_interval": 1, "evaluation_duration": 1}
+    config = a2c_config(evaluation_video_dir=str(tmp_path / "videos"), **settings)
+    with config.build() as algorithm:
+        algorithm.train()
+        before = {path: path.read_bytes() for path in (tmp_path / "videos").iterdir()}
+        algorithm.evaluate(episodes=2, explore=True)
+        assert before
+        assert before == {p: p.read_bytes() for p in (tmp_path / "videos").iterdir()}

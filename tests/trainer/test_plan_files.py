@@ -177,3 +177,50 @@ def execution_plan(workers, config):
     assert "does not contain the settings ['env']" in caplog.text
     with Algorithm.from_checkpoint("saved", trust=True) as algorithm:
         assert algorithm.train()["timesteps_total"] == 32
+
+
+OWN_LOSS = """
+import torch
+from flowrl.algorithms.a2c import A2C, A2CConfig, A2CTorchPolicy
+from flowrl.ops import ParallelRollouts, StandardMetricsReporting, TrainOneStep
+
+
+class MyPolicy(A2CTorchPolicy):
+    def loss(self, batch):
+        self.stats["mine"] = 1.0
+        return super().loss(batch)
+
+
+class MyAlgorithm(A2C):
+    policy_class = MyPolicy
+
+
+config = A2CConfig(env="CartPole-v1", train_batch_size=32)
+"""
+
+FUNCTION = """
+
+def execution_plan(workers, config):
+    train_op = ParallelRollouts(workers).for_each(TrainOneStep(workers))
+    return StandardMetricsReporting(train_op, workers, config)
+"""
+
+
+@pytest.mark.parametrize("text", [OWN_LOSS, OWN_LOSS + FUNCTION], ids=["shipped plan", "own plan"])
+def test_algorithm_of_a_plan_file_trains_with_its_own_loss(tmp_path, text):
+    (tmp_path / "mine.py").write_text(text)
+    with Algorithm.from_plan(tmp_path / "mine.py") as algorithm:
+        assert type(algorithm).__name__ == "MyAlgorithm"
+        result = algorithm.train()
+        assert result["learners"]["default_policy"]["mine"] == 1.0
+        algorithm.save(tmp_path / "c")
+    with Algorithm.from_checkpoint(tmp_path / "c", trust=True) as resumed:
+        assert resumed.train()["learners"]["default_policy"]["mine"] == 1.0
+
+
+def test_file_with_two_plans_is_rejected(tmp_path):
+    method = FUNCTION.replace("\n", "\n    ").replace("def ", "@staticmethod\n    def ", 1)
+    text = OWN_LOSS.replace("policy_class = MyPolicy\n", f"policy_class = MyPolicy\n{method}\n")
+    (tmp_path / "two.py").write_text(text + FUNCTION)
+    with pytest.raises(ConfigError, match="defines two plans, the function execution_plan and My"):
+        load_plan(str(tmp_path / "two.py"))

@@ -10,7 +10,7 @@ from flowrl import PPO
 from flowrl.settings import ConfigError
 from flowrl.trainer.runs.activity_log import ActivityLog
 from flowrl.web.html_report import report_html
-from flowrl.web.run_data import MAX_POINTS, RunData
+from flowrl.web.run_data import MAX_POINTS, RunData, _shown
 from tests.cli.test_plot import write_run
 from tests.monitoring.fakes import SMALL, activity, stage, worker
 
@@ -165,3 +165,9 @@ def cli_main(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     return lambda *arguments: main(arguments)
+
+
+def test_infinite_settings_are_texts():
+    config = {"env_config": {"limit": float("inf"), "low": [-1.0, float("nan")]}}
+    shown = {"env_config": {"limit": "inf", "low": [-1.0, "nan"]}}
+    assert _shown(config) == shown

@@ -143,11 +143,8 @@ class ActorCritic(ModelV2):
     # -- without gradients -------------------------------------------------------------------------
 
     def outputs_numpy(self, obs: Any) -> np.ndarray:
-        """Return the actor's outputs [B, num_outputs] of observations, arrays [B, …], which may be
-        terminal."""
-        if isinstance(self.actor, MaskedModel):
-            return self.actor.compute_outputs_unchecked({"obs": obs})[0]
-        return self.compute_outputs({"obs": obs})[0]
+        """Return the actor's outputs [B, num_outputs] of observations, arrays [B, …]."""
+        return _outputs(self.actor, obs)
 
     def q_values_numpy(self, obs: Any, actions: np.ndarray | None = None) -> np.ndarray:
         """Return `q_values` of arrays, without gradients."""
@@ -158,12 +155,17 @@ class ActorCritic(ModelV2):
             inputs = np.concatenate(features, 1, dtype=np.float32)
         elif self._takes_actions:
             inputs = (obs, actions)
-        q = np.stack(
-            [
-                critic.outputs_numpy(inputs)
-                if uses_numpy(critic)
-                else critic.compute_outputs({"obs": inputs})[0]
-                for critic in self._critic_list
-            ]
-        )
+        q = np.stack([_outputs(critic, inputs) for critic in self._critic_list])
         return q[..., 0] if self._takes_actions else q
+
+
+def _outputs(network: Any, obs: Any) -> np.ndarray:
+    """Return a network's outputs of observations, which may be terminal."""
+    outputs: np.ndarray
+    if uses_numpy(network):
+        outputs = network.outputs_numpy(obs)
+    elif isinstance(network, MaskedModel):
+        outputs = network.compute_outputs_unchecked({"obs": obs})[0]
+    else:
+        outputs = network.compute_outputs({"obs": obs})[0]
+    return outputs
