@@ -54,7 +54,7 @@ def replay(run_dir, capsys, *flags):
 
 @pytest.mark.parametrize(
     "plan",
-    ["impala"] + [pytest.param(p, marks=pytest.mark.slow) for p in PLANS if p != "impala"],
+    [pytest.param(p, marks=pytest.mark.slow) for p in PLANS],
 )
 def test_a_replay_has_the_results_and_weights_of_the_run(tmp_path, capsys, plan):
     run_dir = train(tmp_path, plan)

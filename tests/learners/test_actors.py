@@ -418,6 +418,7 @@ def test_workers_with_uneven_fragments_make_equally_many_updates():
         assert result["num_env_steps_trained"] == result["num_env_steps_sampled"]
 
 
+@pytest.mark.slow
 def test_workers_without_rows_of_a_policy_take_part_in_its_updates():
     def policy_of(agent_id, episode=None, worker=None, **kwargs):
         return "a" if worker.worker_index == 1 else ("b", "c")[agent_id % 2]
@@ -633,6 +634,7 @@ class Scripted(Policy):
         return np.zeros(len(obs_batch), np.int64), [], {}
 
 
+@pytest.mark.slow
 def test_scripted_opponent_does_not_keep_others_from_learning_on_actors():
     policies = {"learns": PolicySpec(), "scripted": PolicySpec(Scripted)}
     settings = {

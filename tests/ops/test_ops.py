@@ -428,10 +428,12 @@ def test_select_experiences_selects_rows_that_are_in_the_object_store(ray_sessio
         SelectExperiences(["b"])((batch, {}))
 
 
-def test_rollouts_of_another_plan_do_not_turn_schedules_back(workers):
+def test_rollouts_of_another_plan_do_not_turn_schedules_back():
+    workers = WorkerSet(lambda context: CountEnv(), ObservedValue, {"rollout_fragment_length": 4})
     workers.global_vars["timestep"] = 1000
     next(ParallelRollouts(workers))
     assert workers.global_vars["timestep"] == 1000
+    workers.stop()
 
 
 def test_values_that_operators_set_are_in_the_results():
@@ -466,6 +468,7 @@ def test_training_operators_are_numbered_in_the_order_of_the_plan():
         assert metrics.trainers["TrainOneStep"].num_env_steps_trained == 8
 
 
+@pytest.mark.slow
 def test_fragments_that_were_received_but_not_returned_are_restored(ray_session):
     """The workers have sampled them, so a resumed plan would lack them."""
     config = A2CConfig(
