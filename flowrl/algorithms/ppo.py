@@ -117,7 +117,7 @@ class PPOTorchPolicy(OnPolicyPolicy):
         size = self.config.microbatch_size
         is_split = 0 < size < batch.count
         parts = self.learner.microbatches(batch, size) if is_split else [batch]
-        with torch.inference_mode():
+        with torch.inference_mode(self.model.allows_inference_mode), torch.no_grad():
             by_part = [self._describe_rows(self.tensors(part)) for part in parts]
             kl, entropy, targets, residuals = map(torch.cat, zip(*by_part, strict=True))
             variance = float(targets.var(correction=0))

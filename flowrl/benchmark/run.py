@@ -6,6 +6,7 @@ python -m flowrl.benchmark.run LIBRARY TABLES.yaml NAME SEED RUN_DIR RESULT.json
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import math
 import platform
@@ -61,18 +62,21 @@ def train_flowrl(row: BenchmarkRow, seed: int, run_dir: Path) -> Outcome:
         SystemExit: Ctrl-C or SIGTERM; the training has saved a checkpoint.
     """
     command = [sys.executable, "-m", "flowrl"]
-    checksum = run_dir.with_name(f"{run_dir.name}.settings")
+    checksum = row.checksum()
+    if row.plan.endswith(".py"):
+        checksum += hashlib.sha256(Path(row.plan).read_bytes()).hexdigest()
+    file = run_dir.with_name(f"{run_dir.name}.settings")
     if list_checkpoints(run_dir):
-        if checksum.exists() and checksum.read_text() != row.checksum():
+        if file.exists() and file.read_text() != checksum:
             raise ConfigError(
                 f"benchmark: {run_dir} is of a training with other settings: remove it to train "
                 "again, or choose another folder (--runs)"
             )
         command += ["resume", str(run_dir), "--trust"]
     else:
-        checksum.write_text(row.checksum())
         command += ["train", row.plan, "--env", row.env, "--seed", str(seed)]
         command += ["--stop-timesteps", str(row.env_steps), "--run-dir", str(run_dir)]
+    file.write_text(checksum)
     started = time.perf_counter()
     run_training([*command, "--display", "none"])
     seconds = time.perf_counter() - started

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,10 +10,11 @@ from flowrl.cli.arguments import import_from_current_folder
 from flowrl.cli.run_settings import absolute_plan
 from flowrl.data.checkpoint import CheckpointError, read_manifest, resolve_checkpoint, run_dir_of
 from flowrl.policies.code_references import UntrustedCodeError, code_path
-from flowrl.setting_values import equal
+from flowrl.setting_values import equal_code
 from flowrl.settings import ConfigError
+from flowrl.trainer.config import AlgorithmConfig, absolute_folders
+from flowrl.trainer.plan_files import algorithm_in, load_plan
 from flowrl.trainer.plan_settings import plan_config
-from flowrl.trainer.registry import algorithm_names, algorithm_path
 from flowrl.trainer.runs.saved_run import find_checkpoint, own_code, read_config, read_setup
 
 
@@ -67,11 +69,14 @@ def open_run(
     assert found is not None
     shown = path if run_dir is None else str(run_dir)
     manifest = read_saved_manifest(found)
-    setup = None if run_dir is None else read_setup(run_dir)
-    if setup is not None and setup.get("algorithm") != manifest.get("algorithm"):
+    setup = None
+    if run_dir is not None:
+        with suppress(ConfigError):  # the checkpoint has everything
+            setup = read_setup(run_dir)
+    if setup is not None and setup["algorithm"] != manifest.get("algorithm"):
         raise ConfigError(
             f"{found} was written by {manifest.get('algorithm')}, but the run {shown} is of "
-            f"{setup.get('algorithm')}: use another checkpoint"
+            f"{setup['algorithm']}: use another checkpoint"
         )
     config, algorithm = settings_of(shown, manifest, plan, trust)
     if run_dir is not None:  # a resumed run may have a larger total
@@ -126,6 +131,12 @@ def settings_of(
     if in_program:
         raise ConfigError(_in_program_message(path, in_program))
     changes = {} if plan is None else {"plan": absolute_plan(plan)}
+    saved_plan = str(manifest.get("plan"))
+    if plan is None and saved_plan.endswith(".py") and not Path(saved_plan).exists():
+        raise ConfigError(
+            f"{path}: there is no plan file {saved_plan}; a run directory keeps its text: pass "
+            f"--plan {Path(path) / 'plan.py'}"
+        )
     try:
         algorithm, config = settings_of_manifest(Algorithm, path, manifest, changes, trust)
     except UntrustedCodeError as error:
@@ -135,14 +146,20 @@ def settings_of(
         ) from None
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
-    if plan is not None:
-        own, expected = code_path(algorithm), plan_config(plan, config.env).algorithm
-        if own != expected and {own, expected} <= set(map(algorithm_path, algorithm_names())):
+    if plan is not None and _has_config(plan):
+        defined = algorithm_in(load_plan(plan))
+        expected = code_path(defined) if defined else plan_config(plan, config.env).algorithm
+        name = expected.split(":")[-1]
+        is_class_of_file = name == algorithm.__qualname__  # a renamed file has another module name
+        if not is_class_of_file and expected not in map(code_path, algorithm.__mro__):
             raise ConfigError(
-                f"--plan: {path} is of {algorithm.__name__}, but the plan {plan} is of "
-                f"{expected.split(':')[-1]}"
+                f"--plan: {path} is of {algorithm.__name__}, but the plan {plan} is of {name}"
             )
     return config, algorithm
+
+
+def _has_config(plan: str) -> bool:
+    return isinstance(getattr(load_plan(plan), "config", None), AlgorithmConfig)
 
 
 def _in_program_message(path: str, code: dict[str, str]) -> str:
@@ -172,11 +189,14 @@ def _in_program_message(path: str, code: dict[str, str]) -> str:
 
 def unused_settings_message(run: SavedRun, plan: str) -> str | None:
     """Return which settings of a plan file a run that continues with it does not use, if any."""
+    if not _has_config(plan):
+        return None
     config = plan_config(plan, run.config.env)
+    config = config.updated(**absolute_folders(config))
     differing = {
         name: value
         for name, value in config.chosen().items()
-        if name in run.config and not equal(value, run.config[name])
+        if name in run.config and not equal_code(value, run.config[name])
     }
     if not differing:
         return None

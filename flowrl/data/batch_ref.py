@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from flowrl.data.sample_batch import Batch, MultiAgentBatch, SampleBatch
+from flowrl.data.sample_batch import DEFAULT_POLICY_ID, Batch, MultiAgentBatch, SampleBatch
 from flowrl.iter import ray_health
 
 log = logging.getLogger("flowrl")
@@ -69,11 +69,14 @@ class BatchRef:
 
     def select(self, policy_ids: Iterable[str]) -> BatchRef:
         """Return a reference to the rows of these policies, with the same env steps and sources;
-        Ray tasks select the rows."""
+        Ray tasks select the rows. A batch of a single policy without a name is returned as it
+        is."""
+        if set(self._steps_by_policy) == {DEFAULT_POLICY_ID}:
+            return self
         selected = set(policy_ids)
         steps = {pid: rows for pid, rows in self._steps_by_policy.items() if pid in selected}
         batch = BatchRef((_select(part, selected) for part in self.parts), self.count, steps)
-        batch.sources = self.sources
+        batch.sources, batch.nodes = self.sources, list(self.nodes)
         return batch
 
     @staticmethod

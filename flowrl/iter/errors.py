@@ -83,7 +83,7 @@ def note_origin(error: BaseException, stage: Stage, item: Any) -> None:
         item: None if no item was being processed.
     """
     if not hasattr(error, "_flowrl_stage"):
-        attributes = vars(error)  # a frozen dataclass does not allow to set attributes
+        attributes = vars(error)  # a frozen dataclass does not allow setting attributes
         attributes["_flowrl_stage"] = stage
         attributes["_flowrl_item"] = describe(item) if item is not None else None
         if item is not None and not hasattr(error, "item"):
@@ -124,7 +124,12 @@ def annotate(error: BaseException, root: Stage) -> None:
     path = " › ".join(_path(root, stage) or [stage.name])
     item = getattr(error, "_flowrl_item", None)
     note = f"in the plan at {path}, chained at {stage.line}"
-    vars(error).setdefault("__notes__", []).append(note + (f", on {item}" if item else ""))
+    add_note(error, note + (f", on {item}" if item else ""))
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """Add a note to an error, also to one that is a frozen dataclass."""
+    vars(error).setdefault("__notes__", []).append(text)
 
 
 def without_engine_frames(error: BaseException) -> TracebackType | None:
@@ -158,7 +163,8 @@ def _path(node: Stage, target: Stage) -> list[str] | None:
 
 def strip_origin(error: BaseException) -> None:
     """Remove the recorded origin and item before an error is sent to another process."""
-    if hasattr(error, "_flowrl_has_item"):
-        del error.item  # type: ignore[attr-defined]
-    for name in [name for name in vars(error) if name.startswith("_flowrl")]:
-        delattr(error, name)
+    attributes = vars(error)
+    if "_flowrl_has_item" in attributes:
+        del attributes["item"]
+    for name in [name for name in attributes if name.startswith("_flowrl")]:
+        del attributes[name]

@@ -19,6 +19,7 @@ from flowrl.iter.errors import (
     Retry,
     ShardFailedError,
     Skip,
+    add_note,
     check_on_error,
     is_permanent,
     note_origin,
@@ -228,8 +229,9 @@ class Gather(Stage):
         """Apply the error policy to an exception in the code of a shard."""
         policy = self.on_error
         shard.errors += 1
-        if isinstance(error, Exception) and not is_permanent(error):
-            if isinstance(policy, Skip) and (policy.max is None or self.skipped < policy.max):
+        if isinstance(error, Exception):
+            limit = policy.max if isinstance(policy, Skip) else 0
+            if (limit is None or self.skipped < limit) and not is_permanent(error):
                 self.skipped += 1
                 return []
             if isinstance(policy, Retry) and shard.errors <= policy.times:
@@ -239,9 +241,8 @@ class Gather(Stage):
     def _shard_error(self, error: BaseException, shard: ShardState) -> BaseException:
         error = operator_error(error)
         # keep the notes of the shard's own stream; the path in the plan starts at this stage
-        error._flowrl_stage, error._flowrl_noted = self, False  # type: ignore[attr-defined]
-        error._flowrl_item = None  # type: ignore[attr-defined]
-        error.add_note(f"raised by shard {shard.index} of {self.shards.name}")
+        vars(error).update(_flowrl_stage=self, _flowrl_noted=False, _flowrl_item=None)
+        add_note(error, f"raised by shard {shard.index} of {self.shards.name}")
         return error
 
     def _handle_death(self, shard: ShardState, incarnation: int, error: BaseException) -> None:

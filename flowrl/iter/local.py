@@ -84,6 +84,7 @@ class LocalIterator(Generic[T]):
                 ignored if fn runs as a task.
             max_concurrency: 1 calls fn in this process; other values run it as Ray tasks on copies,
                 at most this many at a time, with results in order of completion; 0 allows 1,000.
+                Tasks that were sent finish after `stop()`, too.
             resources: options of each Ray task (`num_cpus`, `num_gpus`, …); if set, fn runs as a
                 task even with `max_concurrency=1`.
             on_error: "raise", Skip(max) or Retry(times).

@@ -82,7 +82,7 @@ class MetricsContext:
     Attributes:
         counters: name -> int, never decreasing.
         timers: name -> Timer.
-        info: name -> any value, reported in `info` of results; not saved.
+        info: name -> number, text, list or dict, reported in `info` of results; not saved.
         scopes: operator name -> its MetricsContext.
         on_lost: functions called with each item that is lost to an exception in an operator.
         journal: records or replays decisions of the plan that depend on time; None does neither.
@@ -118,7 +118,7 @@ class MetricsContext:
         self._operators = operators
 
     def operators(self) -> list[Any]:
-        """Return the operators of the plan: those before others come first."""
+        """Return the operators of the plan, each after the operators whose items it receives."""
         return list(self._operators.values())
 
     def report_lost(self, item: Any) -> None:
@@ -139,7 +139,7 @@ class MetricsContext:
             if not isinstance(value, Real) or not value >= 0:
                 raise ValueError(
                     f"the counter {name!r} is {value!r}: counters are numbers of at least 0; put "
-                    "other values into `info` of the metrics"
+                    "other numbers and texts into `info` of the metrics"
                 )
         for scope in self.scopes.values():
             scope.check_counters()
@@ -165,7 +165,7 @@ class MetricsContext:
             self.scopes.setdefault(name, MetricsContext()).load_state_dict(scope_state)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "on_lost": [], "journal": None}
+        return {**self.__dict__, "on_lost": [], "journal": None, "_operators": {}}
 
 
 def get_metrics() -> MetricsContext:

@@ -68,7 +68,7 @@ def _with_traceback(function: Callable[..., Reply], *args: Any) -> Reply:
         exception = f"{type(error).__name__}: {error}"
         # the first note, so that those that say where it happened follow the exception
         notes = [f"Traceback in the worker:\n{text}{exception}", *getattr(error, "__notes__", [])]
-        error.__notes__ = notes
+        vars(error)["__notes__"] = notes
         _make_portable(error)
         raise
 

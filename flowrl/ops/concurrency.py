@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from flowrl.data import Batch, MultiAgentBatch, SampleBatch
 from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
-from flowrl.iter.errors import note_origin, operator_error
+from flowrl.iter.errors import add_note, note_origin, operator_error
 from flowrl.iter.journal import Journal
 from flowrl.iter.metrics import current_journal
 from flowrl.iter.stage import walk
@@ -262,7 +262,7 @@ class DequeueStage(Stage):
                     "returned False): start the thread again, or look for its error in the log"
                 )
         if isinstance(item, BaseException):
-            item.add_note("raised in the thread that fills the queue of Dequeue")
+            add_note(item, "raised in the thread that fills the queue of Dequeue")
             raise item
         if item is not NOT_READY and self.learner is not None:
             learned, item = item, _record(self.learner, item)

@@ -139,7 +139,8 @@ class StalenessLimit:
         """Return the number of env steps that were trained on or dropped."""
         metrics = _get_shared_metrics()
         if metrics is not self._metrics:
-            metrics.on_lost.append(_count_lost)
+            if _count_lost not in metrics.on_lost:  # of another limit in the plan
+                metrics.on_lost.append(_count_lost)
             self._metrics = metrics
         counters = metrics.counters
         return int(counters["num_env_steps_trained"] + counters["num_env_steps_dropped"])

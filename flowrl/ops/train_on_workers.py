@@ -221,6 +221,7 @@ class TrainOnWorkersStage(Stage):
             state = next(update.state for update in updates if update.state is not None)
             with worker.lock:
                 load_learning_state(worker.policy_map, state)
+                self.workers.weight_sync.republish()
             if not any(policy.observation_filter for policy in worker.policy_map.values()):
                 self.workers.weight_sync.mark_synced(source.shard for source in sources)
         for update, source in zip(updates, sources, strict=True):

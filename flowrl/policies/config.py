@@ -123,9 +123,6 @@ class ModelConfig(Settings):
             raise ValueError("custom_model_config needs a custom_model")
         return self
 
-    def updated(self, **changes: Any) -> Self:
-        return super().updated(**without_inherited_memory(changes))
-
     def check_no_memory(self, algorithm: str, setting: str = "model") -> None:
         """Check the network of an algorithm that supports only networks without memory.
 
@@ -271,6 +268,13 @@ class PolicyConfig(Settings):
     sgd_minibatch_size: NotNegativeInt = 0
     """Rows per update; 0 makes one update of the whole batch. The last minibatch may be
     smaller."""
+
+    def updated(self, **changes: Any) -> Self:
+        model = changes.get("model")
+        has_default = self.model == type(self).model_fields["model"].default
+        if isinstance(model, dict) and has_default:
+            changes["model"] = without_inherited_memory(model)
+        return super().updated(**changes)
 
     @model_validator(mode="before")
     @classmethod

@@ -64,7 +64,11 @@ class ActingModule(torch.nn.Module):
         self._space = policy.action_space
         self._config = policy.config
         self._num_states = len(policy.get_initial_state())
-        columns = {name: view.data_col or name for name, view in policy.view_requirements.items()}
+        columns = {
+            name: view.data_col or name
+            for name, view in policy.view_requirements.items()
+            if view.known_for_actions(name)
+        }
         self._needs_actions = "actions" in columns.values()
         self._obs_views = [name for name, column in columns.items() if column == "obs"]
         filter_ = policy.observation_filter

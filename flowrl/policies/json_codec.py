@@ -37,7 +37,13 @@ _SPEC_FIELDS = ("policy_class", "observation_space", "action_space", "config")
 def config_to_json(config: Settings) -> tuple[dict[str, Any], list[str]]:
     """Return settings as JSON, and the names of settings that cannot be stored."""
     values, left_out = values_to_json(config)
-    return {_SETTINGS: code_path(type(config)), "values": values}, left_out
+    return _record_to_json(config, values), left_out
+
+
+def _record_to_json(config: Settings, values: dict[str, Any]) -> dict[str, Any]:
+    """Return settings as JSON, with the names of those that were set explicitly."""
+    chosen = sorted(config.model_fields_set)
+    return {_SETTINGS: code_path(type(config)), "values": values, "chosen": chosen}
 
 
 def values_to_json(config: Settings) -> tuple[dict[str, Any], list[str]]:
@@ -80,6 +86,8 @@ def config_from_json(saved: dict[str, Any], changes: dict[str, Any], resolver: C
     except (ImportError, *DAMAGED) as error:
         raise CheckpointError(f"its settings cannot be restored: {error}") from error
     config = cls(**values)
+    if "chosen" in saved:  # the others have the defaults of the class, which a policy may change
+        config.model_fields_set.intersection_update(saved["chosen"])
     return config.updated(**changes) if changes else config
 
 
@@ -107,7 +115,7 @@ def encode(value: Any) -> Any:
             name: _encode_model(part) if name == "custom_model" else encode(part)
             for name, part in value.items()
         }
-        return {_SETTINGS: code_path(type(value)), "values": values}
+        return _record_to_json(value, values)
     if isinstance(value, PolicySpec):
         return {_SPEC: {field: encode(getattr(value, field)) for field in _SPEC_FIELDS}}
     if isinstance(value, spaces.Space):
@@ -183,7 +191,7 @@ def decode(value: Any, resolver: CodeResolver, base: str | None = None) -> Any:
         return value
     if set(value) == {_CODE}:
         return resolver.resolve(value[_CODE], base)
-    if set(value) == {_SETTINGS, "values"}:
+    if set(value) in ({_SETTINGS, "values"}, {_SETTINGS, "values", "chosen"}):
         return config_from_json(value, {}, resolver)
     if set(value) == {_SPEC}:
         parts = {
@@ -198,8 +206,10 @@ def decode(value: Any, resolver: CodeResolver, base: str | None = None) -> Any:
         array = np.frombuffer(base64.b64decode(value[_ARRAY]), value["dtype"])
         return array.reshape(value["shape"]).copy()[()]  # a number if it has no dimensions
     if set(value) == {_ITEMS}:
-        pairs = value[_ITEMS]
-        return {decode(k, resolver, base): decode(part, resolver, base) for k, part in pairs}
+        return {
+            key: decode_setting(str(key), part, resolver, base)
+            for key, part in ((decode(k, resolver), part) for k, part in value[_ITEMS])
+        }
     if set(value) == {_SET}:
         return {decode(part, resolver, base) for part in value[_SET]}
     return {key: decode_setting(key, part, resolver, base) for key, part in value.items()}

@@ -141,9 +141,9 @@ class WeightSync:
         Args:
             learner_step: number of steps of the learner thread; None: as in the last copy.
         """
-        if learner_step is None:
-            learner_step = 0 if self._published is None else self._published.learner_step
         with self._local_worker().lock:
+            if learner_step is None:
+                learner_step = 0 if self._published is None else self._published.learner_step
             self._published = self._snapshot()._replace(learner_step=learner_step)
 
     def republish(self) -> None:

@@ -36,7 +36,7 @@ from flowrl.trainer.metric_names import NamedMetrics
 from flowrl.trainer.operator_times import OperatorTimes
 from flowrl.trainer.other_libraries import OtherLibrariesNames, with_hints
 from flowrl.trainer.plan_building import Plan, PlanBuilder
-from flowrl.trainer.plan_files import PLAN_MODULE, load_plan, plan_of_module
+from flowrl.trainer.plan_files import PLAN_MODULE, algorithm_in, load_plan, plan_of_module
 from flowrl.trainer.plan_settings import plan_config
 from flowrl.trainer.runs.training_loop import Display, learn
 from flowrl.trainer.start_checks import check_start, warn_of_unused_policies
@@ -202,10 +202,17 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         if function is None and config.plan is None:
             raise ConfigError("plan: no execution plan is set; shipped plans: `flowrl plans`")
         in_plan_file = cls.__module__.startswith(PLAN_MODULE)
-        shipped = type(config).model_fields["plan"].default
-        if function is None and in_plan_file and shipped is not None:
-            module: Any = load_plan(str(config.plan))
-            if not callable(getattr(module, "execution_plan", None)):
+        shipped, plan = type(config).model_fields["plan"].default, config.plan
+        is_file = isinstance(plan, str) and plan.endswith(".py")
+        if function is None and is_file and shipped is not None:
+            module: Any = load_plan(str(plan))
+            if not callable(getattr(module, "execution_plan", None)):  # it has only the class
+                name = algorithm_in(module).__qualname__
+                if name not in [base.__qualname__ for base in cls.__mro__]:
+                    raise ConfigError(
+                        f"plan: {plan} has no function execution_plan: it defines the algorithm "
+                        f"{name}, but this algorithm is {cls.__name__}"
+                    )
                 function = load_plan(shipped).execution_plan
         self._plan_builder = PlanBuilder(config, function, in_plan_file)
 

@@ -72,6 +72,7 @@ def settings_of_manifest(
     messages name the path.
     """
     changes = canonical_names(dict(config or {}))
+    passed = {*changes, "plan"}  # by the caller, who is trusted
     try:
         saved_class = str(manifest["algorithm"])
         plan = changes.get("plan", manifest["config"]["values"].get("plan"))
@@ -86,6 +87,11 @@ def settings_of_manifest(
             sys.modules[f"{PLAN_MODULE}{Path(plan).stem}"] = sys.modules[cls.__module__]
         elif _is_plan_file(plan):
             plan_modules = [load_plan(plan).__name__]  # the caller names or trusts the file
+            saved_plan = manifest["config"]["values"].get("plan")
+            if _is_plan_file(saved_plan):  # the file may have another name now
+                earlier = f"{PLAN_MODULE}{Path(saved_plan).stem}"
+                manifest = _renamed(manifest, f"{earlier}:", f"{plan_modules[0]}:")
+                saved_class = str(manifest["algorithm"])
         cls_of_run = _algorithm_class(saved_class, CodeResolver(trust, known, plan_modules))
         if not (isinstance(cls_of_run, type) and issubclass(cls_of_run, cls)):
             raise CheckpointError(f"it belongs to {saved_class}, not to {code_path(cls)}")
@@ -103,7 +109,7 @@ def settings_of_manifest(
             )
         pinned = {"plan": plan} if _is_plan_file(plan) else {}
         settings = config_from_json(manifest["config"], changes | pinned, resolver)
-        code = None if trust else untrusted_code(settings, {*changes, "plan"})
+        code = None if trust else untrusted_code(settings, passed)
         if code is not None:
             raise untrusted(code)
     except UntrustedCodeError as error:
@@ -129,6 +135,17 @@ def _known_classes(cls: Any, plan: Any) -> dict[str, Any]:
         if part is not None:
             known[code_path(part)] = part
     return known
+
+
+def _renamed(value: Any, prefix: str, new_prefix: str) -> Any:
+    """Return a JSON value in which texts that begin with a prefix begin with another one."""
+    if isinstance(value, Mapping):
+        return {key: _renamed(inner, prefix, new_prefix) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_renamed(inner, prefix, new_prefix) for inner in value]
+    if isinstance(value, str) and value.startswith(prefix):
+        return new_prefix + value.removeprefix(prefix)
+    return value
 
 
 def _is_plan_file(plan: Any) -> bool:

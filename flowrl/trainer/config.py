@@ -331,10 +331,7 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
         changes: dict[str, Any] = {}
         if self.seed is None:
             changes["seed"] = secrets.randbits(31)
-        for name in FOLDERS:
-            folder = self.get(name)
-            if folder is not None and not str(folder).startswith("minari:"):
-                changes[name] = str(Path(folder).expanduser().absolute())
+        changes |= absolute_folders(self)
         stack = self.atari.frame_stack if self.atari is not None and is_atari(self.env) else 1
         if stack > 1 and self.model.num_framestacks == 1 and self.model.custom_model is None:
             changes["model"] = self.model.updated(num_framestacks=stack)
@@ -367,6 +364,16 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
         if algorithm is None and isinstance(self.plan, str) and self.plan.endswith(".py"):
             algorithm = algorithm_in(load_plan(self.plan))
         return (algorithm or self._algorithm_class())(self)
+
+
+def absolute_folders(config: Any) -> dict[str, str]:
+    """Return the settings of a config that name folders, as absolute paths."""
+    folders = {name: config.get(name) for name in FOLDERS}
+    return {
+        name: str(Path(folder).expanduser().absolute())
+        for name, folder in folders.items()
+        if folder is not None and not str(folder).startswith("minari:")
+    }
 
 
 def check_folder(output: str, setting: str = "output") -> None:

@@ -7,13 +7,13 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from flowrl.iter import LocalIterator
 from flowrl.sampling.worker_set import WorkerSet
+from flowrl.setting_values import equal_code
 from flowrl.settings import ConfigError
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.plan_files import load_plan, modules_of, plan_path
@@ -114,7 +114,7 @@ class PlanBuilder:
         The config may come from an earlier execution of the file.
         """
         config = getattr(self.module, "config", None)
-        return config is not None and _same_code(config.get(name), self._config[name])
+        return config is not None and equal_code(config.get(name), self._config[name])
 
 
 def _line_of(error: Exception) -> str:
@@ -122,17 +122,3 @@ def _line_of(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     outside = [f for f in frames if not f.filename.startswith((_PACKAGE, "<"))] or frames
     return f"{Path(outside[-1].filename).name}, line {outside[-1].lineno}"
-
-
-def _same_code(one: Any, other: Any) -> bool:
-    """Return whether two executions of a file defined the same function, class or partial."""
-    if isinstance(one, partial) and isinstance(other, partial):
-        parts = [(one.func, other.func), *zip(one.args, other.args, strict=False)]
-        parts += [(value, other.keywords.get(name)) for name, value in one.keywords.items()]
-        same_counts = len(one.args) == len(other.args) and len(one.keywords) == len(other.keywords)
-        return same_counts and all(_same_code(*pair) for pair in parts)
-    if hasattr(one, "__code__") and hasattr(other, "__code__"):
-        return bool(one.__code__ == other.__code__)
-    if isinstance(one, type) and isinstance(other, type):
-        return (one.__module__, one.__qualname__) == (other.__module__, other.__qualname__)
-    return one is other or bool(one == other)

@@ -117,10 +117,11 @@ def load_plan(plan: str, text: bytes | None = None) -> ModuleType:
 
 def _check_defines_plan(module: ModuleType, name: str) -> None:
     algorithm, has_function = algorithm_in(module), _has_plan_function(module)
-    if has_function and algorithm is not None and algorithm.execution_plan is not None:
+    method = None if algorithm is None or not has_function else _own_plan(algorithm)
+    if method is not None and getattr(algorithm, method) is not module.execution_plan:
         raise ConfigError(
             f"plan: {name} defines two plans, the function execution_plan and "
-            f"{algorithm.__name__}.execution_plan: remove one"
+            f"{algorithm.__name__}.{method}: remove one"
         )
     if algorithm is None and not has_function:
         if hasattr(module, "config"):
@@ -133,6 +134,14 @@ def _check_defines_plan(module: ModuleType, name: str) -> None:
             f"plan: {name} defines neither a function execution_plan(workers, config) nor an "
             "Algorithm"
         )
+
+
+def _own_plan(algorithm: Any) -> str | None:
+    """Return the name of the method of an algorithm that is its plan; None if it has none."""
+    base: Any = getattr(sys.modules["flowrl.trainer.algorithm"], "Algorithm")  # noqa: B009
+    if algorithm.execution_plan is not None:
+        return "execution_plan"
+    return "training_step" if algorithm.training_step is not base.training_step else None
 
 
 def _has_plan_function(module: ModuleType) -> bool:
@@ -201,8 +210,7 @@ def algorithm_in(module: ModuleType) -> Any:
         subclass: Any = value
         has_plan = (
             _has_plan_function(module)
-            or subclass.execution_plan is not None
-            or subclass.training_step is not base.training_step
+            or _own_plan(subclass) is not None
             or subclass.config_class.model_fields["plan"].default is not None
         )
         if has_plan and subclass.__module__ == module.__name__:

@@ -17,6 +17,11 @@ _PLAIN_LOGGER_SETTINGS = {
 }  # fmt: skip
 
 
+def _names_code(model: Any) -> bool:
+    """Return whether a setting is a record of a network with an import path as `custom_model`."""
+    return isinstance(model, ModelConfig) and ":" in str(model.custom_model or "")
+
+
 def untrusted_code(config: Any, passed: Collection[str] = ()) -> str | None:
     """Return a description of code that settings from a file would run; None if there is none.
 
@@ -34,25 +39,27 @@ def untrusted_code(config: Any, passed: Collection[str] = ()) -> str | None:
     if "plan" not in passed and isinstance(plan, str) and not is_shipped(plan):
         return f"the plan file {plan}"
     evaluation = config.evaluation_config
+    own_config = {} if "env_config" in passed else config.env_config
     envs = [
-        ("env", config.env, config.env_config),
+        ("env", config.env, own_config),
         (
             "evaluation_config",
             evaluation.get("env", config.env),
-            evaluation.get("env_config", config.env_config),
+            evaluation.get("env_config", own_config),
         ),
     ]
     for name, env, env_config in envs:
         if name not in passed and isinstance(env, str):
             try:
-                check_imports_no_code(env, {} if "env_config" in passed else env_config)
+                check_imports_no_code(env, env_config)
             except ConfigError as error:
                 return f"the environment {error}"
+    model: Any = getattr(config, "model", None)
+    if "model" not in passed and _names_code(model):
+        return f"the model {model.custom_model}"
     for policy_id in specs_of(config.policies):
         for name, value in config.for_policy(policy_id).items():
-            if not isinstance(value, ModelConfig) or {name, "policies"} & set(passed):
-                continue
-            if isinstance(value.custom_model, str) and ":" in value.custom_model:
+            if not {name, "policies"} & set(passed) and _names_code(value):
                 return f"the model {value.custom_model}"
     if "log_config" not in passed:
         for logger, settings in config.log_config.items():

@@ -206,6 +206,24 @@ def test_flags_for_a_model_that_the_plan_names_are_kept(cli, tmp_path):
     assert (code, err) == (0, "")
 
 
+def test_run_whose_plan_file_is_gone_continues_with_the_text_that_it_keeps(cli, tmp_path):
+    (tmp_path / "mine.py").write_text(CUSTOM_MODEL_PLAN)
+    assert cli("train", "mine.py", "--stop-iters", "1", "--run-dir", "r")[0] == 0
+    (tmp_path / "mine.py").unlink()
+    code, _, err = cli("resume", "r", "--trust", "--stop-iters", "2")
+    assert code == 2
+    assert "pass --plan r/plan.py" in err
+    code, _, err = cli("resume", "r", "--plan", "r/plan.py", "--stop-iters", "2")
+    assert (code, err) == (0, "")
+
+
+def test_damaged_setup_file_is_not_needed(cli, tmp_path):
+    assert cli("train", "a2c", *SEEDED, "--stop-iters", "1", "--run-dir", "r")[0] == 0
+    for text in ("[]", "{", '{"a": 1}'):
+        (tmp_path / "r/setup.json").write_text(text)
+        assert cli("evaluate", "r", "--episodes", "1")[0] == 0
+
+
 def test_refused_resumption_is_not_noted(cli, tmp_path):
     assert cli("train", "a2c", *SEEDED, "--stop-iters", "1", "--run-dir", "r")[0] == 0
     before = (tmp_path / "r/events.jsonl").read_text()

@@ -93,7 +93,8 @@ def test_algorithm_run_without_a_seed_can_be_resumed_and_repeated(cli, tmp_path)
         .replace("A2CTorchPolicy", "PPOTorchPolicy")
     )
     code, _, err = cli("resume", "r", "--plan", "other.py", "--stop-iters", "4")
-    assert code in (1, 2)  # the checkpoint belongs to another algorithm
+    assert code == 2
+    assert "r is of PPO, but the plan other.py is of Mine" in err
     assert "Traceback" not in err
 
 

@@ -347,6 +347,24 @@ def test_stopped_child_does_not_stop_the_other_one():
     assert stopped == [1]
 
 
+@pytest.mark.parametrize("weights", [[20, 1], [1, 1]])
+def test_items_that_are_buffered_for_other_branches_are_not_lost(weights):
+    seen = []
+    a, b = LocalIterator(range(50)).duplicate(2, max_buffered=50)
+    plan = Concurrently(
+        [a, b.batch(4).for_each(seen.extend)], round_robin_weights=weights, output_indexes=[0]
+    )
+    assert list(plan) == list(range(50)) == seen
+
+
+def test_branches_of_a_stream_that_has_ended_do_not_hold_items_back():
+    a, b = LocalIterator(itertools.count).duplicate(2)
+    b.start()
+    first = Concurrently([LocalIterator([1, 2]), a], mode="async", output_indexes=[0])
+    assert list(first) == [1, 2]
+    assert len(b.take(20)) == 20
+
+
 def test_branch_that_ends_early_leaves_children_that_others_read():
     class FirstTwo(Stage):
         def pull(self, block):

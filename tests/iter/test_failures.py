@@ -1,5 +1,6 @@
 """Recovery: dead or hanging shards are replaced, other shards keep their items."""
 
+import dataclasses
 import logging
 import os
 import signal
@@ -12,6 +13,7 @@ import pytest
 from flowrl.iter import (
     ParallelIteratorWorker,
     Recovery,
+    Retry,
     ShardFailedError,
     Skip,
     from_actors,
@@ -438,6 +440,36 @@ def test_generator_that_always_raises_cannot_be_skipped():
     assert plan.take(2) == [1, 5]
     with pytest.raises(ValueError, match="damaged"):
         plan.take(3)
+
+
+@pytest.mark.parametrize(("on_error", "failures"), [(Retry(5), 3), (Skip(), 3), (Retry(20), 15)])
+def test_generator_that_fails_a_few_times_continues(on_error, failures):
+    left = [failures]
+
+    def fails():
+        yield 1
+        if left[0]:
+            left[0] -= 1
+            raise OSError("busy")
+        yield 2
+
+    plan = from_iterators([fails], in_process=True).gather_sync(on_error=on_error)
+    assert list(plan) == [1, 2]
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    reason: str
+
+
+@pytest.mark.parametrize("on_error", ["raise", Retry(2), Skip(1)])
+def test_frozen_error_of_a_shard_keeps_its_type(on_error):
+    def fails(item):
+        raise FrozenError("full")
+
+    shards = from_range(4, 1, in_process=True).for_each(fails, on_error=on_error)
+    with pytest.raises(FrozenError):
+        shards.gather_sync().take(2)
 
 
 def test_statistics_that_raise_on_a_shard_lose_no_items(monkeypatch):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pickle
 import threading
 import time
 import traceback
@@ -318,6 +319,12 @@ def test_map_names_for_each():
             it.map(str)
         with pytest.raises(AttributeError, match=r"has no attribute 'size'$"):
             it.size  # noqa: B018
+
+
+def test_metrics_of_a_started_plan_can_be_pickled():
+    it = stream(1).for_each(lambda x: x)
+    next(it)
+    assert pickle.loads(pickle.dumps(it.metrics)).counters == {}
 
 
 @pytest.mark.parametrize("item", ["text", {"obs": [1]}])

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from flowrl.algorithms.a2c import A2CConfig
-from flowrl.algorithms.dqn import DQN, DQNConfig
+from flowrl.algorithms.dqn import DQN, DQNConfig, DQNTorchPolicy
 from flowrl.algorithms.impala import IMPALAConfig
+from flowrl.algorithms.marwil import BCConfig
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.algorithms.simple_q import SimpleQConfig
 from flowrl.cli.flags import settings_from_flags
@@ -20,7 +21,7 @@ from flowrl.cli.help import format_help
 from flowrl.policies import ConfigError, PolicySpec
 from flowrl.policies.code_references import CodeResolver
 from flowrl.policies.config import ExplorationConfig, ModelConfig
-from flowrl.policies.json_codec import decode, encode
+from flowrl.policies.json_codec import config_from_json, config_to_json, decode, encode
 from flowrl.setting_aliases import SETTING_ALIASES
 from flowrl.settings import Settings, setting
 from flowrl.trainer.config import AlgorithmConfig
@@ -493,3 +494,17 @@ def test_folders_are_absolute_in_an_algorithm(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = A2CConfig(env="CartPole-v1", output="rows").completed()
     assert config.output == str(tmp_path / "rows")
+    offline = BCConfig(env="CartPole-v1", input_="minari:a/b-v0").completed()
+    assert offline.input_ == "minari:a/b-v0"
+
+
+def test_policies_of_a_checkpoint_have_the_defaults_of_their_class(tmp_path):
+    """Settings of the run that were not set explicitly do not replace them."""
+    config = AlgorithmConfig(
+        env="CartPole-v1", plan="a2c", policies={"a": PolicySpec(policy_class=DQNTorchPolicy)}
+    )
+    saved, _ = config_to_json(config)
+    loaded = config_from_json(json.loads(json.dumps(saved)), {}, CodeResolver(True))
+    assert loaded.model_fields_set == config.model_fields_set
+    changed = config_from_json(saved, {"gamma": 0.5}, CodeResolver(True))
+    assert changed.model_fields_set == {*config.model_fields_set, "gamma"}

@@ -218,9 +218,54 @@ def test_algorithm_of_a_plan_file_trains_with_its_own_loss(tmp_path, text):
         assert resumed.train()["learners"]["default_policy"]["mine"] == 1.0
 
 
-def test_file_with_two_plans_is_rejected(tmp_path):
-    method = FUNCTION.replace("\n", "\n    ").replace("def ", "@staticmethod\n    def ", 1)
+@pytest.mark.parametrize("function", ["", FUNCTION], ids=["shipped plan", "own plan"])
+def test_class_of_an_imported_plan_file_continues_its_run(tmp_path, monkeypatch, function):
+    (tmp_path / "own_loss.py").write_text(OWN_LOSS + function)
+    with Algorithm.from_plan(tmp_path / "own_loss.py") as algorithm:
+        algorithm.train()
+        algorithm.save(tmp_path / "c")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_loss", raising=False)
+    module = importlib.import_module("own_loss")
+    with module.MyAlgorithm.from_checkpoint(tmp_path / "c") as resumed:
+        assert resumed.train()["timesteps_total"] == 64
+    with Algorithm.from_plan(module) as algorithm:
+        assert algorithm.train()["learners"]["default_policy"]["mine"] == 1.0
+
+
+def test_checkpoint_of_a_plan_file_with_another_name_is_loaded(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN_LOSS)
+    with Algorithm.from_plan(tmp_path / "mine.py") as algorithm:
+        algorithm.save(tmp_path / "c")
+    (tmp_path / "mine.py").rename(tmp_path / "renamed.py")
+    changes = {"plan": str(tmp_path / "renamed.py")}
+    with Algorithm.from_checkpoint(tmp_path / "c", config=changes) as resumed:
+        assert resumed.train()["learners"]["default_policy"]["mine"] == 1.0
+
+
+def test_file_of_another_algorithm_is_no_plan(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN_LOSS)
+    with Algorithm.from_plan("a2c") as algorithm:
+        algorithm.save(tmp_path / "c")
+    changes = {"plan": str(tmp_path / "mine.py")}
+    with pytest.raises(ConfigError, match="algorithm MyAlgorithm, but this algorithm is A2C"):
+        Algorithm.from_checkpoint(tmp_path / "c", config=changes)
+
+
+@pytest.mark.parametrize("name", ["execution_plan", "training_step"])
+def test_file_with_two_plans_is_rejected(tmp_path, name):
+    method = "    @staticmethod\n    def execution_plan(workers, config):\n        return None\n"
+    if name == "training_step":
+        method = "    def training_step(self):\n        return {}\n"
     text = OWN_LOSS.replace("policy_class = MyPolicy\n", f"policy_class = MyPolicy\n{method}\n")
     (tmp_path / "two.py").write_text(text + FUNCTION)
-    with pytest.raises(ConfigError, match="defines two plans, the function execution_plan and My"):
+    message = rf"defines two plans, the function execution_plan and MyAlgorithm\.{name}"
+    with pytest.raises(ConfigError, match=message):
         load_plan(str(tmp_path / "two.py"))
+
+
+def test_method_may_be_the_function_of_the_file(tmp_path):
+    text = OWN_LOSS + FUNCTION + "\n\nMyAlgorithm.execution_plan = staticmethod(execution_plan)\n"
+    (tmp_path / "same.py").write_text(text)
+    with Algorithm.from_plan(tmp_path / "same.py") as algorithm:
+        assert algorithm.train()["learners"]["default_policy"]["mine"] == 1.0

@@ -346,6 +346,33 @@ def test_trusted_run_directory_executes_its_code(run_dir, tmp_path, evil):
     assert evil.executed()
 
 
+@pytest.mark.parametrize(
+    "of_plan", [["policies"], ["model"], ["env_config"], ["policies", "model"]]
+)
+@pytest.mark.parametrize("encoded", ["plain", "items", "tuple"])
+def test_settings_that_the_manifest_assigns_to_the_plan_are_not_trusted(
+    run_dir, tmp_path, evil, of_plan, encoded
+):
+    """They are not settings that the caller has passed."""
+    path = shutil.copytree(run_dir, tmp_path / "r")
+    (checkpoint,) = (path / "checkpoints").iterdir()
+    manifest = read_manifest(checkpoint)
+    manifest["settings_of_plan"] = of_plan
+    code = "evil_module:Evil"
+    if encoded == "plain":
+        manifest["config"]["values"]["model"]["values"]["custom_model"] = code
+    elif encoded == "items":
+        manifest["config"]["values"]["model"] = {"__items__": [["custom_model", code]]}
+    else:
+        manifest["config"]["values"]["model"] = {"custom_model": {"__tuple__": [code]}}
+    manifest["config"]["values"]["evaluation_config"] = {"env": "evil_module:Evil-v0"}
+    (checkpoint / MANIFEST).write_bytes(seal_manifest(manifest))
+    assert run_commands(path) == [2, 2]
+    (path / "setup.json").write_text(json.dumps(manifest))
+    assert main(["replay", str(path)]) == 2
+    assert not evil.executed()
+
+
 def test_settings_in_config_json_are_only_shown(run_dir, tmp_path, evil):
     path = shutil.copytree(run_dir, tmp_path / "r")
     config = json.loads((path / "config.json").read_text())

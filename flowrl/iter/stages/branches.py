@@ -41,7 +41,8 @@ class Union(Stage):
     an additional turn later.
     "*" returns all items that are ready, up to MAX_STAR_ITEMS.
     Not ordered: a turn returns one item of any branch that is ready.
-    The stream ends when all branches whose items are returned have ended.
+    The stream ends when all branches whose items are returned have ended. Before that, the others
+    return what `duplicate` has buffered for them, if its stream has ended.
 
     Args:
         branches: the stages to join.
@@ -141,7 +142,22 @@ class Union(Stage):
             if dropped >= MAX_DROPPED and not block:
                 self._yielded = True  # let the siblings of this union run
                 return NOT_READY
+        self._end_others()
         raise StopIteration
+
+    def _end_others(self) -> None:
+        """End the branches whose items are not returned, with the items that are buffered for
+        them."""
+        for index, children in enumerate(self._children):
+            if self._done[index]:
+                continue
+            can_end = bool(children) and all(child.stream_has_ended for child in children)
+            while can_end:
+                try:
+                    can_end = self._pulls[index](False) is not NOT_READY
+                except StopIteration:
+                    can_end = False
+            self._end_branch(index)
 
     def _next_turn(self, idle: set[int]) -> int:
         """Return the branch whose turn it is; the turn of an idle "*" branch ends."""
@@ -309,6 +325,7 @@ class Duplicate(Stage):
         self.children: list[DuplicateChild] = []
         self.dropped = [0] * n
         self._left = [False] * n
+        self.has_ended = False
 
     def blocking(self) -> list[int]:
         """Return the children whose full buffers stop the stream."""
@@ -331,7 +348,11 @@ class Duplicate(Stage):
         """Move one item from the parent into every buffer."""
         if self.blocking():
             return NOT_READY
-        item = self._pull_up(block)
+        try:
+            item = self._pull_up(block)
+        except StopIteration:
+            self.has_ended = True
+            raise
         if item is NOT_READY:
             return item
         self.items += 1
@@ -386,6 +407,8 @@ class DuplicateChild(Stage):
 
     def pull(self, block: bool) -> Any:
         duplicate = self._duplicate
+        if duplicate.has_left(self._index):
+            raise StopIteration
         if not duplicate.buffers[self._index] and self._pull_up(block) is NOT_READY:
             unread = [i for i in duplicate.blocking() if duplicate.children[i].owner is None]
             if unread:
@@ -407,6 +430,11 @@ class DuplicateChild(Stage):
     def siblings(self) -> list[DuplicateChild]:
         """All children of the duplicate, this one included."""
         return self._duplicate.children
+
+    @property
+    def stream_has_ended(self) -> bool:
+        """Whether the stream that is duplicated has ended."""
+        return self._duplicate.has_ended
 
     @property
     def has_reading_siblings(self) -> bool:

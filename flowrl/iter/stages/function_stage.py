@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from flowrl.iter.errors import OnError, Retry, Skip, check_on_error, note_origin, operator_error
+from flowrl.iter.errors import (
+    OnError,
+    Retry,
+    Skip,
+    add_note,
+    check_on_error,
+    note_origin,
+    operator_error,
+)
 from flowrl.iter.metrics import current_metrics
 from flowrl.iter.stage import Stage, describe, function_title
 from flowrl.state_schema import Fields, Natural, check_own_state
@@ -97,12 +105,12 @@ class FunctionStage(Stage):
         policy = self.on_error
         if isinstance(error, Exception):
             if isinstance(policy, Retry):
-                error.add_note(f"tried {policy.times + 1} times")
+                add_note(error, f"tried {policy.times + 1} times")
             elif isinstance(policy, Skip):
                 if policy.max is None or self.skipped < policy.max:
                     self.skipped += 1
                     return DROPPED
-                error.add_note(f"Skip(max={policy.max}): {self.skipped} items were skipped before")
+                add_note(error, f"Skip(max={policy.max}): {self.skipped} items were skipped before")
         raise operator_error(error)
 
     def _method(self, name: str) -> Any:

@@ -9,6 +9,8 @@ from typing import Any
 from flowrl.iter.errors import mark_permanent, note_origin, operator_error
 from flowrl.iter.stage import Stage
 
+MAX_FAILURES = 10  # of a generator at one place, after which Skip does not try it again
+
 
 class FromIterable(Stage):
     """Return the items of an iterable, or of a callable that returns one at the first pull.
@@ -37,6 +39,7 @@ class FromIterable(Stage):
         self._iterator: Iterator[Any] | None = None
         self._skip = 0  # items to skip in a new iterator
         self._failed_at = -1  # items that were returned before the last error
+        self._num_failures = 0  # at that place
         self.resumable = isinstance(iterable, Sequence)
 
     def _open(self) -> Iterator[Any]:
@@ -71,7 +74,9 @@ class FromIterable(Stage):
         iterator = self._iterator
         if inspect.isgenerator(iterator) and iterator.gi_frame is None:
             if callable(self._iterable):
-                if self._failed_at == self.items:
+                is_same_place = self._failed_at == self.items
+                self._num_failures = self._num_failures + 1 if is_same_place else 1
+                if self._num_failures >= MAX_FAILURES:
                     mark_permanent(error)
                 self._iterator, self._skip, self._failed_at = None, self.items, self.items
             else:

@@ -73,7 +73,7 @@ class ForEachConcurrent(FunctionStage):
             self.journal.end(f"{self} runs Ray tasks, whose order is not recorded")
 
     def _submit(self, task: _Task) -> None:
-        """Send an item to a task; an item that cannot be serialized fails."""
+        """Send an item to a task; an item that cannot be serialized fails, without retries."""
         if self._remote_fn is None:
             import ray
 
@@ -82,9 +82,13 @@ class ForEachConcurrent(FunctionStage):
             self._remote_fn = remote_fn.options(max_retries=0, **self._resources)
         try:
             ref = self._remote_fn.remote(self._fn_ref, task.item)
-        except TypeError as error:
+        except ray_health.RayLostError:
+            raise
+        except Exception as error:
             self._to_submit.popleft()
             note_origin(error, self, task.item)
+            if isinstance(self.on_error, Retry):
+                raise
             self._drop_or_raise(error, task.item)
             return
         self._in_flight[ref] = task
@@ -174,7 +178,7 @@ class ForEachConcurrent(FunctionStage):
 
     def stop(self) -> None:
         super().stop()
-        # the tasks finish: ray.cancel can end processes that run tasks of other plans
+        # the tasks finish: ray.cancel has ended this process, and others' tasks (Ray 2.60)
         self._in_flight.clear()
         self._done.clear()
 

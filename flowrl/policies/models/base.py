@@ -235,7 +235,7 @@ class ModelV2(nn.Module):
             the states after the step [B, …].
         """
         tensors, state = self.as_tensors(inputs)
-        with torch.inference_mode(self._allows_inference_mode), torch.no_grad():
+        with torch.inference_mode(self.allows_inference_mode), torch.no_grad():
             if self.training:
                 self.eval()
             rows = len(optree.tree_leaves(tensors["obs"])[0])
@@ -248,7 +248,7 @@ class ModelV2(nn.Module):
         return outputs.cpu().numpy(), values, [part.cpu().numpy() for part in state]
 
     @cached_property
-    def _allows_inference_mode(self) -> bool:
+    def allows_inference_mode(self) -> bool:
         """Whether all parts are of flowrl and torch: a user's network may keep tensors of a forward
         pass for later ones with gradients, which inference mode forbids."""
         modules = (type(module).__module__ for module in self.modules())

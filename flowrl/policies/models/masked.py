@@ -118,26 +118,30 @@ class MaskedModel(ModelV2):
             ValueError: a mask allows no action, or has another shape.
         """
         outputs, values, state = self.compute_outputs_unchecked(inputs)
-        self._check_mask(np.asarray(inputs["obs"][MASK]) != 0, outputs)
+        self._check_mask(np.asarray(inputs["obs"][MASK]) != 0)
         return outputs, values, state
 
     def compute_outputs_unchecked(
         self, inputs: Mapping[str, Any]
     ) -> tuple[np.ndarray, np.ndarray | None, list[np.ndarray]]:
-        """See `compute_outputs`; the masks of terminal observations may allow no action."""
+        """See `compute_outputs`; the masks of terminal observations may allow no action.
+
+        Raises:
+            ValueError: a mask has another shape.
+        """
         observations = inputs["obs"]
         outputs, values, state = self.model.compute_outputs(
             {**inputs, "obs": self._without_mask(observations)}
         )
         allowed = np.asarray(observations[MASK]) != 0
+        if allowed.shape != (len(outputs), sum(self._sizes)):
+            raise ValueError(f"action_mask: shape {allowed.shape} for outputs {outputs.shape}")
         if allowed.shape != outputs.shape:
             unmasked = np.ones((len(outputs), self._num_unmasked), bool)
             allowed = np.concatenate([allowed.repeat(self._outputs_per_action, 1), unmasked], 1)
         return np.where(allowed, outputs, np.float32(MASKED_OUTPUT)), values, state
 
-    def _check_mask(self, allowed: np.ndarray, outputs: np.ndarray) -> None:
-        if allowed.shape != (len(outputs), sum(self._sizes)):
-            raise ValueError(f"action_mask: shape {allowed.shape} for outputs {outputs.shape}")
+    def _check_mask(self, allowed: np.ndarray) -> None:
         start = 0
         for size in self._sizes:
             rows = np.flatnonzero(~allowed[:, start : start + size].any(1))

@@ -39,10 +39,13 @@ def read_setup(run_dir: Path) -> dict[str, Any] | None:
         ConfigError: the file is damaged.
     """
     try:
-        return dict(parse_json((run_dir / SETUP).read_text(encoding="utf-8")))
+        setup = parse_json((run_dir / SETUP).read_text(encoding="utf-8"))
+        if not isinstance(setup, dict) or not {"algorithm", "config"} <= set(setup):
+            raise ValueError("it is not a manifest")
+        return setup
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{run_dir}: cannot read {SETUP}: {error}") from None
 
 
@@ -82,7 +85,7 @@ def read_results(run_dir: Path) -> list[dict[str, Any]]:
     """Return the complete results in result.json; a crash can leave an incomplete line."""
     results = []
     file = run_dir / "result.json"
-    for line in file.read_text(errors="replace").splitlines() if file.exists() else []:
+    for line in file.read_text("utf-8", "replace").splitlines() if file.exists() else []:
         with contextlib.suppress(ValueError):
             result = parse_json(line)
             if isinstance(result, dict):
