@@ -203,6 +203,7 @@ def test_checkpoint_of_an_algorithm_file_opens_in_python(cli, tmp_path):
         Algorithm.from_checkpoint(tmp_path)
 
 
+@pytest.mark.slow
 def test_imported_algorithm_class_needs_no_trust(tmp_path):
     (tmp_path / "algorithm_file.py").write_text(ALGORITHM_FILE)
     code = textwrap.dedent(

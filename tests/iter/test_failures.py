@@ -70,6 +70,7 @@ def test_killed_shard_is_replaced_and_skips_received_items(ray_session, tmp_path
         assert {source.incarnation for source, _ in pairs if source.shard == 0} == {0}
 
 
+@pytest.mark.slow
 def test_shard_that_dies_repeatedly_fails(ray_session):
     it = from_iterators([Dies(4), Dies(4, 2)], name="mortals", recovery=QUICK)
     with it.gather_sync() as stream:
@@ -269,6 +270,7 @@ def test_shard_that_the_memory_monitor_kills_counts_as_dead():
     assert not is_death(raised_by_code)
 
 
+@pytest.mark.slow
 def test_hanging_shard_is_detected_if_another_is_always_ready(ray_session, tmp_path):
     marker = str(tmp_path / "hung")
 
@@ -331,6 +333,7 @@ def test_only_shard_is_waited_for(ray_session, tmp_path):
         assert list(stream) == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_two_gathers_of_one_pool_replace_a_dead_actor_once(ray_session):
     actor = ray_session.remote(num_cpus=0)(ParallelIteratorWorker)
     actors = []

@@ -146,6 +146,7 @@ def test_async_gradients_train_and_are_counted(num_workers, metrics):
         assert workers.local_worker().policy.version == 6
 
 
+@pytest.mark.slow
 def test_stale_gradients_are_dropped_and_counted(ray_session):
     with make(2) as workers:
         plan = AsyncGradients(workers, num_async=3, max_policy_lag=0).for_each(

@@ -131,6 +131,7 @@ def test_lost_rows_are_stored_again_before_the_next_draw(ray_session):
         assert next(draw).count == 4
 
 
+@pytest.mark.slow
 def test_fragments_are_stored_by_reference(ray_session):
     def buffer(shard):
         return MultiAgentReplayBuffer(lambda pid: ReplayBuffer(500, seed=0), replay_batch_size=8)
@@ -223,6 +224,7 @@ def test_one_request_returns_several_batches(actors):
     assert actors.state_dict()["ratio"]["drawn"] == 56
 
 
+@pytest.mark.slow
 def test_state_dict_replaces_a_dead_shard(ray_session):
     actors = make(learning_starts=12, training_intensity=2)
     with metrics_scope(MetricsContext()) as metrics:
@@ -264,6 +266,7 @@ def test_dead_shard_is_replaced_only_once(actors):
         assert metrics.counters["num_replay_shard_restarts"] <= 1
 
 
+@pytest.mark.slow
 def test_priorities_of_rows_that_died_with_their_shard_are_dropped(actors):
     for i in range(8):
         actors.add(rows(5, i))

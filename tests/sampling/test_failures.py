@@ -193,6 +193,7 @@ def test_failures_after_100_steps_are_allowed_100_times_as_often(
         assert f"at most {limit} times in a row" in caplog.text
 
 
+@pytest.mark.slow
 def test_complete_fragments_start_the_count_of_late_failures_again(collector):
     raised = []
     worker = RolloutWorker(

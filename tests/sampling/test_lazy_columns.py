@@ -107,6 +107,7 @@ def first_batch(workers):
     return batch
 
 
+@pytest.mark.slow
 def test_unread_columns_are_fetched_on_access(ray_session, caplog):
     workers = worker_set(ReadsLate)
     batch = first_batch(workers)

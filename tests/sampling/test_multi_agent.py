@@ -463,6 +463,7 @@ def test_view_of_all_other_agents():
 # -- training --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_workers_on_actors_sample_all_agents(ray_session):
     workers = WorkerSet(
         lambda context: FourStepEnv(),

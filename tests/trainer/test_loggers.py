@@ -74,6 +74,7 @@ def test_mlflow_receives_every_result(database):
     ]
 
 
+@pytest.mark.slow
 def test_restored_algorithm_continues_the_run(database, tmp_path):
     config = mlflow_config(database)
     with config.build() as algorithm:
