@@ -44,7 +44,6 @@ from flowrl.seeding import derive_seed
 
 log = logging.getLogger("flowrl")
 
-
 VectorizationMode = Literal["flowrl", "sync", "async", "vector_entry_point", "envpool"]
 
 

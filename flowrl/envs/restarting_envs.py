@@ -64,10 +64,10 @@ class RestartingEnvs:
         num_envs: number of environments.
         seed: base seed of each environment's first reset; None does not seed.
         max_restarts: maximum consecutive failures of one environment; the next error is raised.
-            Failures after LATE_STEPS steps of an episode have a count of their own, whose maximum
-            is LATE_FACTOR times as large, except timeouts and failures at the step of the previous
-            failure. Completing an episode or a fragment resets both counts. Errors of the first
-            creation of an environment, RESET_ERRORS before its first reset has succeeded,
+            Failures after LATE_STEPS steps of an episode are counted separately, with a maximum
+            that is LATE_FACTOR times as large, except timeouts and failures at the step of the
+            previous failure. Completing an episode or a fragment resets both counts. Errors of the
+            first creation of an environment, RESET_ERRORS before its first reset has succeeded,
             CODE_ERRORS before its first episode or fragment is complete, and NotImplementedError
             are raised at once.
         on_env_created: called with the index and the environment after each creation.

@@ -36,7 +36,14 @@ from flowrl.trainer.metric_names import NamedMetrics
 from flowrl.trainer.operator_times import OperatorTimes
 from flowrl.trainer.other_libraries import OtherLibrariesNames, with_hints
 from flowrl.trainer.plan_building import Plan, PlanBuilder
-from flowrl.trainer.plan_files import PLAN_MODULE, algorithm_in, load_plan, plan_of_module
+from flowrl.trainer.plan_files import (
+    PLAN_MODULE,
+    algorithm_in,
+    has_plan_function,
+    is_plan_file,
+    load_plan,
+    plan_of_module,
+)
 from flowrl.trainer.plan_settings import plan_config
 from flowrl.trainer.runs.training_loop import Display, learn
 from flowrl.trainer.start_checks import check_start, warn_of_unused_policies
@@ -203,10 +210,9 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
             raise ConfigError("plan: no execution plan is set; shipped plans: `flowrl plans`")
         in_plan_file = cls.__module__.startswith(PLAN_MODULE)
         shipped, plan = type(config).model_fields["plan"].default, config.plan
-        is_file = isinstance(plan, str) and plan.endswith(".py")
-        if function is None and is_file and shipped is not None:
+        if function is None and is_plan_file(plan) and shipped is not None:
             module: Any = load_plan(str(plan))
-            if not callable(getattr(module, "execution_plan", None)):  # it has only the class
+            if not has_plan_function(module):  # the file defines only the class
                 name = algorithm_in(module).__qualname__
                 if name not in [base.__qualname__ for base in cls.__mro__]:
                     raise ConfigError(

@@ -24,7 +24,13 @@ from flowrl.policies.code_references import (
 from flowrl.policies.json_codec import config_from_json
 from flowrl.setting_aliases import canonical_names
 from flowrl.settings import ConfigError
-from flowrl.trainer.plan_files import PLAN_MODULE, is_shipped, load_plan, plan_path
+from flowrl.trainer.plan_files import (
+    PLAN_MODULE,
+    is_plan_file,
+    is_shipped,
+    load_plan,
+    plan_path,
+)
 from flowrl.trainer.registry import algorithm_class, algorithm_names, algorithm_path
 from flowrl.trainer.trust import untrusted_code
 
@@ -72,23 +78,23 @@ def settings_of_manifest(
     messages name the path.
     """
     changes = canonical_names(dict(config or {}))
-    passed = {*changes, "plan"}  # by the caller, who is trusted
+    chosen_by_caller = {*changes, "plan"}  # these settings need no trust
     try:
         saved_class = str(manifest["algorithm"])
         plan = changes.get("plan", manifest["config"]["values"].get("plan"))
-        if _is_plan_file(plan):
+        if is_plan_file(plan):
             plan = str(Path(plan).resolve())  # once: the file that is checked is the one executed
         known = _known_classes(cls, plan)
         plan_modules = []
         if not trust and "plan" not in changes:
             plan_modules = _check_plan(plan, manifest["plan_sha256"], known.get(saved_class))
-        elif _is_plan_file(plan) and saved_class in known:
+        elif is_plan_file(plan) and saved_class in known:
             # the file is a module that the caller has imported: its other code is in this module
             sys.modules[f"{PLAN_MODULE}{Path(plan).stem}"] = sys.modules[cls.__module__]
-        elif _is_plan_file(plan):
+        elif is_plan_file(plan):
             plan_modules = [load_plan(plan).__name__]  # the caller names or trusts the file
             saved_plan = manifest["config"]["values"].get("plan")
-            if _is_plan_file(saved_plan):  # the file may have another name now
+            if is_plan_file(saved_plan):  # the file may have another name now
                 earlier = f"{PLAN_MODULE}{Path(saved_plan).stem}"
                 manifest = _renamed(manifest, f"{earlier}:", f"{plan_modules[0]}:")
                 saved_class = str(manifest["algorithm"])
@@ -107,9 +113,9 @@ def settings_of_manifest(
                 f"it does not contain the settings {missing}; pass them again: "
                 f"from_checkpoint(path, config={{{missing[0]!r}: …}})"
             )
-        pinned = {"plan": plan} if _is_plan_file(plan) else {}
+        pinned = {"plan": plan} if is_plan_file(plan) else {}
         settings = config_from_json(manifest["config"], changes | pinned, resolver)
-        code = None if trust else untrusted_code(settings, passed)
+        code = None if trust else untrusted_code(settings, chosen_by_caller)
         if code is not None:
             raise untrusted(code)
     except UntrustedCodeError as error:
@@ -129,7 +135,7 @@ def _known_classes(cls: Any, plan: Any) -> dict[str, Any]:
     A run of a plan file stores a class of the file under the name of the plan's own module.
     """
     known = {f"__main__:{cls.__qualname__}": cls}
-    if _is_plan_file(plan):
+    if is_plan_file(plan):
         known[f"{PLAN_MODULE}{Path(plan).stem}:{cls.__qualname__}"] = cls
     for part in (cls, cls.config_class, cls.policy_class):
         if part is not None:
@@ -146,10 +152,6 @@ def _renamed(value: Any, prefix: str, new_prefix: str) -> Any:
     if isinstance(value, str) and value.startswith(prefix):
         return new_prefix + value.removeprefix(prefix)
     return value
-
-
-def _is_plan_file(plan: Any) -> bool:
-    return isinstance(plan, str) and plan.endswith(".py")
 
 
 def _check_plan(plan: Any, sha256: str | None, known_class: Any) -> list[str]:
@@ -175,7 +177,7 @@ def _check_plan(plan: Any, sha256: str | None, known_class: Any) -> list[str]:
             return [f"{PLAN_MODULE}{plan}"]
         return []
     file = getattr(sys.modules.get(getattr(known_class, "__module__", "")), "__file__", None)
-    if _is_plan_file(plan) and file is not None and Path(plan).resolve() == Path(file).resolve():
+    if is_plan_file(plan) and file is not None and Path(plan).resolve() == Path(file).resolve():
         return []
     raise UntrustedCodeError(
         f"the plan file {plan}",

@@ -19,6 +19,7 @@ from flowrl.data.checkpoint import (
 )
 from flowrl.iter.stage import walk
 from flowrl.monitoring.monitor import Monitor
+from flowrl.policies.code_references import code_path
 from flowrl.policies.policy import Policy
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import ConfigError
@@ -206,7 +207,7 @@ class Checkpointing:
         path = resolve_checkpoint(path)
         state, manifest = read_checkpoint(path)
         if manifest.get("plan_sha256") != self._plan_builder.sha256 and not other_plan:
-            own = [f"{cls.__module__}:{cls.__qualname__}" for cls in type(self).__mro__]
+            own = list(map(code_path, type(self).__mro__))
             saved = manifest.get("algorithm")
             if saved is not None and saved not in own:
                 name = saved.rpartition(":")[2]

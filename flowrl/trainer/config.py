@@ -30,6 +30,7 @@ from flowrl.trainer.other_libraries import with_hints
 from flowrl.trainer.plan_files import (
     PLAN_MODULE,
     algorithm_in,
+    is_plan_file,
     load_plan,
     module_with_config,
     plan_of_module,
@@ -361,8 +362,8 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
             algorithm: the class; None uses the class of the plan file, or of this config.
         """
         self.check()
-        if algorithm is None and isinstance(self.plan, str) and self.plan.endswith(".py"):
-            algorithm = algorithm_in(load_plan(self.plan))
+        if algorithm is None and is_plan_file(self.plan):
+            algorithm = algorithm_in(load_plan(str(self.plan)))
         return (algorithm or self._algorithm_class())(self)
 
 

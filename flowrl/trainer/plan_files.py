@@ -42,6 +42,11 @@ def is_shipped(plan: Any) -> bool:
     return is_name and (plans_folder() / f"{plan}.py").is_file()
 
 
+def is_plan_file(plan: Any) -> bool:
+    """Return whether a value of the setting `plan` is the path of a plan file."""
+    return isinstance(plan, str) and plan.endswith(".py")
+
+
 def plan_path(plan: str) -> Path:
     """Return the file of a plan.
 
@@ -116,7 +121,7 @@ def load_plan(plan: str, text: bytes | None = None) -> ModuleType:
 
 
 def _check_defines_plan(module: ModuleType, name: str) -> None:
-    algorithm, has_function = algorithm_in(module), _has_plan_function(module)
+    algorithm, has_function = algorithm_in(module), has_plan_function(module)
     method = None if algorithm is None or not has_function else _own_plan(algorithm)
     if method is not None and getattr(algorithm, method) is not module.execution_plan:
         raise ConfigError(
@@ -144,7 +149,8 @@ def _own_plan(algorithm: Any) -> str | None:
     return "training_step" if algorithm.training_step is not base.training_step else None
 
 
-def _has_plan_function(module: ModuleType) -> bool:
+def has_plan_function(module: ModuleType) -> bool:
+    """Return whether a plan file defines the function `execution_plan`."""
     return callable(getattr(module, "execution_plan", None))
 
 
@@ -209,7 +215,7 @@ def algorithm_in(module: ModuleType) -> Any:
             continue
         subclass: Any = value
         has_plan = (
-            _has_plan_function(module)
+            has_plan_function(module)
             or _own_plan(subclass) is not None
             or subclass.config_class.model_fields["plan"].default is not None
         )

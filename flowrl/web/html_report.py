@@ -33,13 +33,9 @@ def report_html(runs: Sequence[RunData]) -> str:
         values.append(run.to_json(_most_important(metrics), most))
     # "<" could end the script
     data = json.dumps(values, allow_nan=False).replace("<", "\\u003c")
-    styles = "".join(
-        f"<style>{(PAGE / name).read_text(encoding='utf-8')}</style>" for name in STYLES
-    )
+    styles = "".join(f"<style>{_page_file(name)}</style>" for name in STYLES)
     scripts = f'<script id="data" type="application/json">{data}</script>'
-    scripts += "".join(
-        f"<script>{(PAGE / name).read_text(encoding='utf-8')}</script>" for name in SCRIPTS
-    )
+    scripts += "".join(f"<script>{_page_file(name)}</script>" for name in SCRIPTS)
     return _fill(styles, scripts)
 
 

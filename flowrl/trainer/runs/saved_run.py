@@ -15,6 +15,7 @@ import numpy as np
 from flowrl.data.checkpoint import CheckpointError, is_checkpoint, list_checkpoints, read_manifest
 from flowrl.data.json_text import parse_json
 from flowrl.settings import ConfigError
+from flowrl.trainer.plan_files import is_plan_file
 
 SETUP = "setup.json"  # the manifest at the start of the run
 _CODE = "__code__"  # key that marks a setting that is code, which the plan file contains
@@ -134,7 +135,7 @@ def own_code(manifest: dict[str, Any]) -> dict[str, str]:
     if algorithm.startswith("__main__:") or "<locals>" in algorithm:
         found["algorithm"] = algorithm
     plan = manifest.get("plan")
-    if not (isinstance(plan, str) and plan.endswith(".py")):  # a plan file brings its own code
+    if not is_plan_file(plan):  # a plan file brings its own code
         found |= {str(name): "not in the checkpoint" for name in manifest.get("left_out", ())}
     values = manifest.get("config", {}).get("values", {})
     for name, value in values.items():
