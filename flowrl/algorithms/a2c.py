@@ -48,6 +48,9 @@ class A2CTorchPolicy(OnPolicyPolicy):
         bonus = self.scheduled(self.config.entropy_coeff)
         return policy_loss + weight * vf_loss - bonus * entropy
 
+    def loss_numbers(self) -> tuple[float, ...]:
+        return tuple(map(self.scheduled, (self.config.vf_loss_coeff, self.config.entropy_coeff)))
+
 
 class A2C(Algorithm):
     """A2C with the plan `a2c`; A2CConfig has its settings.

@@ -61,11 +61,10 @@ class ActorCriticLearner(TorchLearner):
     The actor's parameters only change if ActorCriticPolicy.updates_actor() returns True.
     """
 
-    def step(self, grad_norm: float) -> None:
+    def before_step(self) -> None:
         if self._is_default_optimizer():
             policy: Any = self.policy
             self.optimizers[0].param_groups[ACTOR]["active"] = policy.updates_actor()
-        super().step(grad_norm)
 
     def follow_schedules(self) -> None:
         if not self._is_default_optimizer():
@@ -211,13 +210,13 @@ class ActorCriticPolicy(TargetNetwork):
 
         Rows are weighted by the column `weights` [B] if there is one.
         """
-        targets = self.td_targets(batch)
+        with torch.no_grad():
+            targets = self.td_targets(batch)
         values = self.action_values(batch)
-        errors = values - torch.from_numpy(targets).to(self.device)
-        td_errors = errors.detach().cpu().numpy()
-        self.record_row_stats(batch, td_error=abs(td_errors).mean(0))
+        errors = values - targets
+        self.record_row_stats(batch, td_error=errors.detach().abs().mean(0))
         self.stats["mean_q"] = values.detach().mean()
-        self.stats["mean_td_error"] = float(td_errors.mean())
+        self.stats["mean_td_error"] = errors.detach().mean()
         squares = 0.5 * errors.square().sum(0)
         if "weights" in batch:
             squares = squares * batch["weights"]
@@ -229,17 +228,14 @@ class ActorCriticPolicy(TargetNetwork):
         """Return the critics' values [critics, B] of the batch's actions."""
         return self.model.q_values(batch["obs"], batch["actions"])
 
-    def td_targets(self, batch: TensorBatch) -> np.ndarray:
+    def td_targets(self, batch: TensorBatch) -> torch.Tensor:
         """Return the critics' targets [B]: R + gamma^n v(s'), and R if s' is terminal."""
-        discounts: Any = self.config.gamma
-        if "n_steps" in batch:
-            discounts = discounts ** batch.array("n_steps")
-        next_values = self.next_values(batch.array("new_obs"))
-        discounted = np.where(batch.array("terminateds"), 0.0, discounts * next_values)
-        return (batch.array("rewards") + discounted).astype(np.float32)
+        rewards, discounts = batch["rewards"], self.discounts(batch)
+        next_values = self.next_values(batch["new_obs"])
+        return torch.where(discounts > 0, rewards + discounts * next_values, rewards).float()
 
-    def next_values(self, new_obs: Any) -> np.ndarray:
-        """Return the target networks' values [B] of next observations."""
+    def next_values(self, new_obs: Any) -> torch.Tensor:
+        """Return the target networks' values [B] of next observations, tensors [B, …]."""
         raise NotImplementedError(f"{type(self).__name__} has no next_values(): implement it")
 
     def actor_loss(self, batch: TensorBatch) -> torch.Tensor:

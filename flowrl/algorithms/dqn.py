@@ -212,10 +212,11 @@ class DQNTorchPolicy(TargetNetwork):
     def _greedy_scores(self, input_dict: dict[str, Any]) -> tuple[np.ndarray, list[np.ndarray]]:
         """Return scores [B, n] that order actions by value, and the next recurrent states."""
         states: list[np.ndarray] = []
-        if uses_numpy(self.model):
-            outputs = self.model.outputs_numpy(input_dict["obs"])
+        model = self.acting_model
+        if uses_numpy(model):
+            outputs = model.outputs_numpy(input_dict["obs"])
         else:
-            outputs, _, states = self.model.compute_outputs(input_dict)
+            outputs, _, states = model.compute_outputs(input_dict)
         return self.q_function.greedy_scores(outputs), states
 
     @property
@@ -254,53 +255,39 @@ class DQNTorchPolicy(TargetNetwork):
         losses: torch.Tensor = loss.losses
         return (losses * batch["weights"]).mean() if "weights" in batch else losses.mean()
 
-    def td_targets(self, batch: TensorBatch) -> np.ndarray:
+    def td_targets(self, batch: TensorBatch) -> torch.Tensor:
         """Return the targets of double Q-learning (van Hasselt et al. 2016, equation 4), [B, …].
 
         After k steps they are R + gamma^k Q_target(s', argmax_a Q(s', a)), and R if s' is
         terminal. With several atoms they are distributions with the same shift and scale
         (Bellemare et al. 2017).
         """
-        uses_state_value = self.q_function.uses_state_value
-        outputs, state_values = self._at_new_obs(self.target_model, batch, uses_state_value)
-        selection_outputs = outputs
-        if self.config.double_q:
-            selection_outputs, _ = self._at_new_obs(self.model, batch)
-        best_actions = self.q_function.greedy_scores(selection_outputs).argmax(1)
-        discounts: Any = self.config.gamma
-        if "n_steps" in batch:
-            discounts = discounts ** batch.array("n_steps")
-        discounts = np.where(batch.array("terminateds"), 0.0, discounts)
-        rewards = batch.array("rewards")
-        return self.q_function.td_targets(outputs, state_values, best_actions, rewards, discounts)
+        q_function = self.q_function
+        with torch.no_grad():
+            outputs = self._at_new_obs(self.target_model, batch)
+            uses_value = q_function.uses_state_value
+            state_values = self.target_model.value_function().float() if uses_value else None
+            selection_outputs = outputs
+            if self.config.double_q:
+                selection_outputs = self._at_new_obs(self.model, batch)
+            best_actions = q_function.greedy_scores_of_tensors(selection_outputs).argmax(1)
+            rewards, discounts = batch["rewards"], self.discounts(batch)
+            return q_function.td_targets(outputs, state_values, best_actions, rewards, discounts)
 
     def record_td_loss(self, batch: TensorBatch, loss: TDLoss) -> None:
         """Record the statistics of a loss, and its errors as the rows' `td_error`."""
         self.record_row_stats(batch, td_error=loss.errors)
         count = max(len(loss.errors), 1)
-        self.stats["mean_q"] = float(loss.q.sum()) / count
-        self.stats["mean_td_error"] = float(loss.errors.sum()) / count
+        self.stats["mean_q"] = loss.q.sum() / count
+        self.stats["mean_td_error"] = loss.errors.sum() / count
 
-    def _at_new_obs(
-        self, model: ModelV2, batch: TensorBatch, with_values: bool = False
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return a network's outputs [B, num_outputs] at `new_obs`, and its values [B] if
-        `with_values`, else None.
-
-        For small networks numpy is twice as fast as torch.
-        """
-        if uses_numpy(model):
-            observations = batch.array("new_obs")
-            if with_values:
-                return model.forward_numpy(observations)
-            return model.outputs_numpy(observations), None
-        with torch.no_grad():
-            model.eval()
-            if self.config.noisy:
-                resample_noise(model, self.learner.rng)
-            outputs, _ = model(InputDict(obs=batch["new_obs"]), [], None)
-            values = model.value_function().float().cpu().numpy() if with_values else None
-            return outputs.float().cpu().numpy(), values
+    def _at_new_obs(self, model: ModelV2, batch: TensorBatch) -> torch.Tensor:
+        """Return a network's outputs [B, num_outputs] at `new_obs`."""
+        model.eval()
+        if self.config.noisy:
+            resample_noise(model, self.learner.rng)
+        outputs, _ = model(InputDict(obs=batch["new_obs"]), [], None)
+        return outputs.float()
 
     # -- state -------------------------------------------------------------------------------------
 

@@ -57,7 +57,7 @@ class OnPolicyPolicy(TorchPolicy):
         and no method that it or the policy acts with is replaced."""
         cls = type(self)
         is_own = all(getattr(cls, name) is getattr(TorchPolicy, name) for name in _ACTING)
-        model = self.model
+        model = self.acting_model
         return (
             is_own
             and not _ACTING & vars(self).keys()

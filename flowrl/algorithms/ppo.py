@@ -86,6 +86,11 @@ class PPOTorchPolicy(OnPolicyPolicy):
         self.stats |= {"policy_loss": policy_loss, "vf_loss": vf_loss}
         return loss
 
+    def loss_numbers(self) -> tuple[float, ...]:
+        config = self.config
+        schedules = config.clip_param, config.vf_loss_coeff, config.entropy_coeff
+        return (*map(self.scheduled, schedules), self.kl_coeff)
+
     def _value_loss(self, values: torch.Tensor, batch: TensorBatch) -> torch.Tensor:
         targets, limit = batch["value_targets"], self.config.vf_clip_param
         if limit is None:

@@ -128,7 +128,8 @@ class R2D2TorchPolicy(DQNTorchPolicy):
         targets = self._sequence_targets(batch, lens, scores, target_q)
         rows = torch.from_numpy(_unrolled_rows(lens)).to(self.device)
         state_values = None if state_values is None else state_values[rows]
-        loss = q_function.td_loss(outputs[rows], state_values, batch["actions"], targets)
+        targets_tensor = torch.from_numpy(targets).to(self.device)
+        loss = q_function.td_loss(outputs[rows], state_values, batch["actions"], targets_tensor)
         return self._mean_loss(batch, loss)
 
     def _with_last_next_states(self, batch: TensorBatch, lens: np.ndarray) -> TensorBatch:

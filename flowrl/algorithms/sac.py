@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar, Literal
 
-import numpy as np
 import torch
 from gymnasium import spaces
 
@@ -109,36 +108,40 @@ class SACTorchPolicy(ActorCriticPolicy):
         actions = batch["actions"].long()[None, :, None].expand(len(values), -1, 1)
         return values.gather(2, actions).squeeze(2)
 
-    def next_values(self, new_obs: Any) -> np.ndarray:
+    def next_values(self, new_obs: Any) -> torch.Tensor:
         """Return min Q(s', a') - alpha log pi(a' | s') [B] for a sampled action a' (equation 3 of
         the paper); its expectation for Discrete actions (Christodoulou 2019, equation 10)."""
-        outputs = self.model.outputs_numpy(new_obs)
+        alpha = self._log_alpha.detach().exp()
+        outputs = self.model.evaluate_actor(new_obs)
         if not self.is_discrete:
-            actions, logp = self.dist_class.act(outputs, self.learner.rng, True)
-            values: np.ndarray = self.target_model.q_values_numpy(new_obs, actions).min(0)
-            return values - self.alpha * logp
-        logp = outputs - outputs.max(1, keepdims=True)
-        logp = logp - np.log(np.exp(logp).sum(1, keepdims=True))
-        probs = np.exp(logp)
-        soft_q = self.target_model.q_values_numpy(new_obs).min(0) - self.alpha * logp
-        expected: np.ndarray = np.where(outputs <= FORBIDDEN, 0.0, probs * soft_q).sum(1)
-        return expected
+            actions, logp = self._sample_actions(outputs)
+            values = self.target_model.evaluate_critics(new_obs, actions).amin(0)
+            return values - alpha * logp
+        logp = torch.log_softmax(outputs, 1)
+        soft_q = self.target_model.evaluate_critics(new_obs).amin(0) - alpha * logp
+        return torch.where(outputs <= FORBIDDEN, 0.0, logp.exp() * soft_q).sum(1)
+
+    def _sample_actions(self, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return reparameterized actions [B, …] and their log probabilities [B]."""
+        dist: Any = self.dist_class(outputs, self.model)
+        rows, size = outputs.shape
+        sampled: tuple[torch.Tensor, torch.Tensor] = dist.sample_and_logp(
+            self.learner.standard_normal(rows, size // 2)
+        )
+        return sampled
 
     def actor_loss(self, batch: TensorBatch) -> torch.Tensor:
         """Return the losses of the actor and of the temperature (equations 9 and 18 of the
         paper)."""
         alpha = self._log_alpha.detach().exp()
         outputs = self.model.outputs(batch["obs"])
-        target = self.target_entropy
+        target: Any = self.target_entropy
         if self.is_discrete:
             loss, entropy = self._discrete_loss(batch, outputs, alpha)
             if target is not None and self.config.target_entropy == "auto":
                 target = self._mean_target_entropy(outputs)
         else:
-            shape = (len(outputs), outputs.shape[1] // 2)
-            noise = self.learner.rng.standard_normal(shape, dtype=np.float32)
-            dist: Any = self.dist_class(outputs, self.model)
-            actions, logp = dist.sample_and_logp(torch.from_numpy(noise).to(self.device))
+            actions, logp = self._sample_actions(outputs)
             values = self.model.q_values(batch["obs"], actions, frozen=True)
             loss = (alpha * logp - values.amin(0)).mean()
             entropy = -logp.detach().mean()
@@ -148,10 +151,10 @@ class SACTorchPolicy(ActorCriticPolicy):
         return loss + self._log_alpha * (entropy - target)
 
     @staticmethod
-    def _mean_target_entropy(outputs: torch.Tensor) -> float:
+    def _mean_target_entropy(outputs: torch.Tensor) -> torch.Tensor:
         """Return the mean of 0.98 of the maximum entropy of the actions that are not masked."""
         allowed = (outputs > FORBIDDEN).sum(1).clip(1)
-        return 0.98 * float(allowed.double().log().mean())
+        return 0.98 * allowed.float().log().mean()
 
     def _discrete_loss(
         self, batch: TensorBatch, outputs: torch.Tensor, alpha: torch.Tensor

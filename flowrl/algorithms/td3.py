@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
 from flowrl.algorithms.actor_critic import ActorCriticConfig, ActorCriticPolicy
@@ -81,16 +80,14 @@ class TD3TorchPolicy(ActorCriticPolicy):
             return False
         return super().update_target(tau)
 
-    def next_values(self, new_obs: Any) -> np.ndarray:
+    def next_values(self, new_obs: Any) -> torch.Tensor:
         """Return min Q'(s', a' + noise) for the target actor's a' (equations 13 and 14)."""
-        actions = np.tanh(self.target_model.outputs_numpy(new_obs))
+        actions = torch.tanh(self.target_model.evaluate_actor(new_obs))
         if self.config.target_noise:
-            drawn = self.learner.rng.standard_normal(actions.shape, dtype=np.float32)
             limit = self.config.target_noise_clip
-            noise = (drawn * np.float32(self.config.target_noise)).clip(-limit, limit)
-            actions = (actions + noise).clip(-1.0, 1.0)
-        values: np.ndarray = self.target_model.q_values_numpy(new_obs, actions).min(0)
-        return values
+            noise = self.learner.standard_normal(*actions.shape) * self.config.target_noise
+            actions = (actions + noise.clamp(-limit, limit)).clamp(-1.0, 1.0)
+        return self.target_model.evaluate_critics(new_obs, actions).amin(0)
 
     def actor_loss(self, batch: TensorBatch) -> torch.Tensor:
         """Return minus the first critic's value of the actor's actions (section 3, equation 2)."""

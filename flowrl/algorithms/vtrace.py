@@ -190,7 +190,7 @@ class VTracePolicy(TorchPolicy):
         """Compute actions; skip values where they cost extra, because the learner recomputes
         them."""
         has_own_columns = type(self).extra_action_out is not TorchPolicy.extra_action_out
-        if not acts_by_numpy(self.model) or set(input_dict) != {"obs"} or has_own_columns:
+        if not acts_by_numpy(self.acting_model) or set(input_dict) != {"obs"} or has_own_columns:
             return super()._act(input_dict, explore)
         actions, states, extra = self._act_by_numpy(input_dict, explore)
         return actions, states, {"action_logp": extra["action_logp"]}

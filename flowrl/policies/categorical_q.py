@@ -35,6 +35,7 @@ class CategoricalQ(QValues):
         self.num_outputs = (num_actions + dueling) * num_atoms
         self.uses_state_value = False  # its logits are among the outputs
         self.support = np.linspace(v_min, v_max, num_atoms, dtype=np.float32)
+        self._supports: dict[torch.device, torch.Tensor] = {}
 
     def logits(self, outputs: Any) -> Any:
         """Return the logits of each action's atoms, [B, actions, atoms].
@@ -61,19 +62,19 @@ class CategoricalQ(QValues):
     def greedy_scores_of_tensors(self, outputs: torch.Tensor) -> torch.Tensor:
         """Return `greedy_scores` of tensors."""
         logits = self.logits(outputs)
-        values: torch.Tensor = logits.softmax(-1) @ torch.from_numpy(self.support)
+        values: torch.Tensor = logits.softmax(-1) @ self._support_on(logits.device)
         return torch.where(logits[..., 0] > FORBIDDEN, values, MASKED_OUTPUT)
 
     def td_targets(
         self,
-        outputs: np.ndarray,
-        state_values: np.ndarray | None,
-        best_actions: np.ndarray,
-        rewards: np.ndarray,
-        discounts: np.ndarray,
-    ) -> np.ndarray:
+        outputs: torch.Tensor,
+        state_values: torch.Tensor | None,
+        best_actions: torch.Tensor,
+        rewards: torch.Tensor,
+        discounts: torch.Tensor,
+    ) -> torch.Tensor:
         """Return the target distributions of the actions, [B, atoms]."""
-        probs = softmax(self.logits(outputs)[np.arange(len(best_actions)), best_actions])
+        probs = self._logits_of(outputs, best_actions).softmax(1)
         return self.project(probs, rewards, discounts)
 
     def td_loss(
@@ -81,44 +82,45 @@ class CategoricalQ(QValues):
         outputs: torch.Tensor,
         state_values: torch.Tensor | None,
         actions: torch.Tensor,
-        targets: np.ndarray,
+        targets: torch.Tensor,
     ) -> TDLoss:
         """Return the cross-entropy of the actions' distributions to the targets."""
-        index = actions[:, None, None].expand(-1, 1, self.num_atoms)
-        logp = self.logits(outputs).gather(1, index)[:, 0].log_softmax(1)
-        losses = -(torch.from_numpy(targets).to(logp.device) * logp).sum(1)
-        probs = logp.detach().exp().cpu().numpy()
-        return self.make_td_loss(losses, losses.detach().cpu().numpy(), probs, targets)
+        logp = self._logits_of(outputs, actions).log_softmax(1)
+        losses = -(targets * logp).sum(1)
+        entropies = -(targets * targets.clamp(min=1e-12).log()).sum(1)
+        errors = (losses.detach() - entropies).clamp(min=0.0)  # rounding may make them negative
+        return TDLoss(losses, logp.detach().exp() @ self._support_on(logp.device), errors)
 
-    def make_td_loss(
-        self, losses: Any, cross_entropies: np.ndarray, probs: np.ndarray, targets: np.ndarray
-    ) -> TDLoss:
-        """Return the TDLoss of predicted distributions `probs` [B, atoms]."""
-        entropies = -(targets * np.log(np.maximum(targets, 1e-12))).sum(1)
-        errors = np.maximum(cross_entropies - entropies, 0.0)  # rounding may make them negative
-        return TDLoss(losses, probs @ self.support, errors)
-
-    def project(self, probs: np.ndarray, rewards: np.ndarray, discounts: np.ndarray) -> np.ndarray:
+    def project(
+        self, probs: torch.Tensor, rewards: torch.Tensor, discounts: torch.Tensor
+    ) -> torch.Tensor:
         """Project the distribution of r + d z back onto the atoms, [B, atoms].
 
         Probability between two atoms is split between them in proportion (Bellemare et al. 2017,
-        algorithm 1).
+        algorithm 1). It is added by matrix products, because a GPU scatters it in no fixed order.
 
         Args:
             probs: of the next state's atoms z, [B, atoms].
             rewards, discounts: [B]; a discount is 0 at a terminal state.
         """
-        first, last = self.support[0], self.support[-1]
-        moved = rewards[:, None] + discounts[:, None] * self.support
-        positions = (moved.clip(first, last) - first) / (last - first) * (self.num_atoms - 1)
-        # rounding may move a position beyond the last atom
-        below = np.minimum(positions.astype(np.int64), self.num_atoms - 2)
-        upper = np.minimum(positions - below, 1.0)
-        rows = np.arange(len(rewards))[:, None]
-        projected = np.zeros(probs.shape, np.float64)
-        np.add.at(projected, (rows, below), probs * (1.0 - upper))
-        np.add.at(projected, (rows, below + 1), probs * upper)
-        return projected.astype(np.float32)
+        first, last = float(self.support[0]), float(self.support[-1])
+        moved = rewards[:, None] + discounts[:, None] * self._support_on(probs.device)
+        positions = (moved.clamp(first, last) - first) / (last - first) * (self.num_atoms - 1)
+        atoms = torch.arange(self.num_atoms, device=probs.device)
+        shares = (1 - (positions[:, :, None] - atoms).abs()).clamp(min=0.0)  # [B, from, to]
+        return torch.bmm(probs.float()[:, None], shares.float())[:, 0]
+
+    def _logits_of(self, outputs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+        """Return the logits of one action per row, [B, atoms]."""
+        index = actions[:, None, None].expand(-1, 1, self.num_atoms)
+        logits: torch.Tensor = self.logits(outputs)
+        return logits.gather(1, index)[:, 0]
+
+    def _support_on(self, device: torch.device) -> torch.Tensor:
+        """Return the support as a tensor on a device, copied there once."""
+        if device not in self._supports:
+            self._supports[device] = torch.from_numpy(self.support).to(device)
+        return self._supports[device]
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:

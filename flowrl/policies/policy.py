@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -281,8 +280,12 @@ class Policy(ActsOnObservations):
         Raises:
             ValueError: the minibatch is larger than the batch.
         """
-        minibatches = partial(shuffled_minibatches, rng=self.shuffle_rng)
-        return run_epochs(self, minibatches, batch, num_sgd_iter, sgd_minibatch_size)
+
+        def one_pass(batch: SampleBatch, size: int) -> list[Any]:
+            minibatches = shuffled_minibatches(batch, size, self.shuffle_rng)
+            return [self.learn_on_batch(rows) for rows in minibatches]
+
+        return run_epochs(self, one_pass, batch, num_sgd_iter, sgd_minibatch_size)
 
     def compute_gradients(self, batch: SampleBatch) -> tuple[Any, dict[str, float]]:
         """Return the gradient of one update, which `apply_gradients` takes, and statistics."""

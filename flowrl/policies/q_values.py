@@ -12,18 +12,18 @@ from flowrl.policies.exploration import FORBIDDEN
 
 
 class TDLoss(NamedTuple):
-    """The temporal-difference loss of a batch.
+    """The temporal-difference loss of a batch, in tensors or in arrays.
 
     Attributes:
-        losses: loss of each row [B], a tensor with its graph, or an array.
+        losses: loss of each row [B]; a tensor has its graph.
         q: predicted values of the actions, [B].
         errors: errors of the rows [B], used as priorities: q minus target, unless a subclass of
             QValues documents another one.
     """
 
     losses: Any
-    q: np.ndarray
-    errors: np.ndarray
+    q: Any
+    errors: Any
 
 
 class QValues:
@@ -64,12 +64,12 @@ class QValues:
 
     def td_targets(
         self,
-        outputs: np.ndarray,
-        state_values: np.ndarray | None,
-        best_actions: np.ndarray,
-        rewards: np.ndarray,
-        discounts: np.ndarray,
-    ) -> np.ndarray:
+        outputs: torch.Tensor,
+        state_values: torch.Tensor | None,
+        best_actions: torch.Tensor,
+        rewards: torch.Tensor,
+        discounts: torch.Tensor,
+    ) -> torch.Tensor:
         """Return the targets of the actions' values, R + d Q(s', best action), [B].
 
         Args:
@@ -77,9 +77,8 @@ class QValues:
             best_actions: the best actions there, [B].
             rewards, discounts: [B]; a discount is 0 at a terminal state.
         """
-        next_q = outputs if state_values is None else dueling_numpy(outputs, state_values)
-        discounted = discounts * next_q[np.arange(len(best_actions)), best_actions]
-        return np.where(discounts > 0, rewards + discounted, rewards).astype(np.float32)
+        next_q = self.values(outputs, state_values).gather(1, best_actions[:, None])[:, 0]
+        return torch.where(discounts > 0, rewards + discounts * next_q, rewards).float()
 
     def values(self, outputs: torch.Tensor, state_values: torch.Tensor | None) -> torch.Tensor:
         """Return the values of all actions, [B, actions]."""
@@ -90,7 +89,7 @@ class QValues:
         outputs: torch.Tensor,
         state_values: torch.Tensor | None,
         actions: torch.Tensor,
-        targets: np.ndarray,
+        targets: torch.Tensor,
     ) -> TDLoss:
         """Return the Huber loss of the differences between values and targets.
 
@@ -100,9 +99,8 @@ class QValues:
             targets: see `td_targets`.
         """
         q = self.values(outputs, state_values).gather(1, actions[:, None])[:, 0]
-        losses = F.smooth_l1_loss(q, torch.from_numpy(targets).to(q.device), reduction="none")
-        values = q.detach().cpu().numpy()
-        return TDLoss(losses, values, values - targets)
+        losses = F.smooth_l1_loss(q, targets, reduction="none")
+        return TDLoss(losses, q.detach(), q.detach() - targets)
 
 
 def _dueling(advantages: torch.Tensor, state_values: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from flowrl.policies.learning.flat_parameters import FlatParameters
-from flowrl.policies.torch_policy import TorchPolicy
+from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
 
 
 class TargetNetwork(TorchPolicy):
@@ -47,6 +47,13 @@ class TargetNetwork(TorchPolicy):
             target_buffer.copy_(buffer)
         self.target_updates += 1
         return True
+
+    def discounts(self, batch: TensorBatch) -> torch.Tensor:
+        """Return gamma ** n_steps of the rows, [B] float32; 0 where the episode terminated."""
+        discounts: Any = self.config.gamma
+        if "n_steps" in batch:
+            discounts = torch.pow(discounts, batch["n_steps"]).float()
+        return torch.where(batch["terminateds"], 0.0, discounts)
 
     def get_state(self) -> dict[str, Any]:
         target = self.target_model.state_dict()

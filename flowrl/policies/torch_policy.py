@@ -13,6 +13,7 @@ from gymnasium import spaces
 
 from flowrl.data import SampleBatch
 from flowrl.data.spaces import has_image
+from flowrl.policies.acting_models import ActingModel, CPUCopy, make_acting_model
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.distributions import ActionDistribution, DiagGaussian, distribution_for
 from flowrl.policies.exploration import Exploration
@@ -68,6 +69,7 @@ class TorchPolicy(Policy):
         self.exploration = self.make_exploration()
         self.flat = FlatParameters(self.model)
         self.model.bind_numpy_views()
+        self._acting_model = make_acting_model(self)
         self.stats: dict[str, torch.Tensor | float] = {}
         self.learner = self.learner_class(self)
 
@@ -83,6 +85,13 @@ class TorchPolicy(Policy):
             )
         placed: ModelV2 = model.to(self.device)
         return placed
+
+    @property
+    def acting_model(self) -> ActingModel:
+        """The network that acts: `model`, or on a GPU something faster with the same weights."""
+        if isinstance(self._acting_model, CPUCopy):
+            return self._acting_model.with_weights_of(self.version)
+        return self._acting_model or self.model
 
     def _find_device(self) -> torch.device:
         name = self.config.device
@@ -184,6 +193,11 @@ class TorchPolicy(Policy):
         """Return more columns [B, …] to record with the actions."""
         return {}
 
+    def loss_numbers(self) -> tuple[float, ...]:
+        """Return the numbers that change while learning and that a shipped loss reads besides the
+        batch and the weights. A CUDA graph of the update contains their values."""
+        return ()
+
     def extra_grad_process(self) -> dict[str, torch.Tensor]:
         """Return statistics; called before `self.flat.gradient` is clipped.
 
@@ -217,7 +231,7 @@ class TorchPolicy(Policy):
     def _act(
         self, input_dict: dict[str, Any], explore: bool
     ) -> tuple[Any, list[np.ndarray], dict[str, np.ndarray]]:
-        outputs, values, states = self._computed(self.model.compute_outputs, input_dict)
+        outputs, values, states = self._computed(self.acting_model.compute_outputs, input_dict)
         actions, logp = self.exploration.act(outputs, self, explore)
         extra = {"action_logp": logp, "action_dist_inputs": outputs}
         if values is not None:
@@ -230,7 +244,7 @@ class TorchPolicy(Policy):
         self, input_dict: dict[str, Any], explore: bool
     ) -> tuple[Any, list[np.ndarray], dict[str, np.ndarray]]:
         """Compute actions without values; only for networks for which `acts_by_numpy`."""
-        model: Any = self.model
+        model: Any = self.acting_model
         outputs = self._computed(lambda inputs: model.outputs_numpy(inputs["obs"]), input_dict)
         actions, logp = self.exploration.act(outputs, self, explore)
         return actions, [], {"action_logp": logp, "action_dist_inputs": outputs}
@@ -247,12 +261,12 @@ class TorchPolicy(Policy):
             raise ConfigError(f"{type(self).__name__} cannot act on this: {problem}") from error
 
     def compute_values(self, obs_batch: Any) -> np.ndarray | None:
-        return self.model.compute_values({"obs": obs_batch})
+        return self.acting_model.compute_values({"obs": obs_batch})
 
     def compute_values_from_input_dict(self, input_dict: dict[str, Any]) -> np.ndarray | None:
         if len(input_dict) == 1:
             return self.compute_values(input_dict["obs"])
-        return self.model.compute_values(input_dict)
+        return self.acting_model.compute_values(input_dict)
 
     def compute_log_likelihoods(
         self, actions: Any, obs_batch: Any = None, input_dict: dict[str, Any] | None = None
@@ -307,23 +321,24 @@ class TorchPolicy(Policy):
 
     def tensors(self, batch: SampleBatch) -> TensorBatch:
         """Return the batch in the form that `loss` receives."""
-        return TensorBatch(batch, self.device)
+        loaded = self.learner.captured.tensors(batch)
+        return TensorBatch(batch, self.device) if loaded is None else loaded
 
     def columns_read(self, batch: SampleBatch) -> set[str] | None:
         return self.learner.columns_read(batch)
 
-    def record_row_stats(self, batch: TensorBatch, **values: np.ndarray) -> None:
+    def record_row_stats(self, batch: TensorBatch, **values: np.ndarray | torch.Tensor) -> None:
         """Record values per row of a batch that was drawn from a replay buffer, for `row_stats`.
 
         For use in `loss`.
 
         Args:
             batch: the rows; those of other batches are not recorded.
-            values: arrays [rows], such as `td_error`.
+            values: arrays or tensors [rows], such as `td_error`.
         """
         if "batch_indexes" in batch:
-            indexes = {"batch_indexes": batch.array("batch_indexes")}
-            self.learner.record_row_stats({**indexes, **values})
+            indexes = batch.array("batch_indexes")
+            self.learner.record_row_stats({"batch_indexes": indexes, **values})
 
     def loss_without_rows(self) -> None:
         """Take part in the collective operations of `loss` when this process has no rows.
@@ -431,6 +446,8 @@ class TorchPolicy(Policy):
             for name, tensor in own.items():
                 tensor.copy_(torch.from_numpy(np.array(arrays[name])))
         self.version += 1
+        if isinstance(self._acting_model, CPUCopy):
+            self._acting_model.forget()  # the state of another policy may have the same version
 
     def get_state(self) -> dict[str, Any]:
         return {

@@ -336,7 +336,7 @@ def test_flat_adam_with_parts_equals_torch_adam_with_groups():
     torch.testing.assert_close(ours.bias, theirs.bias)
     restored = FlatAdam(flat, 1e-2, parts=parts)
     restored.load_state_dict({"state": {i: dict(s) for i, s in adam.state_dict()["state"].items()}})
-    assert [int(part.steps) for part in restored._parts] == [5, 2]
+    assert [int(part.count) for part in restored._parts] == [5, 2]
 
 
 def test_q_model_configures_the_critics():
@@ -534,7 +534,7 @@ def test_kernel_is_used_only_for_shipped_losses():
 
 def test_target_noise_is_clipped():
     """Clipped to 0, the noise has no effect."""
-    obs = rows()["new_obs"]
+    obs = torch.from_numpy(rows()["new_obs"])
     values = {
         clip: make(TD3TorchPolicy, target_noise=5.0, target_noise_clip=clip).next_values(obs)
         for clip in (0.0, 0.5)

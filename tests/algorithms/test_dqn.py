@@ -114,10 +114,14 @@ def test_loss_matches_the_papers(dueling, double_q, space):
 def test_targets_bootstrap_at_truncations():
     policy = DQNTorchPolicy(BOX, THREE, {"gamma": 0.9, "seed": 0})
     batch = rows()
-    expected = policy.td_targets(policy.tensors(batch))
+    expected = policy.td_targets(policy.tensors(batch)).numpy()
     cut = batch.with_columns(truncateds=~batch["terminateds"])
     np.testing.assert_array_equal(policy.td_targets(policy.tensors(cut)), expected)
     assert (expected != batch["rewards"]).any()
+
+
+def _floats(stats):
+    return {name: float(value) for name, value in stats.items()}
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -147,7 +151,7 @@ def test_kernel_gradient_equals_autograd(dueling, activation, shared):
         loss = policy.loss(policy.tensors(batch))
         policy.flat.take_gradient(loss)
         assert kernel_loss == pytest.approx(loss.item(), rel=1e-6)
-        assert stats == pytest.approx(policy.stats, rel=1e-5, abs=1e-6)
+        assert stats == pytest.approx(_floats(policy.stats), rel=1e-5, abs=1e-6)
         assert float(gradient.abs().max()) > 0.01
         torch.testing.assert_close(gradient, policy.flat.gradient, rtol=1e-5, atol=1e-7)
 
@@ -176,21 +180,12 @@ def test_kernel_is_used_only_for_the_shipped_loss():
 
 def q_values(policy, obs):
     """Return the online network's values of all actions [B, n]."""
-    outputs, state_values = policy._at_new_obs(
-        policy.model, policy.tensors(SampleBatch(new_obs=obs)), True
-    )
-    count = len(outputs)
-    columns = [
-        policy.q_function.td_targets(
-            outputs, state_values, np.full(count, action), np.zeros(count), np.ones(count)
-        )
-        for action in range(policy.action_space.n)
-    ]
-    return np.stack(columns, 1)
+    with torch.no_grad():
+        outputs, _ = policy.model.from_batch(SampleBatch(obs=obs), is_training=False)
+        return policy.q_function.values(outputs, policy.model.value_function()).numpy()
 
 
 def test_dueling_values_of_images():
-    """Torch computes the values of image networks, numpy those of small ones."""
     image = spaces.Box(0, 255, (8, 8, 3), np.uint8)
     policy = DQNTorchPolicy(image, THREE, {"seed": 0})
     rng = np.random.default_rng(0)

@@ -2,11 +2,13 @@
 
 As on a GPU, they have no `numpy()` before `cpu()`, and operations refuse to mix them with tensors
 of the CPU, except single numbers, indices and copies. So code for GPUs runs on any machine.
+A graph calls its function again, and refuses operations that wait for the GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
+from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -15,6 +17,8 @@ from torch.utils import _pytree as pytree
 DEVICE, CPU = torch.device("cuda"), torch.device("cpu")
 
 _FORBIDDEN = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
+_WAITING = {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__bool__, torch.Tensor.__float__,
+            torch.Tensor.__int__, torch.Tensor.nonzero}  # fmt: skip
 _MIXING = {torch.Tensor.copy_, torch.Tensor.to, torch._has_compatible_shallow_copy_type}
 
 
@@ -26,6 +30,8 @@ class DeviceTensor(torch.Tensor):
         kwargs = dict(kwargs or {})
         if func == torch.Tensor.device.__get__:
             return DEVICE
+        if FakeGraph.is_running and (func in _WAITING or _target(func, args, kwargs) == CPU):
+            raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
         if func in _FORBIDDEN:
             raise TypeError("can't convert a CUDA tensor to numpy: call cpu() first")
         if _target(func, args, kwargs) == CPU:
@@ -40,15 +46,40 @@ class DeviceTensor(torch.Tensor):
             return _on_device(func(*_without_device(args), **_without_device(kwargs)))
 
 
+class FakeGraph:
+    """Takes the place of CudaGraph."""
+
+    is_running = False
+    captures = 0
+
+    def __init__(self, stream, warm_up, function):
+        warm_up()
+        FakeGraph.captures += 1
+        self._function, self.outputs = function, None
+
+    def replay(self):
+        FakeGraph.is_running = True
+        try:
+            outputs = self._function()
+        finally:
+            FakeGraph.is_running = False
+        if self.outputs is None:
+            self.outputs = outputs
+        else:
+            self.outputs.copy_(outputs)
+
+
 class _Device(TorchFunctionMode):
     """Creates tensors on the device, and moves tensors of the CPU there."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
+        target = _target(func, args, kwargs)
+        if FakeGraph.is_running and func is torch.Tensor.to and target == DEVICE:
+            raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
         is_on_device = any(issubclass(kind, DeviceTensor) for kind in types)
         if is_on_device or func in (torch.device, torch._C._nn._parse_to):
             return func(*args, **kwargs)
-        target = _target(func, args, kwargs)
         result = func(*_without_device(args), **_without_device(kwargs))
         if target is None or target == CPU:
             return result
@@ -111,7 +142,17 @@ def fake_device():
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)  # Module.to() keeps its parameters
     try:
-        with _Device():
+        with fake_graphs(), _Device():
             yield
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+@contextlib.contextmanager
+def fake_graphs():
+    """Let FakeGraph take the place of CudaGraph."""
+    users = "learning.captured_update", "acting_models"
+    with contextlib.ExitStack() as stack:
+        for module in users:
+            stack.enter_context(patch(f"flowrl.policies.{module}.CudaGraph", FakeGraph))
+        yield

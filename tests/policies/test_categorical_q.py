@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.policies.categorical_q import CategoricalQ
-from flowrl.policies.learning.kernels.q_learning import output_gradients
+from flowrl.policies.learning.kernels.q_learning import output_gradients, project
 
 
 def reference_projection(support, probs, reward, discount):
@@ -33,20 +33,21 @@ def test_projection_equals_the_paper(num_atoms, seed):
     probs = rng.dirichlet(np.ones(num_atoms), 7).astype(np.float32)
     rewards = rng.normal(0, 10, 7).astype(np.float32)
     discounts = rng.choice([0.0, 0.5, 0.99, 1.0], 7)
-    projected = q_function.project(probs, rewards, discounts)
-    assert projected.dtype == np.float32
-    np.testing.assert_allclose(projected.sum(1), 1, atol=1e-5)
     expected = [
         reference_projection(q_function.support.astype(np.float64), *row)
         for row in zip(probs, rewards.astype(np.float64), discounts, strict=True)
     ]
-    np.testing.assert_allclose(projected, expected, atol=2e-4)
+    by_torch = q_function.project(*map(torch.from_numpy, (probs, rewards, discounts))).numpy()
+    for projected in (by_torch, project(q_function, probs, rewards, discounts)):
+        assert projected.dtype == np.float32
+        np.testing.assert_allclose(projected.sum(1), 1, atol=1e-5)
+        np.testing.assert_allclose(projected, expected, atol=2e-4)
 
 
 def test_projection_without_reward_and_discount_is_the_identity():
     q_function = CategoricalQ(2, 51, -10, 10, False)
     probs = np.random.default_rng(0).dirichlet(np.ones(51), 3).astype(np.float32)
-    projected = q_function.project(probs, np.zeros(3, np.float32), np.ones(3))
+    projected = q_function.project(torch.from_numpy(probs), torch.zeros(3), torch.ones(3))
     np.testing.assert_allclose(projected, probs, atol=1e-5)
 
 

@@ -25,14 +25,14 @@ class SomeStats:
         return {}
 
 
-def cut(batch, size):
-    return iter([batch[i : i + size] for i in range(0, batch.count, size)])
-
-
 @pytest.mark.parametrize(("rows", "actor_loss"), [(3, 20.0), (4, 30.0)])
 def test_statistic_of_some_minibatches_is_their_mean(rows, actor_loss):
-    batch = SampleBatch(obs=np.zeros((rows, 1)))
-    stats = run_epochs(SomeStats(), cut, batch, 1, 1)
+    batch, policy = SampleBatch(obs=np.zeros((rows, 1))), SomeStats()
+
+    def one_pass(batch, size):
+        return [policy.learn_on_batch(batch[i : i + size]) for i in range(0, batch.count, size)]
+
+    stats = run_epochs(policy, one_pass, batch, 1, 1)
     assert stats == {"critic_loss": np.mean(range(1, rows + 1)), "actor_loss": actor_loss}
 
 

@@ -5,7 +5,11 @@ import pytest
 import torch
 
 from flowrl.policies.categorical_q import CategoricalQ
-from flowrl.policies.learning.kernels.q_learning import loss_and_gradients, output_gradients
+from flowrl.policies.learning.kernels.q_learning import (
+    loss_and_gradients,
+    output_gradients,
+    td_targets,
+)
 from flowrl.policies.q_values import QValues
 
 KINDS = {
@@ -42,7 +46,9 @@ def test_kernel_loss_and_gradients_equal_autograd(q_function):
     if state is not None:
         tensors.append(torch.tensor(state, requires_grad=True))
     values = tensors[1] if state is not None else None
-    expected = q_function.td_loss(tensors[0], values, torch.from_numpy(actions), targets)
+    expected = q_function.td_loss(
+        tensors[0], values, torch.from_numpy(actions), torch.from_numpy(targets)
+    )
     loss, gradients = loss_and_gradients(q_function, outputs, state, actions, targets)
     np.testing.assert_allclose(loss.losses, expected.losses.detach(), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(loss.q, expected.q, rtol=1e-5, atol=1e-6)
@@ -89,7 +95,11 @@ def test_td_targets_add_the_discounted_value_of_the_best_action(kind):
     outputs[3] = MASKED
     best = np.array([2, 1, 0, 0])
     rewards, discounts = np.arange(4, dtype=np.float32), np.array([0.9, 0.5, 0.0, 0.0])
-    targets = q_function.td_targets(outputs, state, best, rewards, discounts)
+    arrays = outputs, state, best, rewards, discounts
+    targets = q_function.td_targets(
+        *(None if array is None else torch.from_numpy(array) for array in arrays)
+    ).numpy()
+    np.testing.assert_allclose(td_targets(q_function, *arrays), targets, rtol=1e-6)
     values = outputs.astype(np.float64)
     if state is not None:
         allowed = [[0, 1, 2], [1, 2], [0, 1, 2]]

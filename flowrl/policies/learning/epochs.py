@@ -17,14 +17,13 @@ Stats = dict[str, float]
 class LearningPolicy(Protocol):
     """The part of a policy that `run_epochs` uses."""
 
-    def learn_on_batch(self, batch: SampleBatch) -> Stats: ...
     def end_epoch(self, batch: SampleBatch, stats: Stats) -> bool: ...
     def end_learning(self, batch: SampleBatch, stats: Stats) -> Stats: ...
 
 
 def run_epochs(
     policy: LearningPolicy,
-    minibatches: Callable[[SampleBatch, int], Iterator[Any]],
+    one_pass: Callable[[SampleBatch, int], Sequence[Any]],
     batch: SampleBatch,
     num_sgd_iter: int,
     sgd_minibatch_size: int,
@@ -33,7 +32,8 @@ def run_epochs(
 
     Args:
         policy: the policy to update; its `end_epoch` may stop early.
-        minibatches: (batch, size) -> the minibatches of one pass.
+        one_pass: (batch, size) -> the statistics of one update per minibatch of `size` rows; None
+            for updates without statistics.
         batch: the rows.
         num_sgd_iter: passes.
         sgd_minibatch_size: rows per minibatch; 0 for the whole batch.
@@ -52,8 +52,7 @@ def run_epochs(
         )
     means: Stats = {}
     for _ in range(num_sgd_iter):
-        updates = [policy.learn_on_batch(rows) for rows in minibatches(batch, size)]
-        stats = [_numbers(policy, update) for update in updates if update is not None]
+        stats = [_numbers(policy, update) for update in one_pass(batch, size) if update is not None]
         stats = [one for one in stats if one]  # skipped updates report nothing
         means = mean_stats(stats)
         if policy.end_epoch(batch, means):

@@ -88,7 +88,17 @@ class FlatParameters:
     def take_gradient(self, loss: torch.Tensor) -> None:
         """Write d loss / d parameters into `gradient`; zeros for parameters that are not used."""
         self.gradient.zero_()
-        loss.backward()
+        if self.gradient.device.type == "cpu":
+            loss.backward()
+            return
+        # backward() would add each gradient on the stream where its parameter was used first, which
+        # a CUDA graph cannot do
+        trainable = [p for p in self.parameters if p.requires_grad]
+        gradients = torch.autograd.grad(loss, trainable, allow_unused=True)
+        pairs: list[tuple[Any, torch.Tensor]] = [
+            (p.grad, g) for p, g in zip(trainable, gradients, strict=True) if g is not None
+        ]
+        torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
 
     def take_gradients(
         self, losses: Sequence[torch.Tensor], groups: Sequence[Sequence[torch.Tensor]]
@@ -146,23 +156,33 @@ class FlatAdam:
         ]
         self._parts = [_AdamPart(flat, where) for where, _ in slices]
 
-    def step(self) -> None:
-        """Update the vector with its gradient."""
+    def step(self, skipped: torch.Tensor | None = None) -> None:
+        """Update the vector with its gradient.
+
+        Args:
+            skipped: 1 to change nothing, 0 to update; float32 without axes. Unlike a condition in
+                Python it needs no copy from a GPU. None updates.
+        """
         # moments of units whose gradient stays 0 decay to denormal numbers, with which a step would
         # take up to ten times as long
         stops = _start_flushing_denormals()
         try:
             for part, group in zip(self._parts, self.param_groups, strict=True):
                 if group["active"]:
-                    part.step(group)
+                    part.step(group, skipped)
         finally:
             if stops:
                 torch.set_flush_denormal(False)
 
+    def refresh_rates(self) -> None:
+        """Copy the learning rates of the groups to where the steps on a GPU read them."""
+        for part, group in zip(self._parts, self.param_groups, strict=True):
+            part.refresh_rate(group["lr"])
+
     def state_dict(self) -> dict[str, Any]:
         slots = {
             i: {
-                "step": torch.tensor(float(part.steps)),
+                "step": part.count.clone(),
                 "exp_avg": part.mean,
                 "exp_avg_sq": part.square,
             }
@@ -177,8 +197,7 @@ class FlatAdam:
                 raise KeyError(
                     f"the state of Adam has step, exp_avg and exp_avg_sq, got {sorted(slot)}"
                 )
-            part.steps = int(slot["step"])
-            part.count.fill_(float(part.steps))
+            part.count.fill_(float(slot["step"]))
             part.mean.copy_(slot["exp_avg"])
             part.square.copy_(slot["exp_avg_sq"])
 
@@ -191,14 +210,19 @@ class _AdamPart:
         self.gradient = flat.gradient[where]
         self.mean = torch.zeros_like(self.vector)
         self.square = torch.zeros_like(self.vector)
-        self.steps = 0
-        self.count = torch.zeros((), device=self.vector.device)  # steps, for the fused kernel
+        self.count = torch.zeros((), device=self.vector.device)  # steps
+        self._rate: float | None = None
+        self._rate_on_device = torch.zeros((), device=self.vector.device)
 
-    def step(self, group: dict[str, Any]) -> None:
+    def refresh_rate(self, rate: float) -> None:
+        if rate != self._rate:
+            self._rate = rate
+            self._rate_on_device.fill_(rate)
+
+    def step(self, group: dict[str, Any], skipped: torch.Tensor | None) -> None:
         beta1, beta2 = group["betas"]
-        self.steps += 1
+        self.count.add_(1.0)
         if _FUSED is not None:
-            self.count.add_(1.0)
             _FUSED(
                 [self.vector],
                 [self.gradient],
@@ -206,18 +230,23 @@ class _AdamPart:
                 [self.square],
                 [],
                 [self.count],
-                lr=group["lr"],
+                lr=group["lr"] if skipped is None else self._rate_on_device,
                 beta1=beta1,
                 beta2=beta2,
                 weight_decay=0.0,
                 eps=group["eps"],
                 amsgrad=False,
                 maximize=False,
+                found_inf=skipped,
             )
+            if skipped is not None:
+                self.count.sub_(skipped)
             return
+        assert skipped is None
+        steps = int(self.count)
         self.mean.lerp_(self.gradient, 1 - beta1)
         self.square.mul_(beta2).addcmul_(self.gradient, self.gradient, value=1 - beta2)
-        correction = math.sqrt(1 - beta2**self.steps)
-        size = group["lr"] * correction / (1 - beta1**self.steps)
+        correction = math.sqrt(1 - beta2**steps)
+        size = group["lr"] * correction / (1 - beta1**steps)
         root = self.square.sqrt().add_(group["eps"] * correction)
         self.vector.addcdiv_(self.mean, root, value=-size)

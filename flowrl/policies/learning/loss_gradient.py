@@ -12,6 +12,7 @@ import torch
 from flowrl.data import SampleBatch
 from flowrl.policies.learning.kernels.registry import Kernel
 from flowrl.policies.learning.protocols import ProcessGroup, Stats, TrainablePolicy
+from flowrl.policies.models.tensor_batch import TensorBatch
 from flowrl.settings import ConfigError
 
 
@@ -35,7 +36,7 @@ class LossGradient:
         kernel: Kernel | None,
         split: Callable[[SampleBatch, int], Iterable[SampleBatch]],
     ):
-        self.row_stats: list[dict[str, np.ndarray]] = []
+        self.row_stats: list[dict[str, Any]] = []
         self._policy = policy
         self._parameters = parameters
         self._kernel = kernel
@@ -51,10 +52,18 @@ class LossGradient:
             FloatingPointError: a loss or the gradient is not finite.
         """
         self.row_stats = []
+        rows = self._policy.config.microbatch_size
+        is_whole = not rows or batch.count <= rows
+        stats = self._compute_microbatch(batch) if is_whole else self._compute_parts(batch, rows)
+        self.row_stats = [
+            {n: v.cpu().numpy() if isinstance(v, torch.Tensor) else v for n, v in one.items()}
+            for one in self.row_stats
+        ]
+        return stats
+
+    def _compute_parts(self, batch: SampleBatch, rows: int) -> Stats:
+        """Write the average of the gradients of microbatches; return the means of statistics."""
         policy = self._policy
-        rows = policy.config.microbatch_size
-        if not rows or batch.count <= rows:
-            return self._compute_microbatch(batch)
         parts = list(self._split(batch, rows))
         counts = [policy.tensors(part).count for part in parts]  # rows that a loss is a mean over
         total = torch.zeros_like(policy.flat.gradient)
@@ -129,35 +138,52 @@ class LossGradient:
         elif norm > limit:
             flat.gradient.mul_(limit / norm)
 
+    def clip_on_device(self, norm: torch.Tensor) -> None:
+        """Clip the gradient, whose norm is a tensor without axes, without waiting for a GPU."""
+        config, flat = self._policy.config, self._policy.flat
+        limit = config.grad_clip
+        if limit is not None and config.grad_clip_by == "global_norm":
+            flat.gradient.mul_((limit / norm).clamp(max=1.0))
+        elif limit is not None and config.grad_clip_by == "norm":
+            for parameter in flat.parameters:
+                assert parameter.grad is not None
+                parameter_norm = torch.linalg.vector_norm(parameter.grad)
+                parameter.grad.mul_((limit / parameter_norm).clamp(max=1.0))
+        else:
+            self.clip(0.0)
+
     def _compute_microbatch(self, batch: SampleBatch) -> Stats:
         policy = self._policy
-        policy.stats = {}
         named: dict[str, Any]
         if self._kernel is None or self._has_frozen_parameters():
-            named = self._compute_by_autograd(batch)
+            named = self.differentiate(policy.tensors(batch))
         else:
+            policy.stats = {}
             named = {"total_loss": self._kernel(policy.tensors(batch))}
-        named |= policy.stats
-        named |= policy.extra_grad_process()
+            named |= policy.stats
+            named |= policy.extra_grad_process()
         named["grad_norm"] = torch.linalg.vector_norm(policy.flat.gradient)
         stats = self._as_floats(named)
         if not (math.isfinite(stats["grad_norm"]) and math.isfinite(stats["total_loss"])):
-            self._raise_nonfinite(stats, batch)
+            self.raise_nonfinite(stats, batch)
         return stats
 
     def _has_frozen_parameters(self) -> bool:
         return not all(p.requires_grad for p in self._policy.flat.parameters)
 
-    def _compute_by_autograd(self, batch: SampleBatch) -> dict[str, torch.Tensor]:
+    def differentiate(self, batch: TensorBatch) -> dict[str, Any]:
+        """Write the gradient by autograd; return statistics, numbers and tensors without axes."""
         policy = self._policy
+        policy.stats = {}
         if policy.config.precision == "bfloat16":
-            with torch.autocast(policy.device.type, torch.bfloat16):
-                losses = policy.loss(policy.tensors(batch))
+            # a CUDA graph does not support weights that were cast outside of it
+            with torch.autocast(policy.device.type, torch.bfloat16, cache_enabled=False):
+                losses = policy.loss(batch)
         else:
-            losses = policy.loss(policy.tensors(batch))
+            losses = policy.loss(batch)
         each = [losses] if isinstance(losses, torch.Tensor) else losses
         self._check_losses(each)
-        named: dict[str, torch.Tensor] = {}
+        named: dict[str, Any] = {}
         if isinstance(losses, torch.Tensor):
             named["total_loss"] = losses
         else:
@@ -167,7 +193,7 @@ class LossGradient:
             policy.flat.take_gradient(each[0])
         else:
             policy.flat.take_gradients(each, self._parameters)
-        return named
+        return {**named, **policy.stats, **policy.extra_grad_process()}
 
     # -- checks --------------------------------------------------------------------------------
 
@@ -208,7 +234,8 @@ class LossGradient:
                 f"tensor without axes, got {named[wrong[0]]!r}"
             ) from error
 
-    def _raise_nonfinite(self, stats: Stats, batch: SampleBatch) -> None:
+    def raise_nonfinite(self, stats: Stats, batch: SampleBatch) -> None:
+        """Raise FloatingPointError for an update by the rows of a batch, with its statistics."""
         names = [name for name, value in stats.items() if not np.isfinite(value)]
         columns = [
             name

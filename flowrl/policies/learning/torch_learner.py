@@ -14,6 +14,7 @@ from torch import nn
 
 from flowrl.data import SampleBatch
 from flowrl.data.sequences import sequence_minibatches, with_burn_in, without_padding
+from flowrl.policies.learning.captured_update import CapturedUpdates
 from flowrl.policies.learning.epochs import concat_row_stats, run_epochs, shuffled_minibatches
 from flowrl.policies.learning.kernels.registry import find_kernel
 from flowrl.policies.learning.loss_gradient import LossGradient
@@ -50,6 +51,8 @@ class TorchLearner:
         process_group: the processes that learn together; None if this process learns alone.
         kernel: computes the gradient instead of autograd; None if there is none.
         gradient: the LossGradient.
+        captured: the CapturedUpdates, which update on a GPU where they support it.
+        draws_from_torch: whether the network draws from torch's random numbers.
         rng: random stream of the loss, such as noise on actions.
 
     Raises:
@@ -83,7 +86,7 @@ class TorchLearner:
         self._initial_lrs = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
         self._model = policy.model
         self._buffers = list(policy.model.buffers())
-        self._draws_from_torch = any(_may_draw(module) for module in policy.model.modules())
+        self.draws_from_torch = any(_may_draw(module) for module in policy.model.modules())
         if policy.config.compile:
             policy.model.compile_for_learning()
         self.process_group: ProcessGroup | None = None
@@ -93,6 +96,8 @@ class TorchLearner:
         self._epoch_row_stats: list[dict[str, np.ndarray]] | None = None  # of all minibatches
         self.kernel = find_kernel(policy, self._has_single_optimizer())
         self.gradient = LossGradient(policy, self.parameters, self.kernel, self.microbatches)
+        self.captured = CapturedUpdates(self)
+        self._noise_source: Callable[[tuple[int, ...]], torch.Tensor] | None = None
 
     def _parameters_of(self, optimizer: Any) -> list[torch.Tensor]:
         flat = self.policy.flat
@@ -152,20 +157,25 @@ class TorchLearner:
         row_stats = self._epoch_row_stats = []
         try:
             batch = self.prepare_batch(batch)
-            stats = run_epochs(policy, self._minibatches_of_group, batch, num_sgd_iter, size)
+            is_captured = self.captured.supports(batch, size or batch.count)
+            one_pass = self.captured.one_pass if is_captured else self.one_pass
+            stats = run_epochs(policy, one_pass, batch, num_sgd_iter, size)
         finally:
             self._epoch_row_stats = None
+            self.captured.release()
         policy.row_stats = concat_row_stats(row_stats)
         stats["cur_lr"] = float(self.optimizers[0].param_groups[0]["lr"])
         if policy.config.on_nonfinite_update == "skip":
             stats["num_skipped_updates"] = float(self.num_skipped_updates)
         return stats
 
-    def _minibatches_of_group(self, batch: SampleBatch, size: int) -> Iterator[Any]:
+    def one_pass(self, batch: SampleBatch, size: int) -> list[Stats]:
+        """Update the policy once by each minibatch of a pass; return the statistics of the
+        updates."""
         group, minibatches = self.process_group, self.minibatches(batch, size)
-        if group is None or group.splits_rows:
-            return minibatches
-        return group.pad_minibatches(minibatches)
+        if group is not None and not group.splits_rows:
+            minibatches = group.pad_minibatches(minibatches)
+        return [self.policy.learn_on_batch(rows) for rows in minibatches]
 
     def update(self, batch: SampleBatch | None) -> Stats:
         """Make one optimizer step.
@@ -208,8 +218,12 @@ class TorchLearner:
             self.num_skipped_updates += 1
             return {}
 
+    def before_step(self) -> None:
+        """Prepare the optimizers for a step."""
+
     def step(self, grad_norm: float) -> None:
         """Clip the gradient, whose norm is `grad_norm`, and step the optimizers."""
+        self.before_step()
         self.gradient.clip(grad_norm)
         # an optimizer of the whole vector would move them by the moments of earlier gradients
         frozen = [(p, p.clone()) for p in self.policy.flat.parameters if not p.requires_grad]
@@ -288,13 +302,37 @@ class TorchLearner:
 
     # -- for losses ----------------------------------------------------------------------------
 
-    def record_row_stats(self, row_stats: dict[str, np.ndarray]) -> None:
+    def record_row_stats(self, row_stats: dict[str, Any]) -> None:
         """Keep values per row of the current update; see TorchPolicy.record_row_stats."""
         self.gradient.row_stats.append(row_stats)
+
+    def record_epoch_row_stats(self, row_stats: Iterable[dict[str, np.ndarray]]) -> None:
+        """Keep values per row of several updates."""
+        assert self._epoch_row_stats is not None
+        self._epoch_row_stats += row_stats
 
     def mean_over_group(self, value: float | None) -> float | None:
         """Return the mean of a number over the processes that pass one; all get the same mean."""
         return value if self.process_group is None else self.process_group.mean(value)
+
+    def standard_normal(self, *shape: int) -> torch.Tensor:
+        """Return standard normal noise [*shape], float32, on the policy's device."""
+        if self._noise_source is not None:
+            return self._noise_source(shape)
+        return torch.from_numpy(self.draw_noise(shape)).to(self.policy.device)
+
+    def draw_noise(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Draw standard normal noise from `rng`, float32."""
+        return self.rng.standard_normal(shape, dtype=np.float32)
+
+    @contextlib.contextmanager
+    def draws_noise_with(self, source: Callable[[tuple[int, ...]], torch.Tensor]) -> Iterator[None]:
+        """Let `standard_normal` return the noise of another source."""
+        self._noise_source, before = source, self._noise_source
+        try:
+            yield
+        finally:
+            self._noise_source = before
 
     def standardize(self, values: torch.Tensor) -> torch.Tensor:
         """Scale the values [B] of a minibatch, over all processes, to mean 0 and standard
@@ -410,7 +448,7 @@ class TorchLearner:
     @contextlib.contextmanager
     def _seeded(self) -> Iterator[None]:
         """Seed torch's random numbers, for dropout in the network, from the policy's seed."""
-        if not self._draws_from_torch:
+        if not self.draws_from_torch:
             yield
             return
         with torch.random.fork_rng():

@@ -87,6 +87,10 @@ class ActorCritic(ModelV2):
         outputs, _, state = self.actor.compute_outputs(inputs)
         return outputs, None, state
 
+    @property
+    def acting_network(self) -> ModelV2:
+        return self.actor
+
     def get_initial_state(self) -> list[np.ndarray]:
         return self.actor.get_initial_state()
 
@@ -116,14 +120,14 @@ class ActorCritic(ModelV2):
             frozen: compute gradients of the actions only, not of the critics.
             first: number of critics to evaluate; None evaluates all.
         """
-        inputs = obs
-        if self._takes_actions and self._is_flat:
-            inputs = torch.cat([flatten(self.obs_space, obs), actions.flatten(1)], 1)
-        elif self._takes_actions:
-            inputs = (obs, actions)
-        critics = self._critic_list[:first]
+        inputs, critics = self._critic_inputs(obs, actions), self._critic_list[:first]
         q = torch.stack([self._run(critic, inputs, frozen) for critic in critics])
         return q.squeeze(-1) if self._takes_actions else q
+
+    def _critic_inputs(self, obs: Any, actions: Any) -> Any:
+        if self._takes_actions and self._is_flat:
+            return torch.cat([flatten(self.obs_space, obs), actions.flatten(1)], 1)
+        return (obs, actions) if self._takes_actions else obs
 
     def _run(self, network: Any, obs: Any, frozen: bool) -> torch.Tensor:
         if self.use_numpy and uses_numpy(network):
@@ -142,6 +146,16 @@ class ActorCritic(ModelV2):
 
     # -- without gradients -------------------------------------------------------------------------
 
+    def evaluate_actor(self, obs: Any) -> torch.Tensor:
+        """Return `outputs` without gradients and dropout; observations may be terminal."""
+        return _evaluate(self.actor, obs)
+
+    def evaluate_critics(self, obs: Any, actions: Any = None) -> torch.Tensor:
+        """Return `q_values` without gradients and dropout."""
+        inputs = self._critic_inputs(obs, actions)
+        q = torch.stack([_evaluate(critic, inputs) for critic in self._critic_list])
+        return q.squeeze(-1) if self._takes_actions else q
+
     def outputs_numpy(self, obs: Any) -> np.ndarray:
         """Return the actor's outputs [B, num_outputs] of observations, arrays [B, …]."""
         return _outputs(self.actor, obs)
@@ -157,6 +171,14 @@ class ActorCritic(ModelV2):
             inputs = (obs, actions)
         q = np.stack([_outputs(critic, inputs) for critic in self._critic_list])
         return q[..., 0] if self._takes_actions else q
+
+
+def _evaluate(network: Any, obs: Any) -> torch.Tensor:
+    with torch.no_grad():
+        if network.training:
+            network.eval()
+        outputs: torch.Tensor = network(InputDict(obs=obs), [], None)[0]
+    return outputs.float()
 
 
 def _outputs(network: Any, obs: Any) -> np.ndarray:

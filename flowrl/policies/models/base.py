@@ -109,12 +109,22 @@ class ModelV2(nn.Module):
         return []
 
     @property
+    def acting_network(self) -> ModelV2:
+        """The part of the model that acts."""
+        return self
+
+    @property
     def has_value_function(self) -> bool:
         """Whether the model implements `value_function`."""
         return type(self).value_function is not ModelV2.value_function
 
     def bind_numpy_views(self) -> None:
         """Refresh numpy views of the parameters. Called when the parameters' memory has moved."""
+
+    @property
+    def uses_numpy(self) -> bool:
+        """Whether the network acts with numpy."""
+        return False
 
     # -- learning ----------------------------------------------------------------------------------
 

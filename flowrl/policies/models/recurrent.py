@@ -97,7 +97,7 @@ class RecurrentTower(nn.Module):
         features = torch.cat([self.torso(observations), *extra], 1)
         if order is None:
             parts: Any = [part.unsqueeze(0) for part in state]
-            hidden, last = self.rnn(
+            hidden, last = self._run_cell(
                 features.unsqueeze(0), tuple(parts) if self.is_lstm else parts[0]
             )
             return hidden[0], [part[0] for part in (last if self.is_lstm else (last,))]
@@ -134,8 +134,22 @@ class RecurrentTower(nn.Module):
         """
         initial: Any = [part.unsqueeze(0) for part in state]
         initial = tuple(initial) if self.is_lstm else initial[0]
-        hidden, last = self.rnn(PackedSequence(packed, batch_sizes), initial)
+        hidden, last = self._run_cell(PackedSequence(packed, batch_sizes), initial)
         return hidden.data, [part[0] for part in (last if self.is_lstm else (last,))]
+
+    def _run_cell(self, inputs: Any, initial: Any) -> Any:
+        rnn: Any = self.rnn
+        if rnn.weight_ih_l0.device.type == "cpu":
+            return rnn(inputs, initial)
+        # cuDNN needs the weights one after the other, but matrices are stored transposed
+        stored = rnn._flat_weights
+        block = torch.cat([weight.reshape(-1) for weight in stored])
+        pieces = block.split([weight.numel() for weight in stored])
+        rnn._flat_weights = [p.view(w.shape) for p, w in zip(pieces, stored, strict=True)]
+        try:
+            return rnn(inputs, initial)
+        finally:
+            rnn._flat_weights = stored
 
     def _run_padded(
         self, packed: torch.Tensor, batch_sizes: torch.Tensor, state: State
@@ -300,6 +314,10 @@ class RecurrentNetwork(ModelV2):
         return self.heads.values(computed(self._features))
 
     # -- acting ------------------------------------------------------------------------------------
+
+    @property
+    def uses_numpy(self) -> bool:
+        return self._numpy is not None
 
     def bind_numpy_views(self) -> None:
         """Refresh numpy views of the parameters. Called when the parameters' memory has moved."""

@@ -9,6 +9,7 @@ import numpy as np
 from gymnasium import spaces
 
 from flowrl.policies.learning.kernels.backprop import Backprop
+from flowrl.policies.learning.kernels.q_learning import discounts_numpy
 from flowrl.policies.models.fcnet import flatten_numpy, uses_numpy
 from flowrl.policies.models.tensor_batch import TensorBatch
 
@@ -16,7 +17,7 @@ from flowrl.policies.models.tensor_batch import TensorBatch
 class ActorCriticKernel:
     """Computes the critics' and the actor's losses and their gradients.
 
-    See ActorCriticPolicy.loss. A subclass writes `_actor_loss`.
+    See ActorCriticPolicy.loss. A subclass writes `_next_values` and `_actor_loss`.
 
     Args:
         policy: an actor-critic policy with Box actions whose networks numpy computes.
@@ -30,7 +31,7 @@ class ActorCriticKernel:
     def __call__(self, batch: TensorBatch) -> float:
         policy = self._policy
         policy.flat.gradient.zero_()
-        targets = policy.td_targets(batch)
+        targets = self._td_targets(batch)
         obs = flatten_numpy(policy.observation_space, batch.array("obs"))
         inputs = _critic_inputs(obs, batch.array("actions"))
         errors = np.stack([critic.outputs(inputs)[:, 0] for critic in self._critics])
@@ -47,6 +48,18 @@ class ActorCriticKernel:
         loss = 0.5 * float((errors * gradients).sum())
         policy.stats["critic_loss"] = loss
         return loss + self._actor_loss(obs) if policy.updates_actor() else loss
+
+    def _td_targets(self, batch: TensorBatch) -> np.ndarray:
+        """Return `ActorCriticPolicy.td_targets`."""
+        rewards, next_values = batch.array("rewards"), self._next_values(batch.array("new_obs"))
+        discounts = discounts_numpy(batch, self._policy.config.gamma)
+        discounted = np.where(discounts > 0, discounts * next_values, 0.0)
+        targets: np.ndarray = (rewards + discounted).astype(np.float32)
+        return targets
+
+    def _next_values(self, new_obs: Any) -> np.ndarray:
+        """Return the policy's `next_values` of arrays [B, …]."""
+        raise NotImplementedError
 
     def _actor_loss(self, obs: np.ndarray) -> float:
         """Return the actor's loss at flat observations [B, size], and write its gradient."""
@@ -76,6 +89,13 @@ class ActorCriticKernel:
 class SACKernel(ActorCriticKernel):
     """Adds the losses of SAC's actor and temperature; see SACTorchPolicy.actor_loss."""
 
+    def _next_values(self, new_obs: Any) -> np.ndarray:
+        policy = self._policy
+        outputs = policy.model.outputs_numpy(new_obs)
+        actions, logp = policy.dist_class.act(outputs, policy.learner.rng, True)
+        values: np.ndarray = policy.target_model.q_values_numpy(new_obs, actions).min(0)
+        return values - policy.alpha * logp
+
     def _actor_loss(self, obs: np.ndarray) -> float:
         policy = self._policy
         alpha = policy.alpha
@@ -103,6 +123,17 @@ class SACKernel(ActorCriticKernel):
 
 class TD3Kernel(ActorCriticKernel):
     """Adds the loss of TD3's actor; see TD3TorchPolicy.actor_loss."""
+
+    def _next_values(self, new_obs: Any) -> np.ndarray:
+        policy, config = self._policy, self._policy.config
+        actions = np.tanh(policy.target_model.outputs_numpy(new_obs))
+        if config.target_noise:
+            drawn = policy.learner.rng.standard_normal(actions.shape, dtype=np.float32)
+            limit = config.target_noise_clip
+            noise = (drawn * np.float32(config.target_noise)).clip(-limit, limit)
+            actions = (actions + noise).clip(-1.0, 1.0)
+        values: np.ndarray = policy.target_model.q_values_numpy(new_obs, actions).min(0)
+        return values
 
     def _actor_loss(self, obs: np.ndarray) -> float:
         actions = np.tanh(self._actor.outputs(obs))

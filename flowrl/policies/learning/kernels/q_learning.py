@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flowrl.policies.categorical_q import CategoricalQ
+from flowrl.policies.categorical_q import CategoricalQ, softmax
 from flowrl.policies.learning.kernels.backprop import Backprop
 from flowrl.policies.models.fcnet import uses_numpy
 from flowrl.policies.models.tensor_batch import TensorBatch
@@ -33,7 +33,7 @@ class QLearningKernel:
 
     def __call__(self, batch: TensorBatch) -> float:
         policy, q_function = self._policy, self._policy.q_function
-        targets = policy.td_targets(batch)
+        targets = self._td_targets(batch)
         observations, actions = batch.array("obs"), batch.array("actions")
         state_values: np.ndarray | None = None
         if q_function.uses_state_value:
@@ -50,12 +50,68 @@ class QLearningKernel:
         self._backprop.backward(*output_gradients(q_function, gradients, actions))
         return float((loss.losses * share).sum())
 
+    def _td_targets(self, batch: TensorBatch) -> np.ndarray:
+        """Return `DQNTorchPolicy.td_targets`."""
+        policy, q_function = self._policy, self._policy.q_function
+        new_obs, state_values = batch.array("new_obs"), None
+        if q_function.uses_state_value:
+            outputs, state_values = policy.target_model.forward_numpy(new_obs)
+        else:
+            outputs = policy.target_model.outputs_numpy(new_obs)
+        selection = policy.model.outputs_numpy(new_obs) if policy.config.double_q else outputs
+        best_actions = q_function.greedy_scores(selection).argmax(1)
+        discounts = discounts_numpy(batch, policy.config.gamma)
+        rewards = batch.array("rewards")
+        return td_targets(q_function, outputs, state_values, best_actions, rewards, discounts)
+
 
 def q_learning_kernel(policy: Any) -> QLearningKernel | None:
     """Return the kernel of a DQN policy; None if numpy does not compute its network, or it
     interprets outputs in another way."""
     is_known = type(policy.q_function) in (QValues, CategoricalQ)
     return QLearningKernel(policy) if is_known and uses_numpy(policy.model) else None
+
+
+def discounts_numpy(batch: TensorBatch, gamma: float) -> np.ndarray:
+    """Return `TargetNetwork.discounts`."""
+    discounts: Any = gamma ** batch.array("n_steps") if "n_steps" in batch else gamma
+    return np.where(batch.array("terminateds"), 0.0, discounts)
+
+
+def td_targets(
+    q_function: QValues,
+    outputs: np.ndarray,
+    state_values: np.ndarray | None,
+    best_actions: np.ndarray,
+    rewards: np.ndarray,
+    discounts: np.ndarray,
+) -> np.ndarray:
+    """Return `q_function.td_targets`."""
+    rows = np.arange(len(best_actions))
+    if isinstance(q_function, CategoricalQ):
+        probs = softmax(q_function.logits(outputs)[rows, best_actions])
+        return project(q_function, probs, rewards, discounts)
+    next_q = outputs if state_values is None else dueling_numpy(outputs, state_values)
+    discounted = discounts * next_q[rows, best_actions]
+    return np.where(discounts > 0, rewards + discounted, rewards).astype(np.float32)
+
+
+def project(
+    q_function: CategoricalQ, probs: np.ndarray, rewards: np.ndarray, discounts: np.ndarray
+) -> np.ndarray:
+    """Return `q_function.project`."""
+    support, num_atoms = q_function.support, q_function.num_atoms
+    first, last = support[0], support[-1]
+    moved = rewards[:, None] + discounts[:, None] * support
+    positions = (moved.clip(first, last) - first) / (last - first) * (num_atoms - 1)
+    # rounding may move a position beyond the last atom
+    below = np.minimum(positions.astype(np.int64), num_atoms - 2)
+    upper = np.minimum(positions - below, 1.0)
+    rows = np.arange(len(rewards))[:, None]
+    projected = np.zeros(probs.shape, np.float64)
+    np.add.at(projected, (rows, below), probs * (1.0 - upper))
+    np.add.at(projected, (rows, below + 1), probs * upper)
+    return projected.astype(np.float32)
 
 
 def loss_and_gradients(
@@ -73,7 +129,9 @@ def loss_and_gradients(
         logits -= logits.max(1, keepdims=True)
         logp = logits - np.log(np.exp(logits).sum(1, keepdims=True))
         losses, probs = -(targets * logp).sum(1), np.exp(logp)
-        loss = q_function.make_td_loss(losses, losses, probs, targets)
+        entropies = -(targets * np.log(np.maximum(targets, 1e-12))).sum(1)
+        errors = np.maximum(losses - entropies, 0.0)  # rounding may make them negative
+        loss = TDLoss(losses, probs @ q_function.support, errors)
         return LossAndGradients(loss, probs - targets)
     values = outputs if state_values is None else dueling_numpy(outputs, state_values)
     q = values[rows, actions]

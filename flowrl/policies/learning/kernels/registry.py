@@ -19,12 +19,14 @@ class _Entry(NamedTuple):
     methods: tuple[str, ...]  # the kernel computes the same as these methods of the class
 
 
-_ACTOR_CRITIC_METHODS = ("loss", "critic_loss", "action_values", "actor_loss")
+_ACTOR_CRITIC_METHODS = (
+    "loss", "critic_loss", "td_targets", "discounts", "next_values", "action_values", "actor_loss",
+)  # fmt: skip
 _KERNELS = {
     "flowrl.algorithms.a2c.A2CTorchPolicy": _Entry(a2c_kernel, ("loss",)),
     "flowrl.algorithms.ppo.PPOTorchPolicy": _Entry(ppo_kernel, ("loss", "_value_loss")),
     "flowrl.algorithms.dqn.DQNTorchPolicy": _Entry(
-        q_learning_kernel, ("loss", "_mean_loss", "record_td_loss")
+        q_learning_kernel, ("loss", "td_targets", "discounts", "_mean_loss", "record_td_loss")
     ),
     "flowrl.algorithms.sac.SACTorchPolicy": _Entry(sac_kernel, _ACTOR_CRITIC_METHODS),
     "flowrl.algorithms.td3.TD3TorchPolicy": _Entry(td3_kernel, _ACTOR_CRITIC_METHODS),
@@ -38,13 +40,23 @@ def find_kernel(policy: Any, has_single_optimizer: bool) -> Kernel | None:
     optimizer has all parameters, arithmetic is float32 and not compiled, and the network is one
     that numpy computes.
     """
-    config, cls = policy.config, type(policy)
+    config = policy.config
     plain = config.precision == "float32" and not config.compile
     if not (config.numpy_gradients and plain and has_single_optimizer):
         return None
+    entry = _find_entry(type(policy))
+    return None if entry is None else entry.make(policy)
+
+
+def has_shipped_loss(policy: Any) -> bool:
+    """Return whether a policy inherits a loss of this table unchanged."""
+    return _find_entry(type(policy)) is not None
+
+
+def _find_entry(cls: type[Any]) -> _Entry | None:
     for base in cls.__mro__:
         entry = _KERNELS.get(f"{base.__module__}.{base.__qualname__}")
         if entry is not None:
             same = all(getattr(cls, name) is getattr(base, name) for name in entry.methods)
-            return entry.make(policy) if same else None
+            return entry if same else None
     return None
