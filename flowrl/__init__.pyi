@@ -284,6 +284,8 @@ class _AlgorithmConfigFramework(TypedDict, total=False):
     """Compute gradients with numpy where that is faster than autograd: for the shipped losses of PPO, A2C, DQN, SAC, TD3 and CQL on fully connected networks. Results differ by rounding only, except that autograd refuses an update if the ratio of two probabilities overflows."""
     device: str
     """Device of the network in processes that learn: "cpu", "cuda", "cuda:1"; "auto" uses the GPU, if there is one, for observations with images, and the CPU for others. Workers that only sample use the CPU."""
+    cuda_graphs: bool
+    """On a GPU, launch an update or a forward pass on images as one CUDA graph where its shapes stay the same: for the shipped losses of PPO, A2C, DQN, SAC and TD3, on networks of flowrl and torch without recurrent states, noisy layers, dropout and BatchNorm. Results do not change."""
 
 class _AlgorithmConfigCheckpointing(TypedDict, total=False):
     checkpoint_frequency: int

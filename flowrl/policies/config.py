@@ -250,9 +250,9 @@ class PolicyConfig(Settings):
     GPU, if there is one, for observations with images, and the CPU for others. Workers that
     only sample use the CPU."""
     cuda_graphs: bool = setting(True, group="framework")
-    """On a GPU, launch each update as one CUDA graph where its shapes are fixed: for the shipped
-    losses of PPO, A2C, DQN, SAC and TD3 on networks of flowrl and torch without recurrent states,
-    noisy layers, dropout and BatchNorm. Results do not change."""
+    """On a GPU, launch an update or a forward pass on images as one CUDA graph where its shapes
+    stay the same: for the shipped losses of PPO, A2C, DQN, SAC and TD3, on networks of flowrl and
+    torch without recurrent states, noisy layers, dropout and BatchNorm. Results do not change."""
     model: ModelConfig = ModelConfig()
     """The network."""
     exploration_config: ExplorationConfig = setting(ExplorationConfig(), group="exploration")

@@ -132,7 +132,7 @@ class ColumnBuffer:
             array[: len(leaf)] = leaf
         self._device.copy_(self._host, non_blocking=True)
         if self._copied is not None:
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(self._device.device))
         return True
 
 

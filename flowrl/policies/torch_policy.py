@@ -88,7 +88,10 @@ class TorchPolicy(Policy):
 
     @property
     def acting_model(self) -> ActingModel:
-        """The network that acts: `model`, or on a GPU something faster with the same weights."""
+        """The network that acts: `model`, or on a GPU something faster with the same weights.
+
+        It may be a copy whose weights change with `version`.
+        """
         if isinstance(self._acting_model, CPUCopy):
             return self._acting_model.with_weights_of(self.version)
         return self._acting_model or self.model

@@ -33,7 +33,7 @@ log = logging.getLogger("flowrl")
 
 MAX_GRAPHS = 16  # a graph keeps the memory of its update
 SKIPPED = "skipped"  # the first statistic: 1 if the update was not finite
-_OVERRIDABLE = ("learn_on_batch", "extra_grad_process", "tensors")
+_USED = ("learn_on_batch", "extra_grad_process", "tensors")  # methods that a user may replace
 
 
 class CapturedUpdates:
@@ -366,12 +366,12 @@ def _is_supported(learner: Any) -> bool:
     and change anything."""
     policy = learner.policy
     optimizer = learner.optimizers[0]
-    methods = [getattr(type(policy), name) for name in _OVERRIDABLE]
+    used = [type(learner), *(getattr(type(policy), name) for name in _USED)]
     return (
         policy.config.cuda_graphs
         and policy.device.type == "cuda"
         and has_shipped_loss(policy)
-        and all(method.__module__.startswith("flowrl.") for method in methods)
+        and all(one.__module__.startswith("flowrl.") for one in used)
         and len(learner.optimizers) == 1
         and type(optimizer) is FlatAdam
         and is_fixed(policy.model)
