@@ -7,10 +7,13 @@ network of Mnih et al. 2015, 84x84x4 bytes of random images on both sides). flow
 (`cuda`), there without CUDA graphs (`eager`), and on the CPU of the same machine (`cpu`).
 
 The entries run in turn, each in a process of its own; prints the medians and ranges of the rounds.
-LeanRL (https://github.com/meta-pytorch/LeanRL) is run from the folder `--leanrl`, with
-`--leanrl-path` as its PYTHONPATH and CUDA graphs, PPO also with torch.compile (which fails on its
-SAC and TD3 with PyTorch 2.11 to 2.13); its rate is the one that its script prints. Takes about 8
-minutes.
+
+`--leanrl` is the folder of the scripts of LeanRL (https://github.com/meta-pytorch/LeanRL) and
+`--leanrl-path` the PYTHONPATH with what they need (gymnasium 0.29, tensordict, torchrl, tyro). They
+run with CUDA graphs, PPO on HalfCheetah also with torch.compile (without its loop over 2,048 steps,
+whose compilation takes minutes; on their SAC and TD3 torch.compile fails with PyTorch 2.11 to
+2.13). PATCHES adapts them to the present versions of their libraries, MODULES replaces EnvPool by
+random images. The rate is the one that a script prints. Takes about 8 minutes.
 
     python benchmarks/gpu.py [--rounds 3] [--seconds 6] [--entries cuda eager cpu]
         [--leanrl DIR [--leanrl-path PATH]]
@@ -25,8 +28,10 @@ import select
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -38,6 +43,56 @@ from flowrl.algorithms.sac import SACConfig
 from flowrl.algorithms.td3 import TD3Config
 
 LEANRL_LIMIT = 90.0  # seconds for LeanRL to start and to compile
+PATCHES = (
+    ('float(info["episode"]["r"])', 'float(np.ravel(info["episode"]["r"])[0])'),
+    ('float(info["episode"]["r"].reshape(()))', 'float(np.ravel(info["episode"]["r"])[0])'),
+    ("action.cpu()", "action.detach().cpu()"),
+    ("actions = actions.cpu()", "actions = actions.detach().cpu()"),
+    ("actions.clamp(action_low, action_high).cpu()",
+     "actions.detach().clamp(action_low, action_high).cpu()"),
+    ("policy = agent_inference.get_action_and_value",
+     "policy = torch.no_grad()(agent_inference.get_action_and_value)"),
+    ("get_value = agent_inference.get_value\n",
+     "get_value = torch.no_grad()(agent_inference.get_value)\n"),
+    ('TensorDictModule(actor_detach.get_action, in_keys=["observation"], out_keys=["action"])',
+     'TensorDictModule(actor_detach.get_action, in_keys=["observation"], '
+     'out_keys=["action", "logp", "mean"])'),
+    ("actions = policy(obs)\n", "actions = policy(obs)[0]\n"),
+    ("gae = torch.compile(gae, fullgraph=True", "_ = dict(fullgraph=True"),
+    ("iteration % 10 == 0", "iteration % 2 == 0"),  # print the rate more often
+)  # fmt: skip
+MODULES = {
+    "wandb.py": """
+import numpy, torch
+numpy.bool8 = numpy.bool_
+torch.distributions.Distribution.set_default_validate_args(False)
+def init(*args, **kwargs): pass
+def log(*args, **kwargs): pass
+""",
+    "gym.py": "from gymnasium import Wrapper, spaces",
+    "envpool.py": """
+import gymnasium
+import numpy as np
+class Images:
+    action_space = gymnasium.spaces.Discrete(4)
+    observation_space = gymnasium.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+    metadata, render_mode, spec, reward_range = {}, None, None, (0, 1)
+    def __init__(self, num_envs):
+        self.steps, self.num_envs = 0, num_envs
+        shape = 16, num_envs, 4, 84, 84
+        self.images = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    def reset(self, **kwargs):
+        return self.images[0]
+    def step(self, actions):
+        self.steps += 1
+        rewards = (actions == 0).astype(np.float32)
+        done = np.full(self.num_envs, self.steps % 500 == 0)
+        infos = {"reward": rewards, "terminated": done.astype(int), "lives": 0 * rewards}
+        return self.images[self.steps % 16], rewards, done, infos
+def make(env_id, env_type, num_envs, **kwargs):
+    return Images(num_envs)
+""",
+}
 
 
 class RandomImages(gym.Env[np.ndarray, int]):
@@ -103,7 +158,7 @@ WORKLOADS: dict[str, tuple[Callable[..., Any], str, list[str]]] = {
     "TD3, HalfCheetah": (
         td3, "td3_continuous_action_torchcompile.py", ["--learning-starts", "1000"],
     ),
-    "PPO, images": (ppo_images, "ppo_atari_envpool_torchcompile.py", ["--compile"]),
+    "PPO, images": (ppo_images, "ppo_atari_envpool_torchcompile.py", []),
 }  # fmt: skip
 ENTRIES = {
     "cuda": {"device": "cuda"},
@@ -142,12 +197,24 @@ def run_flowrl(workload: str, entry: str, seconds: float) -> float:
         raise SystemExit(f"{workload} ({entry}) failed:\n{output.stderr[-3000:]}") from None
 
 
-def run_leanrl(workload: str, folder: str, path: str, seconds: float) -> float:
+def prepare_leanrl(scripts: str, folder: str) -> None:
+    """Write the patched scripts of LeanRL, and the modules that they import, into a folder."""
+    for _, script, _ in WORKLOADS.values():
+        text = Path(scripts, script).read_text()
+        for old, new in PATCHES:
+            text = text.replace(old, new)
+        Path(folder, script).write_text(text)
+    for name, text in MODULES.items():
+        Path(folder, name).write_text(text)
+
+
+def run_leanrl(workload: str, folder: str, path: str, seconds: float, on_gpu: bool) -> float:
     """Return the rate that LeanRL's script prints some seconds after its first one; nan if it
     prints none."""
     _, script, more = WORKLOADS[workload]
-    command = [sys.executable, os.path.join(folder, script), "--cudagraphs", *more]
-    env = {**os.environ, "PYTHONPATH": path}
+    device = ["--cudagraphs"] if on_gpu else ["--no-cuda"]
+    command = [sys.executable, os.path.join(folder, script), *device, *more]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, path])}
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
     output, deadline = b"", time.monotonic() + LEANRL_LIMIT
@@ -181,7 +248,8 @@ def main() -> None:
         workload, entry, seconds = options.measure
         print(measure(workload, entry, float(seconds)))
         return
-    if set(options.entries) != {"cpu"} and not torch.cuda.is_available():
+    needs_gpu = set(options.entries) != {"cpu"}
+    if needs_gpu and not torch.cuda.is_available():
         print("there is no GPU: nothing was measured (--entries cpu measures the CPU)")
         return
     if torch.cuda.is_available():
@@ -189,20 +257,25 @@ def main() -> None:
     columns = [*options.entries, *(["LeanRL"] if options.leanrl else [])]
     print(f"\n| env steps/s | {' | '.join(columns)} | {columns[0]} / {columns[-1]} |")
     print(f"|---|{'---:|' * (len(columns) + 1)}", flush=True)
-    for workload in options.workloads:
-        rates: dict[str, list[float]] = {column: [] for column in columns}
-        for _ in range(options.rounds):
-            for entry in options.entries:
-                rates[entry].append(run_flowrl(workload, entry, options.seconds))
-            if options.leanrl:
-                peer = run_leanrl(workload, options.leanrl, options.leanrl_path, options.seconds)
-                rates["LeanRL"].append(peer)
-        medians = [statistics.median(values) for values in rates.values()]
-        figures = " | ".join(
-            f"{median:,.0f} ({min(values):,.0f}-{max(values):,.0f})"
-            for median, values in zip(medians, rates.values(), strict=True)
-        )
-        print(f"| {workload} | {figures} | {medians[0] / medians[-1]:.2f} |", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        if options.leanrl:
+            prepare_leanrl(options.leanrl, folder)
+        for workload in options.workloads:
+            rates: dict[str, list[float]] = {column: [] for column in columns}
+            for _ in range(options.rounds):
+                for entry in options.entries:
+                    rates[entry].append(run_flowrl(workload, entry, options.seconds))
+                if options.leanrl:
+                    peer = run_leanrl(
+                        workload, folder, options.leanrl_path, options.seconds, needs_gpu
+                    )
+                    rates["LeanRL"].append(peer)
+            medians = [statistics.median(values) for values in rates.values()]
+            figures = " | ".join(
+                f"{median:,.0f} ({min(values):,.0f}-{max(values):,.0f})"
+                for median, values in zip(medians, rates.values(), strict=True)
+            )
+            print(f"| {workload} | {figures} | {medians[0] / medians[-1]:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

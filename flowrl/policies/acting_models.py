@@ -20,6 +20,7 @@ from flowrl.policies.models.torso import TorsoNetwork
 log = logging.getLogger("flowrl")
 
 MAX_GRAPHS = 4  # numbers of rows
+MAX_CPU_PARAMETERS = 500_000  # copying more of them after each update takes longer than the GPU
 
 
 class ActingModel(Protocol):
@@ -73,6 +74,7 @@ class CapturedForward:
         self._model = model
         self._device = next(model.parameters()).device
         self._graphs: dict[int, _Forward | None] = {}  # None before the second call
+        self._can_capture = True
 
     def compute_outputs(
         self, inputs: Mapping[str, Any]
@@ -84,26 +86,26 @@ class CapturedForward:
         if graph is not None and graph.buffer.load(inputs):
             return (*graph.replay(), [])
         result = self._model.compute_outputs(inputs)  # which checks the inputs
-        if rows in self._graphs and graph is None:
-            self._graphs[rows] = self._capture(inputs)
-        elif len(self._graphs) < MAX_GRAPHS:
-            self._graphs[rows] = None
+        if self._can_capture and graph is None:
+            if rows in self._graphs:
+                self._capture(rows, inputs)
+            elif len(self._graphs) < MAX_GRAPHS:
+                self._graphs[rows] = None
         return result
 
     def compute_values(self, inputs: Mapping[str, Any]) -> np.ndarray | None:
         """See ModelV2."""
         return self.compute_outputs(inputs)[1]
 
-    def _capture(self, inputs: Mapping[str, Any]) -> _Forward | None:
+    def _capture(self, rows: int, inputs: Mapping[str, Any]) -> None:
         try:
-            return _Forward(self._model, inputs, self._device)
+            self._graphs[rows] = _Forward(self._model, inputs, self._device)
         except RuntimeError as error:
+            self._can_capture = False
             log.warning(
-                "the network %s cannot be captured as a CUDA graph: %s",
-                type(self._model).__name__, error,
+                "the network %s cannot be captured as a CUDA graph, its operations are launched "
+                "one by one: %s", type(self._model).__name__, error,
             )  # fmt: skip
-            self._graphs.clear()
-            return None
 
 
 class _Forward:
@@ -111,6 +113,7 @@ class _Forward:
 
     def __init__(self, model: ModelV2, inputs: Mapping[str, Any], device: torch.device):
         self.buffer = ColumnBuffer(inputs, ["obs"], device)
+        self.buffer.load(inputs)
         self._has_values = model.has_value_function
 
         def forward() -> torch.Tensor:
@@ -134,7 +137,9 @@ def make_acting_model(policy: Any) -> CPUCopy | CapturedForward | None:
     model: ModelV2 = policy.model
     if policy.device.type == "cpu":
         return None
-    if isinstance(model.acting_network, (FullyConnectedNetwork, RecurrentNetwork)):
+    network = model.acting_network
+    size = sum(parameter.numel() for parameter in network.parameters())
+    if type(network) in (FullyConnectedNetwork, RecurrentNetwork) and size <= MAX_CPU_PARAMETERS:
         on_cpu: Any = policy.make_model()
         copied = CPUCopy(on_cpu, policy.flat)
         return copied if on_cpu.acting_network.uses_numpy else None

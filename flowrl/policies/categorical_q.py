@@ -10,6 +10,8 @@ import torch
 from flowrl.policies.exploration import FORBIDDEN, MASKED_OUTPUT
 from flowrl.policies.q_values import QValues, TDLoss
 
+MAX_DENSE_ATOMS = 101
+
 
 class CategoricalQ(QValues):
     """Distributions of returns over `num_atoms` evenly spaced values, one for each action.
@@ -62,7 +64,8 @@ class CategoricalQ(QValues):
     def greedy_scores_of_tensors(self, outputs: torch.Tensor) -> torch.Tensor:
         """Return `greedy_scores` of tensors."""
         logits = self.logits(outputs)
-        values: torch.Tensor = logits.softmax(-1) @ self._support_on(logits.device)
+        # not a matrix product, which autocast would compute in bfloat16
+        values: torch.Tensor = (logits.softmax(-1) * self._support_on(logits.device)).sum(-1)
         return torch.where(logits[..., 0] > FORBIDDEN, values, MASKED_OUTPUT)
 
     def td_targets(
@@ -89,7 +92,8 @@ class CategoricalQ(QValues):
         losses = -(targets * logp).sum(1)
         entropies = -(targets * targets.clamp(min=1e-12).log()).sum(1)
         errors = (losses.detach() - entropies).clamp(min=0.0)  # rounding may make them negative
-        return TDLoss(losses, logp.detach().exp() @ self._support_on(logp.device), errors)
+        q = (logp.detach().exp() * self._support_on(logp.device)).sum(1)
+        return TDLoss(losses, q, errors)
 
     def project(
         self, probs: torch.Tensor, rewards: torch.Tensor, discounts: torch.Tensor
@@ -97,7 +101,7 @@ class CategoricalQ(QValues):
         """Project the distribution of r + d z back onto the atoms, [B, atoms].
 
         Probability between two atoms is split between them in proportion (Bellemare et al. 2017,
-        algorithm 1). It is added by matrix products, because a GPU scatters it in no fixed order.
+        algorithm 1).
 
         Args:
             probs: of the next state's atoms z, [B, atoms].
@@ -106,9 +110,18 @@ class CategoricalQ(QValues):
         first, last = float(self.support[0]), float(self.support[-1])
         moved = rewards[:, None] + discounts[:, None] * self._support_on(probs.device)
         positions = (moved.clamp(first, last) - first) / (last - first) * (self.num_atoms - 1)
-        atoms = torch.arange(self.num_atoms, device=probs.device)
-        shares = (1 - (positions[:, :, None] - atoms).abs()).clamp(min=0.0)  # [B, from, to]
-        return torch.bmm(probs.float()[:, None], shares.float())[:, 0]
+        if probs.device.type != "cpu" and self.num_atoms <= MAX_DENSE_ATOMS:
+            # a GPU adds scattered numbers in no fixed order
+            atoms = torch.arange(self.num_atoms, device=probs.device)
+            shares = (1 - (positions[:, :, None] - atoms).abs()).clamp(min=0.0)  # [B, from, to]
+            return (probs[:, :, None] * shares).sum(1).float()
+        # rounding may move a position beyond the last atom
+        below = positions.long().clamp(max=self.num_atoms - 2)
+        upper = (positions - below).clamp(max=1.0)
+        projected = torch.zeros(probs.shape, dtype=torch.float64, device=probs.device)
+        projected.scatter_add_(1, below, (probs * (1 - upper)).double())
+        projected.scatter_add_(1, below + 1, (probs * upper).double())
+        return projected.float()
 
     def _logits_of(self, outputs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         """Return the logits of one action per row, [B, atoms]."""

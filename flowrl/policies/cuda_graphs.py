@@ -62,8 +62,11 @@ class CudaGraph:
         with running_on(stream):
             warm_up()
         self._graph = torch.cuda.CUDAGraph()
-        # other threads may use the GPU during the capture
-        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+        # other threads may use the GPU during the capture; one that fails leaves its stream current
+        with (
+            running_on(stream),
+            torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"),
+        ):
             self.outputs = function()
 
     def replay(self) -> None:

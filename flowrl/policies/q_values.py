@@ -46,6 +46,13 @@ class QValues:
 
     outputs_per_action = 1
 
+    def __init_subclass__(cls) -> None:
+        if "greedy_scores" in vars(cls) and "greedy_scores_of_tensors" not in vars(cls):
+            raise TypeError(
+                f"{cls.__name__} replaces greedy_scores, which selects actions, but not "
+                "greedy_scores_of_tensors, which selects them in the targets: replace both"
+            )
+
     def __init__(self, num_actions: int, dueling: bool):
         self.num_actions, self.dueling = num_actions, dueling
         self.num_outputs, self.uses_state_value = num_actions, dueling

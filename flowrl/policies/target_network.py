@@ -53,7 +53,7 @@ class TargetNetwork(TorchPolicy):
         discounts: Any = self.config.gamma
         if "n_steps" in batch:
             discounts = torch.pow(discounts, batch["n_steps"]).float()
-        return torch.where(batch["terminateds"], 0.0, discounts)
+        return torch.where(batch["terminateds"] != 0, 0.0, discounts)
 
     def get_state(self) -> dict[str, Any]:
         target = self.target_model.state_dict()

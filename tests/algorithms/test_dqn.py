@@ -120,6 +120,14 @@ def test_targets_bootstrap_at_truncations():
     assert (expected != batch["rewards"]).any()
 
 
+def test_flags_of_recorded_data_may_be_integers():
+    policy = DQNTorchPolicy(BOX, THREE, {"seed": 0, "numpy_gradients": False})
+    batch = rows()
+    integers = batch.with_columns(terminateds=batch["terminateds"].astype(np.int64))
+    targets = [policy.td_targets(policy.tensors(one)) for one in (batch, integers)]
+    torch.testing.assert_close(*targets)
+
+
 def _floats(stats):
     return {name: float(value) for name, value in stats.items()}
 

@@ -75,7 +75,8 @@ class _Device(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         target = _target(func, args, kwargs)
-        if FakeGraph.is_running and func is torch.Tensor.to and target == DEVICE:
+        copies = func in (torch.Tensor.to, torch.as_tensor, torch.tensor) and target == DEVICE
+        if FakeGraph.is_running and copies:
             raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
         is_on_device = any(issubclass(kind, DeviceTensor) for kind in types)
         if is_on_device or func in (torch.device, torch._C._nn._parse_to):

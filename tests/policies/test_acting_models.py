@@ -122,6 +122,22 @@ def test_graphs_of_few_numbers_of_rows_are_kept(monkeypatch):
     assert set(policy._acting_model._graphs) == {1, 2}
 
 
+def test_a_network_that_cannot_be_captured_is_tried_once(monkeypatch, caplog):
+    def refuse(stream, warm_up, function):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(acting_models, "CudaGraph", refuse)
+    policy = make(PPOTorchPolicy, IMAGE, model=CONV)
+    for rows in (2, 2, 2, 3, 3, 3):
+        policy.compute_actions(observations(IMAGE, rows))
+    assert len([r for r in caplog.records if "CUDA graph" in r.getMessage()]) == 1
+
+
+def test_large_networks_act_on_the_gpu():
+    policy = make(PPOTorchPolicy, OBS, model={"fcnet_hiddens": [512, 512]})
+    assert policy.acting_model is policy.model
+
+
 def test_observations_that_do_not_fit_get_the_error_of_the_network():
     policy = make(PPOTorchPolicy, IMAGE, model=CONV)
     for _ in range(3):

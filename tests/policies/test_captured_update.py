@@ -6,7 +6,7 @@ The tests run with an emulated GPU and, marked `gpu`, on one (see test_cuda.py).
 import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import Box, Dict, Discrete
+from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
 
 from flowrl.algorithms.a2c import A2CTorchPolicy
 from flowrl.algorithms.dqn import DQNTorchPolicy
@@ -28,6 +28,7 @@ CASES = {
     "ppo box": (PPOTorchPolicy, OBS, BOX, {"kl_coeff": 0.2, "vf_clip_param": 1.0, "model": SMALL}),
     "ppo images": (PPOTorchPolicy, IMAGE, THREE, {"model": CONV}),
     "ppo dict": (PPOTorchPolicy, Dict(a=OBS, b=OBS), THREE, {"model": SMALL}),
+    "ppo integers": (PPOTorchPolicy, MultiDiscrete([3, 4], start=[1, 2]), THREE, {"model": SMALL}),
     "ppo clipped by parameter": (
         PPOTorchPolicy, OBS, THREE, {"grad_clip_by": "norm", "grad_clip": 0.01, "model": SMALL},
     ),
@@ -74,6 +75,8 @@ def rows(case, count=24, seed=0):
         def leaf(space):
             if space.dtype == np.uint8:
                 return rng.integers(0, 256, (count, *space.shape), np.uint8)
+            if isinstance(space, MultiDiscrete):
+                return space.start + rng.integers(0, space.nvec, (count, 2))
             return rng.standard_normal((count, *space.shape)).astype(np.float32)
 
         if isinstance(obs_space, Dict):
@@ -120,7 +123,7 @@ def count_captures(monkeypatch):
     return captured
 
 
-@pytest.mark.parametrize("size", [0, 8, 10])
+@pytest.mark.parametrize("size", [0, 10])
 @pytest.mark.parametrize("case", CASES)
 def test_updates_by_graphs_equal_those_of_the_cpu(case, size, monkeypatch):
     """Weights, statistics, values per row and random numbers, over several batches."""
@@ -196,6 +199,35 @@ def test_an_update_that_is_not_finite_raises_and_changes_no_weights(bad):
                  cpu.get_state()["learner"]["optimizers"][0]["0"])  # fmt: skip
 
 
+@pytest.mark.parametrize("size", [0, 8])
+def test_skipped_updates_have_no_values_per_row(size):
+    """They are no priorities of replay."""
+    settings = {"on_nonfinite_update": "skip"}
+    gpu, cpu = (make("dqn", device=device, **settings) for device in ("cuda", "cpu"))
+    for number in range(3):
+        batch = rows("dqn", seed=number)
+        batch["rewards"][0] = np.nan
+        for policy in (gpu, cpu):
+            policy.learn_on_minibatches(batch, 1, size)
+        assert_close(gpu.row_stats, cpu.row_stats, atol=1e-4)
+        assert_close(gpu.get_weights(), cpu.get_weights())
+
+
+def test_an_error_in_a_first_update_leaves_nothing_behind(monkeypatch):
+    gpu, cpu = (make("sac", device=device) for device in ("cuda", "cpu"))
+    with monkeypatch.context() as patched:
+        patched.setattr(gpu.learner.gradient, "clip_on_device", lambda norm: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            gpu.learn_on_minibatches(rows("sac"))
+    assert (gpu.version, gpu.learner.num_updates) == (cpu.version, cpu.learner.num_updates)
+    cpu.learner.rng = np.random.default_rng()
+    cpu.learner.rng.bit_generator.state = gpu.learner.rng.bit_generator.state
+    for number in range(3):
+        for policy in (gpu, cpu):
+            policy.learn_on_minibatches(rows("sac", seed=number))
+    assert_close(gpu.get_weights(), cpu.get_weights())
+
+
 def test_an_update_that_is_not_finite_is_skipped():
     settings = {"on_nonfinite_update": "skip"}
     gpu, cpu = (make("ppo", device=device, **settings) for device in ("cuda", "cpu"))
@@ -234,6 +266,18 @@ class OwnLoss(PPOTorchPolicy):
         return super().loss(batch)
 
 
+class OwnTarget(SACTorchPolicy):
+    @property
+    def target_entropy(self):
+        return -self.timestep / 100
+
+
+class OwnEpochs(PPOTorchPolicy):
+    def end_epoch(self, batch, stats):
+        batch["advantages"][:] *= 0.5
+        return False
+
+
 class OwnNetwork(PPOTorchPolicy):
     def make_model(self):
         return Net()
@@ -257,6 +301,8 @@ LSTM = {"use_lstm": True, "lstm_cell_size": 4, "vf_share_layers": True}
     [
         (OwnLoss, {}),
         (OwnNetwork, {}),
+        (OwnEpochs, {}),
+        (OwnTarget, {}),
         (PPOTorchPolicy, {"model": LSTM}),
         (PPOTorchPolicy, {"microbatch_size": 4}),
         (DQNTorchPolicy, {"noisy": True}),
@@ -265,7 +311,8 @@ LSTM = {"use_lstm": True, "lstm_cell_size": 4, "vf_share_layers": True}
 def test_updates_that_a_graph_cannot_repeat_are_not_captured(policy_class, config, monkeypatch):
     captured = count_captures(monkeypatch)
     policy = policy_class(OBS, THREE, {"seed": 0, "device": "cuda", **config})
-    batch = rows("dqn" if policy_class is DQNTorchPolicy else "ppo")
+    is_off_policy = policy_class in (DQNTorchPolicy, OwnTarget)
+    batch = rows("dqn" if is_off_policy else "ppo")
     if policy.is_recurrent:
         batch = batch.with_columns(
             **{f"state_in_{i}": np.zeros((24, 4), np.float32) for i in range(2)}

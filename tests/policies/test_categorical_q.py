@@ -44,6 +44,17 @@ def test_projection_equals_the_paper(num_atoms, seed):
         np.testing.assert_allclose(projected, expected, atol=2e-4)
 
 
+def test_targets_and_scores_are_exact_under_autocast():
+    q_function = CategoricalQ(3, 51, -10, 10, True)
+    outputs = torch.randn(16, q_function.num_outputs)
+    rest = torch.zeros(16, dtype=torch.int64), torch.randn(16), torch.full((16,), 0.99)
+    expected = q_function.td_targets(outputs, None, *rest)
+    scores = q_function.greedy_scores_of_tensors(outputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(q_function.td_targets(outputs, None, *rest), expected)
+        torch.testing.assert_close(q_function.greedy_scores_of_tensors(outputs), scores)
+
+
 def test_projection_without_reward_and_discount_is_the_identity():
     q_function = CategoricalQ(2, 51, -10, 10, False)
     probs = np.random.default_rng(0).dirichlet(np.ones(51), 3).astype(np.float32)

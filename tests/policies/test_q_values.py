@@ -86,6 +86,14 @@ def test_greedy_scores_order_actions_by_value(q_function):
         np.testing.assert_array_equal(values.argsort(1), scores.argsort(1))
 
 
+def test_scores_of_arrays_and_of_tensors_are_replaced_together():
+    with pytest.raises(TypeError, match="Lowest replaces greedy_scores"):
+
+        class Lowest(QValues):
+            def greedy_scores(self, outputs):
+                return -outputs
+
+
 @pytest.mark.parametrize("kind", ["plain", "dueling"])
 def test_td_targets_add_the_discounted_value_of_the_best_action(kind):
     """Also if one or all actions are masked; a discount of 0 adds nothing."""

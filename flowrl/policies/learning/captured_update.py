@@ -33,7 +33,6 @@ log = logging.getLogger("flowrl")
 
 MAX_GRAPHS = 16  # a graph keeps the memory of its update
 SKIPPED = "skipped"  # the first statistic: 1 if the update was not finite
-_USED = ("learn_on_batch", "extra_grad_process", "tensors")  # methods that a user may replace
 
 
 class CapturedUpdates:
@@ -50,8 +49,7 @@ class CapturedUpdates:
 
     Attributes:
         uses_graphs: False after a capture has failed.
-        stream: the stream of the updates. Autograd adds gradients on the stream on which a
-            parameter was used first, so updates that are not captured use it as well.
+        stream: the stream of the updates, captured or not.
     """
 
     def __init__(self, learner: Any):
@@ -62,16 +60,15 @@ class CapturedUpdates:
         self._is_supported = _is_supported(learner)
         self._batch: SampleBatch | None = None  # whose columns are in the buffer
         self._buffer: ColumnBuffer | None = None
-        self._names: set[str] = set()
+        self._names: set[str] | None = None
         self._columns: tuple[str, ...] = ()  # of the batch for which the names were found
         self._updates: dict[tuple[Any, ...], _Update] = {}
         self._failed = torch.zeros((), dtype=torch.bool, device=policy.device)
+        self._done = torch.zeros((), device=policy.device)  # updates of the pass that were made
 
     def supports(self, batch: SampleBatch, size: int) -> bool:
-        """Return whether updates by minibatches of `size` rows are supported.
-
-        Fixed shapes are needed: no sequences, padding and parts of a minibatch.
-        """
+        """Return whether updates by minibatches of `size` rows are supported; not for sequences,
+        padded batches and microbatches."""
         if not self._is_supported or self._learner.process_group is not None:
             return False
         rows = self._policy.config.microbatch_size
@@ -98,11 +95,20 @@ class CapturedUpdates:
         Raises:
             FloatingPointError: an update is not finite; it and later ones change no weights.
         """
-        self._learner.check_model()
+        learner, policy = self._learner, self._policy
+        learner.check_model()
         with running_on(self.stream):
-            if self._load(batch):
-                return self._one_pass(batch, size)
-        passed: list[Stats] = self._learner.one_pass(batch, size)
+            if self._load(batch, size):
+                num_updates, version = learner.num_updates, policy.version
+                self._done.zero_()
+                try:
+                    return self._one_pass(batch, size)
+                except BaseException:
+                    done = int(self._done)
+                    learner.num_updates, policy.version = num_updates + done, version + done
+                    self._failed.zero_()
+                    raise
+        passed: list[Stats] = learner.one_pass(batch, size)
         return passed
 
     def _one_pass(self, batch: SampleBatch, size: int) -> list[Stats]:
@@ -130,22 +136,23 @@ class CapturedUpdates:
             indexes = batch["batch_indexes"] if order is None else batch["batch_indexes"][order]
             learner.record_epoch_row_stats(
                 {"batch_indexes": indexes[start : start + update.rows], **update.row_stats(part)}
-                for start, update, part in zip(starts, launched, parts, strict=True)
+                for start, update, part, one in zip(starts, launched, parts, stats, strict=True)
+                if not one[SKIPPED]
             )
         return self._check_finite(stats, batch, order, size)
 
-    def _load(self, batch: SampleBatch) -> bool:
-        """Copy the columns that the loss reads to the GPU; return whether these are known."""
+    def _load(self, batch: SampleBatch, size: int) -> bool:
+        """Copy the columns that the loss reads to the GPU; return False if they cannot be found."""
         if batch is self._batch:
             return True
         columns = tuple(sorted(batch.keys()))
         if columns != self._columns:
-            names = self._learner.columns_read(batch)
-            if names is None:
-                return False
-            self._names = (names & set(columns)) - {"batch_indexes"}  # read on the CPU
-            self._columns = columns
-            self._buffer = None
+            names = self._learner.columns_read(batch[:size])
+            # the loss reads no batch_indexes on the GPU
+            self._names = None if names is None else (names & set(columns)) - {"batch_indexes"}
+            self._columns, self._buffer = columns, None
+        if self._names is None:
+            return False
         if self._buffer is None or not self._buffer.load(batch):
             self._updates.clear()
             self._buffer = ColumnBuffer(batch, self._names, self._policy.device)
@@ -167,7 +174,7 @@ class CapturedUpdates:
                 self._updates.pop(next(iter(self._updates)))
             assert self._buffer is not None
             columns = self._all_columns(self._buffer)
-            update = _Update(learner, columns, rows, index is None, self._failed)
+            update = _Update(learner, columns, rows, index is None, self._failed, self._done)
             self._updates[kind] = update
         return update
 
@@ -180,14 +187,13 @@ class CapturedUpdates:
         if not skipped:
             return stats
         learner, policy = self._learner, self._policy
-        learner.num_updates -= len(skipped)
-        policy.version -= len(skipped)
         if policy.config.on_nonfinite_update == "raise":
-            self._failed.zero_()
             first, rows = skipped[0], batch
             if order is not None:
                 rows = batch.take_rows(order[first * size : (first + 1) * size])
             learner.gradient.raise_nonfinite(stats[first], rows)
+        learner.num_updates -= len(skipped)
+        policy.version -= len(skipped)
         learner.num_skipped_updates += len(skipped)
         return [{} if number in skipped else one for number, one in enumerate(stats)]
 
@@ -200,7 +206,8 @@ class _Update:
         columns: of the train batch, see DeviceRows.
         rows: rows of the minibatch.
         takes_all: whether the minibatch is the first `rows` rows; else it is given by an index.
-        failed: whether an earlier update was not finite, a tensor without axes.
+        failed: whether an earlier update of the pass was not finite, a tensor without axes.
+        done: counts the updates that are made, a tensor without axes.
 
     Attributes:
         rows: rows of the minibatch.
@@ -214,6 +221,7 @@ class _Update:
         rows: int,
         takes_all: bool,
         failed: torch.Tensor,
+        done: torch.Tensor,
     ):
         self.rows = rows
         self.row_names: list[str] = []
@@ -222,7 +230,7 @@ class _Update:
         self._index: torch.Tensor | None = None
         if not takes_all:
             self._index = torch.zeros(rows, dtype=torch.int64, device=self._policy.device)
-        self._failed = failed
+        self._failed, self._done = failed, done
         self._graph: CudaGraph | None = None
         self._noise: ColumnBuffer | None = None
         self._noise_shapes: list[tuple[int, ...]] = []  # in the order in which the loss draws
@@ -240,9 +248,11 @@ class _Update:
             self._index.copy_(index)
         learner.optimizers[0].refresh_rates()
         if not self._was_launched:
-            self._was_launched = True
+            self._noise_shapes.clear()
             with learner.draws_noise_with(self._first_noise):
-                return self._run()
+                report = self._run()
+            self._was_launched = True
+            return report
         self._load_noise()
         if self._graph is None and captured.uses_graphs:
             try:
@@ -275,7 +285,7 @@ class _Update:
         if not self._noise_shapes:
             return
         shapes = enumerate(self._noise_shapes)
-        noise = {str(number): self._learner.draw_noise(shape) for number, shape in shapes}
+        noise = {f"{number:03}": self._learner.draw_noise(shape) for number, shape in shapes}
         if self._noise is None:
             self._noise = ColumnBuffer(noise, noise.keys(), self._policy.device)
         self._noise.load(noise)
@@ -291,6 +301,7 @@ class _Update:
             self._failed.zero_()
         learner.gradient.clip_on_device(norm)
         learner.optimizers[0].step(skipped=skipped)
+        self._done.add_(1 - skipped)
         self._names = [SKIPPED, *named]
         values = [
             v.detach().float() if isinstance(v, torch.Tensor) else torch.full_like(norm, v)
@@ -362,16 +373,16 @@ class DeviceRows(TensorBatch):
 
 
 def _is_supported(learner: Any) -> bool:
-    """Return whether a graph can repeat the policy's updates; a user's loss or optimizer may read
-    and change anything."""
+    """Return whether a graph can repeat the policy's updates; a user's class may read and change
+    anything, in a method that the loss calls or between passes."""
     policy = learner.policy
     optimizer = learner.optimizers[0]
-    used = [type(learner), *(getattr(type(policy), name) for name in _USED)]
+    classes = type(policy), type(learner), policy.dist_class
     return (
         policy.config.cuda_graphs
         and policy.device.type == "cuda"
         and has_shipped_loss(policy)
-        and all(one.__module__.startswith("flowrl.") for one in used)
+        and all(one.__module__.startswith("flowrl.") for one in classes)
         and len(learner.optimizers) == 1
         and type(optimizer) is FlatAdam
         and is_fixed(policy.model)

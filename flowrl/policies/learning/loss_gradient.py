@@ -54,12 +54,12 @@ class LossGradient:
         self.row_stats = []
         rows = self._policy.config.microbatch_size
         is_whole = not rows or batch.count <= rows
-        stats = self._compute_microbatch(batch) if is_whole else self._compute_parts(batch, rows)
-        self.row_stats = [
-            {n: v.cpu().numpy() if isinstance(v, torch.Tensor) else v for n, v in one.items()}
-            for one in self.row_stats
-        ]
-        return stats
+        try:
+            return self._compute_microbatch(batch) if is_whole else self._compute_parts(batch, rows)
+        finally:
+            self.row_stats = [
+                {name: _as_array(value) for name, value in one.items()} for one in self.row_stats
+            ]
 
     def _compute_parts(self, batch: SampleBatch, rows: int) -> Stats:
         """Write the average of the gradients of microbatches; return the means of statistics."""
@@ -249,6 +249,13 @@ class LossGradient:
             f"{batch.count} rows{cause}: the update was refused and the weights are unchanged "
             '(on_nonfinite_update="skip" skips such updates)'
         )
+
+
+def _as_array(value: Any) -> np.ndarray:
+    if not isinstance(value, torch.Tensor):
+        return np.asarray(value)
+    array: np.ndarray = value.detach().float().cpu().numpy()
+    return array
 
 
 def _as_float(value: Any) -> float:

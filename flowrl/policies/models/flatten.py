@@ -66,10 +66,10 @@ def flatten(space: spaces.Space, values: Any, zero_based: bool = False) -> torch
         return F.one_hot(values.reshape(-1).long() - start, int(space.n)).to(torch.float32)
     if isinstance(space, spaces.MultiDiscrete):
         indices = values.reshape(values.shape[0], -1).long()
-        if not zero_based:
-            indices = indices - torch.as_tensor(space.start.reshape(-1), device=indices.device)
-        parts = zip(indices.unbind(1), space.nvec.reshape(-1).tolist(), strict=True)
-        return torch.cat([F.one_hot(v, n) for v, n in parts], 1).to(torch.float32)
+        starts, sizes = space.start.reshape(-1).tolist(), space.nvec.reshape(-1).tolist()
+        parts = zip(indices.unbind(1), starts, sizes, strict=True)
+        columns = [F.one_hot(v - (0 if zero_based else start), n) for v, start, n in parts]
+        return torch.cat(columns, 1).to(torch.float32)
     return values.reshape(values.shape[0], -1).to(torch.float32)
 
 

@@ -49,7 +49,7 @@ def find_kernel(policy: Any, has_single_optimizer: bool) -> Kernel | None:
 
 
 def has_shipped_loss(policy: Any) -> bool:
-    """Return whether a policy inherits a loss of this table unchanged."""
+    """Return whether a policy has a loss of this table unchanged."""
     return _find_entry(type(policy)) is not None
 
 
