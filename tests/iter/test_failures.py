@@ -91,6 +91,7 @@ def test_shard_that_dies_repeatedly_fails(ray_session):
         assert stream.metrics.counters == {"num_shard_restarts": 2, "num_shards_failed": 1}
 
 
+@pytest.mark.slow
 def test_failure_of_all_shards_is_not_the_end_of_the_stream(ray_session):
     with from_iterators([Dies(4, 1)], recovery=QUICK).gather_async() as stream:
         assert next(stream) == 0
@@ -185,6 +186,7 @@ def test_other_shards_continue_during_the_back_off_of_one(ray_session, tmp_path)
             workers.append(sources[0].shard)
 
 
+@pytest.mark.slow
 def test_stop_ends_all_actors_and_threads(ray_session):
     threads = threading.active_count()
     stream = from_iterators([lambda: iter(int, 1)] * 2).repartition(2).gather_async(num_async=2)
@@ -220,6 +222,7 @@ def is_alive(pid):
         return False
 
 
+@pytest.mark.slow
 def test_failed_recreation_is_retried(ray_session):
     actor = ray_session.remote(num_cpus=0)(ParallelIteratorWorker)
     actors = [actor.remote(lambda: iter(range(4)))]

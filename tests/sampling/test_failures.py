@@ -165,7 +165,7 @@ class FailingStep(CountEnv):
     ("at", "error", "restarts", "failures"),
     [
         ([99], OSError, 2, 3),
-        ([100, 101], OSError, 2, 201),
+        pytest.param([100, 101], OSError, 2, 201, marks=pytest.mark.slow),
         ([100, 101], OSError, 0, 1),
         ([100], OSError, 2, 4),  # the same step as before: a deterministic error
         ([100, 101], TimeoutError, 2, 3),
