@@ -13,9 +13,10 @@ The entries run in turn, each in a process of its own; prints the medians and ra
 run with CUDA graphs, PPO on HalfCheetah also with torch.compile (without its loop over 2,048 steps,
 whose compilation takes minutes; on their SAC and TD3 torch.compile fails with PyTorch 2.11 to
 2.13). PATCHES adapts them to the present versions of their libraries, MODULES replaces EnvPool by
-random images. The rate is the one that a script prints. Takes about 8 minutes.
+random images. The rate is the one that a script prints. With LeanRL a row of 3 rounds takes about
+2 minutes.
 
-    python benchmarks/gpu.py [--rounds 3] [--seconds 6] [--entries cuda eager cpu]
+    python benchmarks/gpu.py [--rounds 3] [--seconds 3] [--entries cuda eager cpu]
         [--leanrl DIR [--leanrl-path PATH]]
 """
 
@@ -237,8 +238,8 @@ def run_leanrl(workload: str, folder: str, path: str, seconds: float, on_gpu: bo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=6.0)
-    parser.add_argument("--entries", nargs="+", default=list(ENTRIES), choices=ENTRIES)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--entries", nargs="+", default=["cuda"], choices=ENTRIES)
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
     parser.add_argument("--leanrl", default="")
     parser.add_argument("--leanrl-path", default="")
