@@ -50,6 +50,9 @@ def _warn_of_threads() -> None:
     )
 
 
+LONGEST_TIMER = 1e9  # seconds; timers refuse numbers that are much larger
+
+
 @contextmanager
 def limit_seconds(seconds: float, message: str) -> Iterator[None]:
     """Raise TimeoutError in the block after a time, by the signal SIGALRM.
@@ -71,7 +74,7 @@ def limit_seconds(seconds: float, message: str) -> Iterator[None]:
             raise TimeoutError(message)
 
         handler = signal.signal(signal.SIGALRM, on_alarm)
-        timer = signal.setitimer(signal.ITIMER_REAL, seconds)
+        timer = signal.setitimer(signal.ITIMER_REAL, min(seconds, LONGEST_TIMER))
         try:
             yield
         finally:

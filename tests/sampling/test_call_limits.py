@@ -125,6 +125,11 @@ def test_a_timer_and_handler_of_the_caller_are_restored():
         signal.signal(signal.SIGALRM, before)
 
 
+def test_a_limit_of_more_seconds_than_a_timer_takes():
+    with limit_seconds(1e24, "too long"):
+        assert signal.getitimer(signal.ITIMER_REAL)[0] > 1e8
+
+
 def test_another_thread_gets_the_error_when_the_call_ends(caplog):
     errors = []
     _warn_of_threads.cache_clear()
