@@ -32,10 +32,11 @@ _SHOWN_ONLY = {"pip", "make", "git", "cd", "source", "ray", "docker"}
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Run folders of tests in two processes, with a file at a time each; single files in one."""
+    """Run folders of tests in three processes, of which one often waits for Ray on two cores;
+    single files in one."""
     paths = [argument.split("::")[0] for argument in config.args]
     if any(os.path.isdir(path) or path.endswith(".md") for path in paths):
-        return 2
+        return 3
     config.option.dist = "no"
     return 0
 
