@@ -10,9 +10,9 @@ The entries run in turn, each in a process of its own; prints the medians and ra
 
 `--leanrl` is the folder of the scripts of LeanRL (https://github.com/meta-pytorch/LeanRL) and
 `--leanrl-path` the PYTHONPATH with what they need (gymnasium 0.29, tensordict, torchrl, tyro). They
-run with CUDA graphs, PPO on HalfCheetah also with torch.compile (without its loop over 2,048 steps,
-whose compilation takes minutes; on their SAC and TD3 torch.compile fails with PyTorch 2.11 to
-2.13). PATCHES adapts them to the present versions of their libraries, MODULES replaces EnvPool by
+run with CUDA graphs, PPO on HalfCheetah also with torch.compile, except for its loop over 2,048
+steps, which takes too long to compile. On their SAC and TD3 torch.compile fails with PyTorch 2.11
+to 2.13. PATCHES adapts them to the present versions of their libraries, MODULES replaces EnvPool by
 random images. The rate is the one that a script prints. With LeanRL a row of 3 rounds takes about
 2 minutes.
 

@@ -285,7 +285,7 @@ class _AlgorithmConfigFramework(TypedDict, total=False):
     device: str
     """Device of the network in processes that learn: "cpu", "cuda", "cuda:1"; "auto" uses the GPU, if there is one, for observations with images, and the CPU for others. Workers that only sample use the CPU."""
     cuda_graphs: bool
-    """On a GPU, launch an update or a forward pass on images as one CUDA graph where its shapes stay the same: for the policies of PPO, A2C, DQN, SAC and TD3, not those derived from them, on networks of flowrl and torch without recurrent states, noisy layers, dropout and BatchNorm. Results do not change."""
+    """On a GPU, launch an update or a forward pass on images as one CUDA graph where its shapes stay the same: for the policies of PPO, A2C, DQN, SAC and TD3, not those derived from them, on networks of flowrl and torch without recurrent states, noisy layers, dropout and BatchNorm. Results differ by rounding only."""
 
 class _AlgorithmConfigCheckpointing(TypedDict, total=False):
     checkpoint_frequency: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -10,14 +9,18 @@ import numpy as np
 import optree
 import torch
 
-from flowrl.policies.cuda_graphs import ColumnBuffer, CudaGraph, is_fixed, make_stream
+from flowrl.policies.cuda_graphs import (
+    ColumnBuffer,
+    CudaGraph,
+    is_fixed,
+    make_stream,
+    try_to_capture,
+)
 from flowrl.policies.learning.flat_parameters import FlatParameters
 from flowrl.policies.models.base import ModelV2
 from flowrl.policies.models.fcnet import FullyConnectedNetwork
 from flowrl.policies.models.recurrent import RecurrentNetwork
 from flowrl.policies.models.torso import TorsoNetwork
-
-log = logging.getLogger("flowrl")
 
 MAX_GRAPHS = 4  # numbers of rows
 MAX_CPU_PARAMETERS = 500_000  # copying more of them after each update takes longer than the GPU
@@ -88,7 +91,11 @@ class CapturedForward:
         result = self._model.compute_outputs(inputs)  # which checks the inputs
         if self._can_capture and graph is None:
             if rows in self._graphs:
-                self._capture(rows, inputs)
+                self._graphs[rows] = try_to_capture(
+                    f"the network {type(self._model).__name__}",
+                    lambda: _Forward(self._model, inputs, self._device),
+                )
+                self._can_capture = self._graphs[rows] is not None
             elif len(self._graphs) < MAX_GRAPHS:
                 self._graphs[rows] = None
         return result
@@ -96,16 +103,6 @@ class CapturedForward:
     def compute_values(self, inputs: Mapping[str, Any]) -> np.ndarray | None:
         """See ModelV2."""
         return self.compute_outputs(inputs)[1]
-
-    def _capture(self, rows: int, inputs: Mapping[str, Any]) -> None:
-        try:
-            self._graphs[rows] = _Forward(self._model, inputs, self._device)
-        except RuntimeError as error:
-            self._can_capture = False
-            log.warning(
-                "the network %s cannot be captured as a CUDA graph, its operations are launched "
-                "one by one: %s", type(self._model).__name__, error,
-            )  # fmt: skip
 
 
 class _Forward:

@@ -253,7 +253,7 @@ class PolicyConfig(Settings):
     """On a GPU, launch an update or a forward pass on images as one CUDA graph where its shapes
     stay the same: for the policies of PPO, A2C, DQN, SAC and TD3, not those derived from them, on
     networks of flowrl and torch without recurrent states, noisy layers, dropout and BatchNorm.
-    Results do not change."""
+    Results differ by rounding only."""
     model: ModelConfig = ModelConfig()
     """The network."""
     exploration_config: ExplorationConfig = setting(ExplorationConfig(), group="exploration")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import optree
@@ -14,6 +15,9 @@ import torch
 from flowrl.policies.models.base import ModelV2
 from flowrl.policies.models.noisy import NoisyLinear
 
+log = logging.getLogger("flowrl")
+
+T = TypeVar("T")
 _ALIGNMENT = 256  # bytes, as of the CUDA allocator
 
 
@@ -72,6 +76,23 @@ class CudaGraph:
     def replay(self) -> None:
         """Execute the operations."""
         self._graph.replay()
+
+
+def try_to_capture(name: str, capture: Callable[[], T]) -> T | None:
+    """Return capture(); None, with a warning, if an operation cannot be captured.
+
+    Args:
+        name: what is captured, for the warning.
+        capture: makes a CudaGraph.
+    """
+    try:
+        return capture()
+    except RuntimeError as error:
+        log.warning(
+            "%s cannot be captured as a CUDA graph, its operations are launched one by one: %s",
+            name, error,
+        )  # fmt: skip
+        return None
 
 
 def is_fixed(model: ModelV2) -> bool:

@@ -11,26 +11,13 @@ from flowrl.algorithms.sac import SACTorchPolicy
 from flowrl.policies import acting_models
 from flowrl.policies.acting_models import CapturedForward, CPUCopy
 
-from .fake_device import FakeGraph, fake_device
+from .fake_device import FakeGraph
+
+pytestmark = pytest.mark.usefixtures("cuda")
 
 OBS, THREE = Box(-1, 1, (4,)), Discrete(3)
 IMAGE = Box(0, 255, (10, 10, 2), np.uint8)
 CONV = {"conv_filters": [[4, 4, 2]], "post_fcnet_hiddens": [8]}
-
-
-@pytest.fixture(params=["emulated", pytest.param("gpu", marks=pytest.mark.gpu)], autouse=True)
-def cuda(request):
-    if request.param == "gpu":
-        if not torch.cuda.is_available():
-            pytest.skip("needs a GPU")
-        before, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
-        yield
-        torch.backends.cudnn.allow_tf32 = before
-    elif torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    else:
-        with fake_device():
-            yield
 
 
 def make(policy_class, obs_space=OBS, action_space=THREE, **settings):

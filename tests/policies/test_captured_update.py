@@ -17,7 +17,9 @@ from flowrl.data import SampleBatch
 from flowrl.policies.cuda_graphs import ColumnBuffer
 from flowrl.policies.learning import captured_update
 
-from .fake_device import FakeGraph, fake_device
+from .fake_device import FakeGraph
+
+pytestmark = pytest.mark.usefixtures("cuda")
 
 OBS, BOX, THREE = Box(-1, 1, (4,)), Box(-1, 1, (2,)), Discrete(3)
 IMAGE = Box(0, 255, (10, 10, 2), np.uint8)
@@ -44,21 +46,6 @@ CASES = {
     "sac discrete": (SACTorchPolicy, OBS, THREE, {"model": SMALL}),
     "td3": (TD3TorchPolicy, OBS, BOX, {"model": SMALL}),
 }  # fmt: skip
-
-
-@pytest.fixture(params=["emulated", pytest.param("gpu", marks=pytest.mark.gpu)], autouse=True)
-def cuda(request):
-    if request.param == "gpu":
-        if not torch.cuda.is_available():
-            pytest.skip("needs a GPU")
-        before, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
-        yield
-        torch.backends.cudnn.allow_tf32 = before
-    elif torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    else:
-        with fake_device():
-            yield
 
 
 def make(case, **settings):

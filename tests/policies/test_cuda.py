@@ -5,7 +5,6 @@ The tests run with tensors that only behave as if they were on a GPU, and, marke
 
 import numpy as np
 import pytest
-import torch
 from gymnasium.spaces import Box, Discrete
 
 from flowrl.algorithms.a2c import A2CTorchPolicy
@@ -22,8 +21,6 @@ from flowrl.policies import build_torch_policy
 from flowrl.policies.distributions import Categorical
 from flowrl.sampling import RolloutWorker
 from flowrl.trainer.plan_settings import plan_config
-
-from .fake_device import fake_device
 
 LSTM = {"model": {"use_lstm": True, "lstm_cell_size": 8}}
 GRU = {"model": {"use_lstm": True, "lstm_cell_size": 8, "lstm_cell_type": "gru"}}
@@ -47,21 +44,6 @@ CASES = {
     "td3": (TD3TorchPolicy, "Pendulum-v1", {}),
     "cql": (CQLTorchPolicy, "Pendulum-v1", {}),
 }
-
-
-@pytest.fixture(params=["emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
-def cuda(request):
-    if request.param == "emulated":
-        if torch.cuda.is_available():
-            pytest.skip("there is a GPU")
-        with fake_device():
-            yield
-        return
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    before, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
-    yield
-    torch.backends.cudnn.allow_tf32 = before
 
 
 def worker(case, **settings):

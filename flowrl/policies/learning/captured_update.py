@@ -8,7 +8,6 @@ writes the same memory each time, so the columns of a train batch are copied to 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,13 +22,12 @@ from flowrl.policies.cuda_graphs import (
     is_fixed,
     make_stream,
     running_on,
+    try_to_capture,
 )
 from flowrl.policies.learning.flat_parameters import FlatAdam
 from flowrl.policies.learning.kernels.registry import has_shipped_loss
 from flowrl.policies.learning.protocols import Stats
 from flowrl.policies.models.tensor_batch import TensorBatch
-
-log = logging.getLogger("flowrl")
 
 MAX_GRAPHS = 16  # a graph keeps the memory of its update
 SKIPPED = "skipped"  # the first statistic: 1 if the update was not finite
@@ -255,14 +253,11 @@ class _Update:
             return report
         self._load_noise()
         if self._graph is None and captured.uses_graphs:
-            try:
-                self._graph = CudaGraph(captured.stream, self._warm_up, self._run)
-            except RuntimeError as error:
-                captured.uses_graphs = False
-                log.warning(
-                    "the update of %s cannot be captured as a CUDA graph, its operations are "
-                    "launched one by one: %s", type(self._policy).__name__, error,
-                )  # fmt: skip
+            self._graph = try_to_capture(
+                f"the update of {type(self._policy).__name__}",
+                lambda: CudaGraph(captured.stream, self._warm_up, self._run),
+            )
+            captured.uses_graphs = self._graph is not None
         if self._graph is None:
             return self._run()
         self._graph.replay()
