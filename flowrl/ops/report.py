@@ -63,8 +63,9 @@ class StandardMetricsReporting(LocalIterator[Result]):
 
     Raises:
         TypeError: `train_op` is not a LocalIterator, or `workers` not a WorkerSet.
-        ValueError: an operator names a policy that does not exist; `policies_to_train` names a
-            policy that no operator trains, although every training operator names its policies.
+        ValueError: the stream contains another StandardMetricsReporting; an operator names a policy
+            that does not exist; `policies_to_train` names a policy that no operator trains,
+            although every training operator names its policies.
     """
 
     def __init__(
@@ -85,6 +86,12 @@ class StandardMetricsReporting(LocalIterator[Result]):
                 "StandardMetricsReporting takes (stream, workers, config): workers is a WorkerSet, "
                 f"got a {type(workers).__name__}"
             )
+        for stage, operator in operators_of(train_op.stage):
+            if isinstance(operator, CollectMetrics):
+                raise ValueError(
+                    f"the stream contains the StandardMetricsReporting chained at {stage.line}: a "
+                    "plan has one, at its end. Remove it from the branch"
+                )
         config = ReportingConfig.of(config)
         due = ReportDue(config.min_sample_timesteps_per_iteration, config.min_time_s_per_iteration)
         check_trained_policies(train_op.stage, workers.config)

@@ -132,6 +132,10 @@ def test_wrong_arguments_name_the_operator(workers):
     rollouts = ParallelRollouts(workers)
     with pytest.raises(TypeError, match=r"takes \(stream, workers, config\).*got a dict"):
         StandardMetricsReporting(rollouts, {}, workers)
+    report = StandardMetricsReporting(ParallelRollouts(workers), workers, {})
+    both = Concurrently([report, rollouts], mode="round_robin")
+    with pytest.raises(ValueError, match=r"chained at .*test_ops.py:\d+: a plan has one"):
+        StandardMetricsReporting(both, workers, {})
     with pytest.raises(TypeError, match="AggregateBatches takes a LocalIterator, got 3"):
         AggregateBatches(3)
 

@@ -109,7 +109,7 @@ def test_policies_with_the_names_of_columns_do_not_replace_them(clock, capsys):
 
 def test_line_fits_into_any_terminal(clock, monkeypatch):
     monkeypatch.setattr(progress.sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(progress.shutil, "get_terminal_size", lambda default: Size(5))
+    monkeypatch.setenv("COLUMNS", "5")
     lines = []
     table = ProgressTable(StopRules(), {})
     table._live = Live(lines)
@@ -139,7 +139,7 @@ def wait_for(condition, seconds=10.0):
 
 def test_live_line_ends_with_a_whole_field(clock, capsys, monkeypatch):
     monkeypatch.setattr(progress.sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(progress.shutil, "get_terminal_size", lambda default: Size(62))
+    monkeypatch.setenv("COLUMNS", "62")
     lines = []
     table = ProgressTable(StopRules(timesteps=10_000_000), {})
     table._live = Live(lines)
@@ -166,11 +166,6 @@ def test_live_line_is_not_older_than_the_last_row(clock, capsys, monkeypatch):
     assert rows[-1][0] != "iter"
     assert lines[-1].startswith(f"iter {rows[-1][0]} |")
     table.finish()
-
-
-class Size:
-    def __init__(self, columns):
-        self.columns = columns
 
 
 class Live:
