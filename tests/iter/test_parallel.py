@@ -44,8 +44,7 @@ def test_last_round_has_items_of_live_shards_only(in_process):
         assert list(stream) == [[1, 2], [3]]
 
 
-@pytest.mark.parametrize("ask_again", ["after", "before"])
-@pytest.mark.parametrize("batch_ms", [0, 5])
+@pytest.mark.parametrize(("ask_again", "batch_ms"), [("after", 0), ("before", 5)])
 def test_gather_async_returns_all_items_with_their_sources(in_process, ask_again, batch_ms):
     it = from_items(list(range(20)), 3, in_process=in_process)
     options = {"num_async": 2, "ask_again": ask_again, "batch_ms": batch_ms}

@@ -38,14 +38,22 @@ from flowrl.sampling import WorkerSet
 from ..sampling.fakes import CountEnv, ObservedValue
 
 
+def make_workers(num_workers):
+    config = {"rollout_fragment_length": 10, "num_envs_per_worker": 2}
+    return WorkerSet(lambda context: CountEnv(), ObservedValue, config, num_workers=num_workers)
+
+
 @pytest.fixture
 def workers(num_workers):
-    config = {"rollout_fragment_length": 10, "num_envs_per_worker": 2}
-    worker_set = WorkerSet(
-        lambda context: CountEnv(), ObservedValue, config, num_workers=num_workers
-    )
-    yield worker_set
-    worker_set.stop()
+    with make_workers(num_workers) as worker_set:
+        yield worker_set
+
+
+@pytest.fixture
+def local_workers():
+    """Workers in process, for what does not depend on actors."""
+    with make_workers(0) as worker_set:
+        yield worker_set
 
 
 def rows(n):
@@ -104,11 +112,11 @@ def test_raw_mode_returns_the_parallel_iterator(workers):
 @pytest.mark.parametrize(
     "option", [{"num_async": 2}, {"by_reference": True}, {"max_policy_lag": 1}]
 )
-def test_options_of_the_async_mode_are_rejected_in_other_modes(workers, mode, option):
+def test_options_of_the_async_mode_are_rejected_in_other_modes(local_workers, mode, option):
     with pytest.raises(ValueError, match=f'{next(iter(option))} is for mode="async"'):
-        ParallelRollouts(workers, mode=mode, **option)
+        ParallelRollouts(local_workers, mode=mode, **option)
     with pytest.raises(TypeError, match="num_asinc"):
-        ParallelRollouts(workers, mode=mode, num_asinc=2)
+        ParallelRollouts(local_workers, mode=mode, num_asinc=2)
 
 
 def test_state_of_reports_is_a_copy():
@@ -128,21 +136,21 @@ def test_state_of_reports_is_a_copy():
     assert collect.state_dict()["window"] == saved["window"]
 
 
-def test_wrong_arguments_name_the_operator(workers):
-    rollouts = ParallelRollouts(workers)
+def test_wrong_arguments_name_the_operator(local_workers):
+    rollouts = ParallelRollouts(local_workers)
     with pytest.raises(TypeError, match=r"takes \(stream, workers, config\).*got a dict"):
-        StandardMetricsReporting(rollouts, {}, workers)
-    report = StandardMetricsReporting(ParallelRollouts(workers), workers, {})
+        StandardMetricsReporting(rollouts, {}, local_workers)
+    report = StandardMetricsReporting(ParallelRollouts(local_workers), local_workers, {})
     both = Concurrently([report, rollouts], mode="round_robin")
-    with pytest.raises(ValueError, match=r"chained at .*test_ops.py:\d+: a plan has one"):
-        StandardMetricsReporting(both, workers, {})
+    with pytest.raises(ValueError, match=r"Reporting chained at .*test_ops.py:\d+: a plan has one"):
+        StandardMetricsReporting(both, local_workers, {})
     with pytest.raises(TypeError, match="AggregateBatches takes a LocalIterator, got 3"):
         AggregateBatches(3)
 
 
-def test_unknown_mode_is_rejected(workers):
+def test_unknown_mode_is_rejected(local_workers):
     with pytest.raises(ValueError, match="bulk_sync"):
-        ParallelRollouts(workers, mode="sync")
+        ParallelRollouts(local_workers, mode="sync")
 
 
 def test_workers_sample_with_the_newest_weights(workers):
@@ -298,16 +306,16 @@ def test_reports_follow_the_minimum_of_env_steps(workers):
     assert second["num_env_steps_trained"] == second["num_env_steps_sampled"]
 
 
-def test_all_episodes_between_two_reports_are_counted(workers):
+def test_all_episodes_between_two_reports_are_counted(local_workers):
     with metrics_scope(MetricsContext()) as metrics:
         plan = PlanMetrics.of(metrics)
-        count = CountRollouts(workers)
+        count = CountRollouts(local_workers)
         episode = (1.0, 3, 0, None, None, None)
         source = Source(0, tags={"episodes": [episode] * 6_000})
         for _ in range(3):
             count(((source,), rows(2)))
         assert len(plan.new_episodes) == MAX_EPISODES < 18_000
-        collect = CollectMetrics(workers)
+        collect = CollectMetrics(local_workers)
         assert collect(None)["episodes_total"] == 18_000
         assert collect(None)["episodes_this_iter"] == 0
 
@@ -362,8 +370,8 @@ def test_operators_reject_invalid_arguments():
         ParallelRollouts(workers, mode="raw", max_policy_lag=2)
 
 
-def test_train_one_step_uses_the_policys_sgd_settings_by_default(workers, monkeypatch):
-    policy = workers.local_worker().policy
+def test_train_one_step_uses_the_policys_sgd_settings_by_default(local_workers, monkeypatch):
+    policy = local_workers.local_worker().policy
     policy.config = policy.config.updated(num_sgd_iter=3, sgd_minibatch_size=4)
     calls = []
     monkeypatch.setattr(
@@ -372,16 +380,16 @@ def test_train_one_step_uses_the_policys_sgd_settings_by_default(workers, monkey
         lambda rows, passes, size: calls.append((passes, size)) or {},
     )
     with metrics_scope(MetricsContext()):
-        TrainOneStep(workers)(rows(10))
-        TrainOneStep(workers)(rows(2))  # smaller than a minibatch: one update on all rows
-        TrainOneStep(workers, num_sgd_iter=1, sgd_minibatch_size=0)(rows(10))
+        TrainOneStep(local_workers)(rows(10))
+        TrainOneStep(local_workers)(rows(2))  # smaller than a minibatch: one update on all rows
+        TrainOneStep(local_workers, num_sgd_iter=1, sgd_minibatch_size=0)(rows(10))
     assert calls == [(3, 4), (3, 2), (1, 0)]
-    assert repr(TrainOneStep(workers)) == "TrainOneStep()"
-    assert repr(TrainOneStep(workers, num_sgd_iter=2)) == "TrainOneStep(num_sgd_iter=2)"
+    assert repr(TrainOneStep(local_workers)) == "TrainOneStep()"
+    assert repr(TrainOneStep(local_workers, num_sgd_iter=2)) == "TrainOneStep(num_sgd_iter=2)"
 
 
-def test_error_of_a_missing_return_value_names_the_cause(workers):
-    for operator in (ConcatBatches(10), TrainOneStep(workers)):
+def test_error_of_a_missing_return_value_names_the_cause(local_workers):
+    for operator in (ConcatBatches(10), TrainOneStep(local_workers)):
         with (
             pytest.raises(TypeError, match="return"),
             metrics_scope(MetricsContext()),

@@ -117,6 +117,7 @@ def test_operators_pulled_by_hand_keep_a_training_intensity(actors):
     next(store)
 
 
+@pytest.mark.slow
 def test_lost_rows_are_stored_again_before_the_next_draw(ray_session):
     actors = make(1, training_intensity=1)
     source = LocalIterator(lambda: (rows(5, i) for i in iter(int, 1)), "source")
@@ -254,6 +255,7 @@ def test_replies_contain_row_counts_and_nodes(actors):
     assert set(actors._nodes) == {actors._node}
 
 
+@pytest.mark.slow
 def test_dead_shard_is_replaced_only_once(actors):
     for i in range(8):
         actors.add(rows(5, i))
