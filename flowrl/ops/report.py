@@ -89,8 +89,8 @@ class StandardMetricsReporting(LocalIterator[Result]):
         for stage, operator in operators_of(train_op.stage):
             if isinstance(operator, CollectMetrics):
                 raise ValueError(
-                    f"the stream contains the StandardMetricsReporting chained at {stage.line}: a "
-                    "plan has one, at its end. Remove it from the branch"
+                    f"the stream already has results, of {stage} chained at {stage.line}: a plan "
+                    "has one StandardMetricsReporting, at its end. Remove the other one"
                 )
         config = ReportingConfig.of(config)
         due = ReportDue(config.min_sample_timesteps_per_iteration, config.min_time_s_per_iteration)
@@ -363,7 +363,7 @@ class CollectMetrics:
     def _timers(self, timers: dict[str, Timer], plan: PlanMetrics) -> dict[str, float]:
         """Return mean times [ms] and throughputs [1/s] of operators, and the samplers' times [s].
 
-        The time per update is `learn_time_ms` with one training operator, and
+        The time of a training step is `learn_time_ms` with one training operator, and
         `learn_time_ms/<name>` for each of several.
         """
         timers_by_name = dict(timers)
