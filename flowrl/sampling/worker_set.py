@@ -314,19 +314,7 @@ class WorkerSet:
         if self._remote is None and self._loaded is not None:
             remote = self._loaded
         elif self._remote and not ray_health.is_ray_lost():
-            import ray
-
-            get_state = RolloutWorker.sampling_state_dict
-            refs = [worker.apply.remote(get_state) for worker in self._remote]
-            deadline = time.monotonic() + STATE_TIMEOUT_S
-            for index, ref in enumerate(refs):
-                try:
-                    remote[index] = ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
-                except Exception as error:
-                    log.warning(
-                        "worker %d returned no state; resuming from this checkpoint starts new "
-                        "episodes there (%r)", index + 1, error,
-                    )  # fmt: skip
+            remote[: len(self._remote)] = _states_of_actors(self._remote)
         return {
             "local": self.local_worker().sampling_state_dict(),
             "remote": remote,
@@ -336,13 +324,6 @@ class WorkerSet:
             "env_steps_by_worker": dict(self.env_steps_by_worker),
             "env_steps_of_removed_workers": self.env_steps_of_removed_workers,
         }
-
-    @staticmethod
-    def env_steps_in(state: dict[str, Any]) -> int:
-        """Return the env steps that all workers in a state have returned, also removed workers."""
-        workers = state["remote"] or [state["local"]]
-        returned = [RolloutWorker.env_steps_in(worker) for worker in workers if worker is not None]
-        return sum(returned) + int(state["env_steps_of_removed_workers"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of `state_dict`; the local policies must be loaded already.
@@ -453,3 +434,30 @@ class WorkerSet:
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
+
+
+def env_steps_in(state: dict[str, Any]) -> int:
+    """Return the env steps that all workers in the state of a WorkerSet have returned, including
+    removed workers."""
+    workers = state["remote"] or [state["local"]]
+    returned = [RolloutWorker.env_steps_in(worker) for worker in workers if worker is not None]
+    return sum(returned) + int(state["env_steps_of_removed_workers"])
+
+
+def _states_of_actors(actors: list[Any]) -> list[dict[str, Any] | None]:
+    """Return the sampling state of each remote worker; None for one that does not return it."""
+    import ray
+
+    refs = [actor.apply.remote(RolloutWorker.sampling_state_dict) for actor in actors]
+    states: list[dict[str, Any] | None] = []
+    deadline = time.monotonic() + STATE_TIMEOUT_S
+    for number, ref in enumerate(refs, start=1):
+        try:
+            states.append(ray.get(ref, timeout=max(0.0, deadline - time.monotonic())))
+        except Exception as error:
+            states.append(None)
+            log.warning(
+                "worker %d returned no state; resuming from this checkpoint starts new episodes "
+                "there (%r)", number, error,
+            )  # fmt: skip
+    return states

@@ -19,7 +19,7 @@ from flowrl.policies.checkpoint_loading import describe_policy
 from flowrl.policies.code_references import code_path
 from flowrl.policies.json_codec import config_to_json, space_from_json
 from flowrl.policies.policy import Policy
-from flowrl.sampling.worker_set import WorkerSet
+from flowrl.sampling.worker_set import WorkerSet, env_steps_in
 from flowrl.trainer.config import AlgorithmConfig
 
 
@@ -57,7 +57,7 @@ def sampling_state_of(workers: WorkerSet, plan: LocalIterator[Any]) -> dict[str,
         for source in stage.queued()
     )
     counted = plan.metrics.counters["num_env_steps_sampled"]
-    lost = workers.env_steps_in(sampling) - counted - queued
+    lost = env_steps_in(sampling) - counted - queued
     return {"sampling": sampling, "plan": plan.state_dict(), "env_steps_lost": max(0, lost)}
 
 
