@@ -25,6 +25,49 @@ def benchmark_command(arguments: list[str]) -> int:
     Raises:
         ConfigError: a name is unknown, or the folder cannot be written.
     """
+    options = _parser().parse_args(arguments)
+    tables: Path = options.tables.resolve()
+    rows = rows_named(options.names, tables)
+    if options.list:
+        for row in rows:
+            steps = f"{row.env_steps:>12,} env steps"
+            print(f"{row.table:8} {row.name:30} {steps}   {row.known_scores}")
+        return 0
+    check_installed("matplotlib", "flowrl benchmark", extra="plot")
+    results: Path = options.results or options.runs / "results"
+    try:
+        for folder in (results, options.runs):
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"benchmark: cannot create {error.filename}: {error.strerror}") from error
+    libraries = ["flowrl"]
+    if options.against:
+        for row in rows:
+            row.settings(options.against)  # raises before anything is trained
+        sb3.install(options.runs / sb3.ENVIRONMENT)
+        libraries.append(options.against)
+    missing = [run for row in rows for run in _missing_runs(row, options.seeds, libraries, results)]
+    processes = Processes()
+    train = partial(_train, tables=tables, runs=options.runs, results=results, processes=processes)
+    with processes.ended_by_sigterm(), ThreadPoolExecutor(options.jobs) as pool:
+        try:
+            ended = list(pool.map(train, missing))
+        except KeyboardInterrupt:
+            processes.is_interrupted = True
+    if processes.is_interrupted:
+        print("interrupted: the same command continues", flush=True)
+        return INTERRUPTED
+    write_tables(tables, results)
+    print(f"results, tables and learning curves: {results}")
+    for row in rows:
+        for library in libraries:
+            texts = cells(row, read_results(row, results, library), library)
+            named = zip(COLUMNS, texts, strict=True)
+            print("  ".join(f"{column}: {text}" for column, text in named if text))
+    return 0 if all(ended) else 1
+
+
+def _parser() -> Parser:
     parser = Parser(
         prog="flowrl benchmark",
         description="Train tuned examples with several seeds and evaluate each. A run that was "
@@ -51,57 +94,23 @@ def benchmark_command(arguments: list[str]) -> int:
         "--tables", type=Path, default=shipped_tables(), metavar="FILE",
         help="YAML file with the tables (default: the shipped ones)",
     )  # fmt: skip
-    options = parser.parse_args(arguments)
-    tables: Path = options.tables.resolve()
-    rows = rows_named(options.names, tables)
-    if options.list:
-        for row in rows:
-            steps = f"{row.env_steps:>12,} env steps"
-            print(f"{row.table:8} {row.name:30} {steps}   {row.known_scores}")
-        return 0
-    check_installed("matplotlib", "flowrl benchmark", extra="plot")
-    results: Path = options.results or options.runs / "results"
-    try:
-        for folder in (results, options.runs):
-            folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"benchmark: cannot create {error.filename}: {error.strerror}") from error
-    libraries = ["flowrl"]
-    if options.against:
-        for row in rows:
-            row.settings(options.against)  # raises before anything is trained
-        sb3.install(options.runs / sb3.ENVIRONMENT)
-        libraries.append(options.against)
-    missing = []
-    for row in rows:
-        to_train = [
-            (row, seed, library)
-            for seed in range(options.seeds)
-            for library in libraries
-            if not _is_trained(row, results / row.file_name(seed, library), library)
-        ]
-        existing = options.seeds * len(libraries) - len(to_train)
-        if existing:
-            print(f"{row.name}: {format_count(existing, 'result')} in {results}, not repeated")
-        missing += to_train
-    processes = Processes()
-    train = partial(_train, tables=tables, runs=options.runs, results=results, processes=processes)
-    with processes.ended_by_sigterm(), ThreadPoolExecutor(options.jobs) as pool:
-        try:
-            ended = list(pool.map(train, missing))
-        except KeyboardInterrupt:
-            processes.is_interrupted = True
-    if processes.is_interrupted:
-        print("interrupted: the same command continues", flush=True)
-        return INTERRUPTED
-    write_tables(tables, results)
-    print(f"results, tables and learning curves: {results}")
-    for row in rows:
-        for library in libraries:
-            texts = cells(row, read_results(row, results, library), library)
-            named = zip(COLUMNS, texts, strict=True)
-            print("  ".join(f"{column}: {text}" for column, text in named if text))
-    return 0 if all(ended) else 1
+    return parser
+
+
+def _missing_runs(
+    row: BenchmarkRow, seeds: int, libraries: list[str], results: Path
+) -> list[tuple[BenchmarkRow, int, str]]:
+    """Return row, seed and library of each run of a row that has no result."""
+    missing = [
+        (row, seed, library)
+        for seed in range(seeds)
+        for library in libraries
+        if not _is_trained(row, results / row.file_name(seed, library), library)
+    ]
+    existing = seeds * len(libraries) - len(missing)
+    if existing:
+        print(f"{row.name}: {format_count(existing, 'result')} in {results}, not repeated")
+    return missing
 
 
 def _is_trained(row: BenchmarkRow, file: Path, library: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from gymnasium.error import DependencyNotInstalled
 
@@ -30,30 +31,7 @@ def evaluate_command(arguments: list[str]) -> int:
     Raises:
         ConfigError: wrong usage, a damaged run, or a missing package.
     """
-    parser = Parser(
-        prog="flowrl evaluate",
-        description="Play episodes with a trained policy, with greedy and with sampled actions.",
-    )
-    parser.add_argument("run", metavar="RUN_DIR", help="a run directory, or a checkpoint")
-    parser.add_argument(
-        "--episodes",
-        type=count,
-        default=100,
-        help="episodes with greedy and with sampled actions each (default: 100)",
-    )
-    parser.add_argument("--seed", type=int, help="seed of the episodes (default: the run's)")
-    parser.add_argument(
-        "--render", choices=["human"], help="show the greedy episodes in a window, one at a time"
-    )
-    add_checkpoint_option(parser)
-    add_trust_option(parser, "the run")
-    parser.add_argument("--plan", help="plan file to evaluate with, instead of the run's")
-    parser.add_argument(
-        "--video",
-        metavar="FOLDER",
-        type=Path,
-        help="folder for a video of one greedy episode, FOLDER/RUN/evaluation-ITERATION-0.mp4",
-    )
+    parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     if rest:
         reject_settings("evaluate", options.run, rest)
@@ -89,20 +67,52 @@ def evaluate_command(arguments: list[str]) -> int:
                     raise ConfigError(install_hint(f"--render {options.render}", "video")) from None
                 print_failure(error)
                 return 1
-            print(
-                f"{name:8} mean return {format_number(metrics['episode_reward_mean'])} "
-                f"(min {format_number(metrics['episode_reward_min'])}, "
-                f"max {format_number(metrics['episode_reward_max'])}, "
-                f"std {format_number(metrics['episode_reward_std'])}), "
-                f"mean length {metrics['episode_len_mean']:.1f}, "
-                f"{format_count(metrics['episodes'], 'episode')}"
-            )
+            _print_metrics(name, metrics)
             file = video and video / f"evaluation-{algorithm.iteration:06d}-0.mp4"
             if file is not None and file.exists():
                 print(f"         video: {file}")
-            for policy_id, value in metrics["policy_reward_mean"].items():
-                print(f"         policy {policy_id}: mean return {format_number(value)} per agent")
     return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="flowrl evaluate",
+        description="Play episodes with a trained policy, with greedy and with sampled actions.",
+    )
+    parser.add_argument("run", metavar="RUN_DIR", help="a run directory, or a checkpoint")
+    parser.add_argument(
+        "--episodes",
+        type=count,
+        default=100,
+        help="episodes with greedy and with sampled actions each (default: 100)",
+    )
+    parser.add_argument("--seed", type=int, help="seed of the episodes (default: the run's)")
+    parser.add_argument(
+        "--render", choices=["human"], help="show the greedy episodes in a window, one at a time"
+    )
+    add_checkpoint_option(parser)
+    add_trust_option(parser, "the run")
+    parser.add_argument("--plan", help="plan file to evaluate with, instead of the run's")
+    parser.add_argument(
+        "--video",
+        metavar="FOLDER",
+        type=Path,
+        help="folder for a video of one greedy episode, FOLDER/RUN/evaluation-ITERATION-0.mp4",
+    )
+    return parser
+
+
+def _print_metrics(name: str, metrics: dict[str, Any]) -> None:
+    print(
+        f"{name:8} mean return {format_number(metrics['episode_reward_mean'])} "
+        f"(min {format_number(metrics['episode_reward_min'])}, "
+        f"max {format_number(metrics['episode_reward_max'])}, "
+        f"std {format_number(metrics['episode_reward_std'])}), "
+        f"mean length {metrics['episode_len_mean']:.1f}, "
+        f"{format_count(metrics['episodes'], 'episode')}"
+    )
+    for policy_id, value in metrics["policy_reward_mean"].items():
+        print(f"         policy {policy_id}: mean return {format_number(value)} per agent")
 
 
 def _needs_pygame(error: Exception) -> bool:

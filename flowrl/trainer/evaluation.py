@@ -75,12 +75,31 @@ def evaluate_policies(
         RuntimeError: no episode ends within MAX_EPISODE_STEPS env steps of each environment.
     """
     check_env(config)
-    seed_path = ("evaluation", part) if part else ("evaluation",)
     num_envs = min(num_envs, duration)
-    settings = config.updated(
+    seed_path = ("evaluation", part) if part else ("evaluation",)
+    settings = _evaluation_worker_settings(config).updated(
         num_envs_per_worker=num_envs,
         seed=derive_seed(config.seed, *seed_path),
         rollout_fragment_length=min(64, -(-duration // num_envs)) if by_steps else 64,
+        explore=explore,
+    )
+    env: Any = config.env
+    if video is not None:
+        env = video.creator(env)
+        if settings.vectorization_mode == "vector_entry_point":  # these do not render
+            settings = settings.updated(vectorization_mode="flowrl")
+    worker = _evaluation_worker(env, policies, settings)
+    try:
+        return _play_episodes(worker, duration, by_steps, video)
+    finally:
+        if video is not None:
+            video.close()
+        worker.stop()
+
+
+def _evaluation_worker_settings(config: AlgorithmConfig) -> AlgorithmConfig:
+    """Return the settings without what only training uses."""
+    return config.updated(
         batch_mode="truncate_episodes",
         count_steps_by="env_steps",
         horizon=None if config.soft_horizon else config.horizon,
@@ -89,32 +108,41 @@ def evaluate_policies(
         sample_collector=None,
         callbacks_class=None,
         normalize_rewards=False,
-        explore=explore,
         collect_infos=False,
         policies=None,
         policies_to_train=None,
     )
+
+
+def _evaluation_worker(
+    env: Any, policies: dict[str, Policy], settings: AlgorithmConfig
+) -> RolloutWorker:
+    """Return a worker whose policies act like the given ones.
+
+    If the environment is a vector of environments, their number replaces `num_envs_per_worker`.
+    """
     specs = {
         policy_id: PolicySpec(
-            _evaluation_policy(policy, explore),
+            _evaluation_policy(policy, settings.explore),
             policy.observation_space,
             policy.action_space,
             policy.config,
         )
         for policy_id, policy in policies.items()
     }
-    env: Any = config.env
-    if video is not None:
-        env = video.creator(env)
-        if settings.vectorization_mode == "vector_entry_point":  # these do not render
-            settings = settings.updated(vectorization_mode="flowrl")
     try:
-        worker = RolloutWorker(env, specs, settings)
+        return RolloutWorker(env, specs, settings)
     except ConfigError as error:
-        fixed = vars(error).get("num_envs")  # the environment is a vector of environments
-        if fixed is None:
+        num_envs = vars(error).get("num_envs")
+        if num_envs is None:
             raise
-        worker = RolloutWorker(env, specs, settings.updated(num_envs_per_worker=fixed))
+    return RolloutWorker(env, specs, settings.updated(num_envs_per_worker=num_envs))
+
+
+def _play_episodes(
+    worker: RolloutWorker, duration: int, by_steps: bool, video: VideoRecorder | None
+) -> list[EpisodeMetrics]:
+    """Play the episodes of an evaluation, see `evaluate_policies`."""
     num_envs = worker.num_envs
     episodes_left = [duration // num_envs + (i < duration % num_envs) for i in range(num_envs)]
     if video is not None and not by_steps:
@@ -122,27 +150,22 @@ def evaluate_policies(
     episodes: list[EpisodeMetrics] = []
     last_end = 0  # env steps at the end of the last episode
     warned = False
-    try:
-        while worker.env_steps < duration if by_steps else any(episodes_left):
-            worker.sample()
-            for episode in worker.get_metrics():
-                if episodes_left[episode.env_id] or by_steps:
-                    episodes_left[episode.env_id] -= 1
-                    episodes.append(episode)
-                    last_end = worker.env_steps
-            steps = worker.env_steps - last_end
-            if steps > MAX_EPISODE_STEPS * num_envs and not by_steps:
-                raise RuntimeError(f"no episode ended in {steps:,} env steps: {_TIME_LIMIT}")
-            if steps > LONG_EPISODE_STEPS * num_envs and not by_steps and not warned:
-                warned = True
-                log.warning(
-                    "evaluation: no episode has ended in %s env steps so far: if it never ends, %s",
-                    f"{steps:,}", _TIME_LIMIT,
-                )  # fmt: skip
-    finally:
-        if video is not None:
-            video.close()
-        worker.stop()
+    while worker.env_steps < duration if by_steps else any(episodes_left):
+        worker.sample()
+        for episode in worker.get_metrics():
+            if episodes_left[episode.env_id] or by_steps:
+                episodes_left[episode.env_id] -= 1
+                episodes.append(episode)
+                last_end = worker.env_steps
+        steps = worker.env_steps - last_end
+        if steps > MAX_EPISODE_STEPS * num_envs and not by_steps:
+            raise RuntimeError(f"no episode ended in {steps:,} env steps: {_TIME_LIMIT}")
+        if steps > LONG_EPISODE_STEPS * num_envs and not by_steps and not warned:
+            warned = True
+            log.warning(
+                "evaluation: no episode has ended in %s env steps so far: if it never ends, %s",
+                f"{steps:,}", _TIME_LIMIT,
+            )  # fmt: skip
     return episodes
 
 

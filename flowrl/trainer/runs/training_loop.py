@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -89,16 +89,9 @@ def train_until(
     """
     config = algorithm.config
     progress: ProgressTable | LiveView | None = None
-    tracer: Tracer | None = None
-    recording: Recording | None = None
-    if run is not None:
-        recording = Recording(algorithm, run.path)
-        activity_log = ActivityLog(run.path)
-        algorithm.monitor.listeners.append(activity_log.append)
-        if config.trace_s is not None:
-            algorithm.plan.start(config.seed)
-            tracer = Tracer(algorithm.plan, config.trace_s)
-    monitor, previous = algorithm.monitor, algorithm.last_result
+    files = ExitStack()
+    recording = None if run is None else _open_files(algorithm, run, files)
+    previous = algorithm.last_result
     pending = PendingMetrics(stop, config.checkpoint_score_attribute)
     started = saved = time.perf_counter()
     exit_code, reason, result = 0, None, None
@@ -108,12 +101,7 @@ def train_until(
                 _print_start(algorithm, stop, run)
                 progress = _new_display(algorithm, stop, display)
             while reason is None:
-                signals.raise_pending()
-                signals.armed = True
-                try:
-                    result = algorithm.train()
-                finally:
-                    signals.armed = False
+                result = _train_once(algorithm, signals)
                 if run is not None:
                     run.write(result)
                 if progress is not None:
@@ -129,31 +117,16 @@ def train_until(
                 if recording is not None:
                     recording.add(is_due)
             signals.raise_pending()
-        except KeyboardInterrupt:
-            exit_code, reason = 130, "interrupted"
         except BaseException as error:
-            lost_output = isinstance(error, OSError) and signals.terminal_closed
-            output_closed = isinstance(error, BrokenPipeError) and is_output_closed()
-            if not signals.is_termination(error) and not lost_output and not output_closed:
+            stopped = _stopped_by(error, signals)
+            if stopped is None:
                 result = _write_last_result(algorithm, run, result, previous)
                 if run is not None:
-                    _note_failure(run, error)
-                if run is not None and result is not None:
-                    _save_after_error(algorithm, run, result)
+                    _save_after_error(algorithm, run, result, error)
                 raise
-            exit_code, reason = 143, "terminated"
-            if signals.terminal_closed:
-                exit_code, reason = 129, "terminal closed"
-            elif output_closed:
-                exit_code, reason = 141, "output closed"
-                discard_closed_output()
+            exit_code, reason = stopped
         finally:
-            if recording is not None:
-                recording.close()
-            if run is not None:
-                monitor.listeners.remove(activity_log.append)
-            if run is not None and tracer is not None:
-                _write_trace(tracer, run.path / TRACE)
+            files.__exit__(*sys.exc_info())
             if progress is not None:
                 with suppress(OSError) if exit_code == 129 else nullcontext():
                     progress.finish(algorithm.last_result)
@@ -168,14 +141,62 @@ def train_until(
     return RunEnd(reason, exit_code, checkpoint, time.perf_counter() - started)
 
 
-def _note_failure(run: RunDirectory, error: BaseException) -> None:
+def _open_files(algorithm: Any, run: RunDirectory, files: ExitStack) -> Recording:
+    """Open the files that a training writes besides its results: journal, activities, trace.
+
+    Args:
+        algorithm: the algorithm.
+        run: its run directory.
+        files: closes the files.
+
+    Returns:
+        the journal.
+    """
+    recording = Recording(algorithm, run.path)
+    listeners, activity_log = algorithm.monitor.listeners, ActivityLog(run.path)
+    listeners.append(activity_log.append)
+    if (seconds := algorithm.config.trace_s) is not None:
+        algorithm.plan.start(algorithm.config.seed)
+        files.callback(_write_trace, Tracer(algorithm.plan, seconds), run.path / TRACE)
+    files.callback(listeners.remove, activity_log.append)
+    files.callback(recording.close)
+    return recording
+
+
+def _train_once(algorithm: Any, signals: SignalHandler) -> Any:
+    """Run an iteration, which a signal may interrupt, and return its result."""
+    signals.raise_pending()
+    signals.armed = True
+    try:
+        return algorithm.train()
+    finally:
+        signals.armed = False
+
+
+def _stopped_by(error: BaseException, signals: SignalHandler) -> tuple[int, str] | None:
+    """Return the exit code and the reason if an exception stops a run from outside, by a signal or
+    by closing its output; None for an error of the training."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "interrupted"
+    is_signal = signals.is_termination(error)
+    output_closed = isinstance(error, BrokenPipeError) and is_output_closed()
+    if signals.terminal_closed and (is_signal or isinstance(error, OSError)):
+        return 129, "terminal closed"
+    if output_closed:
+        discard_closed_output()
+        return 141, "output closed"
+    return (143, "terminated") if is_signal else None
+
+
+def _save_after_error(
+    algorithm: Any, run: RunDirectory, result: dict[str, Any] | None, error: BaseException
+) -> None:
+    """Write the error, and a checkpoint if the state after the error can be saved."""
     stage = getattr(error, "_flowrl_stage", None)
     text = f"{type(error).__name__}: {error}"
     run.note("failed", text, None if stage is None else stage.line)
-
-
-def _save_after_error(algorithm: Any, run: RunDirectory, result: dict[str, Any]) -> None:
-    """Write a checkpoint, if the state after an error can be saved."""
+    if result is None:
+        return
     try:
         run.save(algorithm, result)
     except RayLostError:  # the state of an actor cannot be read
