@@ -281,7 +281,7 @@ class _AlgorithmConfigFramework(TypedDict, total=False):
     compile: bool
     """Compile the network for learning with torch.compile."""
     numpy_gradients: bool
-    """Compute gradients with numpy where that is faster than autograd: for the shipped losses of PPO, A2C, DQN, SAC, TD3 and CQL on fully connected networks. Results differ by rounding only, except that autograd refuses an update if the ratio of two probabilities overflows."""
+    """Compute gradients with numpy where that is faster than autograd: for the shipped losses of PPO, A2C, DQN, SAC and TD3 on fully connected networks. Results differ by rounding only, except that autograd refuses an update if the ratio of two probabilities overflows."""
     device: str
     """Device of the network in processes that learn: "cpu", "cuda", "cuda:1"; "auto" uses the GPU, if there is one, for observations with images, and the CPU for others. Workers that only sample use the CPU."""
     cuda_graphs: bool
@@ -363,7 +363,7 @@ class _AlgorithmConfigDebugging(TypedDict, total=False):
 
 class _OnPolicyConfigTraining(_AlgorithmConfigTraining, total=False):
     use_gae: bool
-    """Use generalized advantage estimation (Schulman et al. 2015, arXiv 1506.02438); if False, advantages are discounted returns minus values."""
+    """Use generalized advantage estimation (Schulman et al. 2016, arXiv 1506.02438); if False, advantages are discounted returns minus values."""
     lambda_: float
     """Lambda of GAE: 0 uses one-step value estimates, 1 full returns."""
     entropy_coeff: (
@@ -491,7 +491,7 @@ class _VTraceConfigTraining(_AsyncLearnerConfigTraining, total=False):
     stale_policy: Literal["drop", "wait"]
     """Drop fragments that exceed `max_policy_lag`, or make workers wait so that none does."""
     broadcast_interval: int
-    """Fragments between two broadcasts of new weights to the workers that sampled them."""
+    """Number of fragments after which the workers that sampled them get new weights."""
     num_aggregation_workers: int
     """Number of Ray tasks that concatenate fragments to train batches, so that the driver only receives train batches; 0 concatenates them in the driver."""
     replay_proportion: float
@@ -590,9 +590,9 @@ class _CQLConfigTraining(_SACSettingsTraining, total=False):
     bc_iters: int
     """Number of initial updates in which the actor imitates the recorded actions (behavior cloning)."""
     lagrangian: bool
-    """Learn the weight of the penalty, to keep it below `lagrangian_thresh` (section 3.2)."""
+    """Learn the weight of the penalty (a Lagrange multiplier, appendix F): it grows while the gap is above `lagrangian_thresh`, and shrinks while the gap is below it."""
     lagrangian_thresh: float
-    """Target of the penalty per critic: the gap between the soft maximum of the values and the value of the recorded action."""
+    """Target of the gap per critic: the soft maximum of the values minus the value of the recorded action."""
 
 class _ActorCriticConfigTraining(
     _ActorCriticSettingsTraining, _OffPolicyConfigTraining, total=False

@@ -125,7 +125,7 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
         (
             "training_intensity",
             "Use `training_intensity`, the rows trained on per row stored: "
-            "gradient_steps × batch_size / train_freq",
+            "gradient_steps × batch_size / (train_freq × number of environments)",
         ),
     ],
     "train_freq": _TRAIN_FREQ,

@@ -44,10 +44,11 @@ class CQLConfig(SACSettings, OfflineConfig):
     """Number of initial updates in which the actor imitates the recorded actions (behavior
     cloning)."""
     lagrangian: bool = False
-    """Learn the weight of the penalty, to keep it below `lagrangian_thresh` (section 3.2)."""
+    """Learn the weight of the penalty (a Lagrange multiplier, appendix F): it grows while the gap
+    is above `lagrangian_thresh`, and shrinks while the gap is below it."""
     lagrangian_thresh: Positive = 5.0
-    """Target of the penalty per critic: the gap between the soft maximum of the values and the
-    value of the recorded action."""
+    """Target of the gap per critic: the soft maximum of the values minus the value of the recorded
+    action."""
 
     def batches(self, workers: WorkerSet) -> ReadParquet | ReadMinari:
         """Return a stream of the train batches of a plan.

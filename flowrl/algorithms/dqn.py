@@ -256,11 +256,12 @@ class DQNTorchPolicy(TargetNetwork):
         return (losses * batch["weights"]).mean() if "weights" in batch else losses.mean()
 
     def td_targets(self, batch: TensorBatch) -> torch.Tensor:
-        """Return the targets of double Q-learning (van Hasselt et al. 2016, equation 4), [B, …].
+        """Return the TD targets [B, …].
 
-        After k steps they are R + gamma^k Q_target(s', argmax_a Q(s', a)), and R if s' is
-        terminal. With several atoms they are distributions with the same shift and scale
-        (Bellemare et al. 2017).
+        After k steps they are R + gamma^k Q_target(s', a'), and R if s' is terminal. With
+        `double_q`, a' is the best action of the online network (van Hasselt et al. 2016, equation
+        4), else that of the target network. With several atoms, the targets are distributions with
+        the same shift and scale (Bellemare et al. 2017).
         """
         q_function = self.q_function
         with torch.no_grad():

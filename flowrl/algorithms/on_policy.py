@@ -24,7 +24,7 @@ class OnPolicyConfig(AlgorithmConfig):
     """Settings that the on-policy algorithms share."""
 
     use_gae: bool = True
-    """Use generalized advantage estimation (Schulman et al. 2015, arXiv 1506.02438); if False,
+    """Use generalized advantage estimation (Schulman et al. 2016, arXiv 1506.02438); if False,
     advantages are discounted returns minus values."""
     lambda_: Fraction = 0.95
     """Lambda of GAE: 0 uses one-step value estimates, 1 full returns."""

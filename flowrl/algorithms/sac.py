@@ -131,8 +131,8 @@ class SACTorchPolicy(ActorCriticPolicy):
         return sampled
 
     def actor_loss(self, batch: TensorBatch) -> torch.Tensor:
-        """Return the losses of the actor and of the temperature (equations 9 and 18 of the
-        paper)."""
+        """Return the losses of the actor (equation 9 of the paper) and of the temperature (equation
+        18 with log alpha in place of alpha)."""
         alpha = self._log_alpha.detach().exp()
         outputs = self.model.outputs(batch["obs"])
         target: Any = self.target_entropy

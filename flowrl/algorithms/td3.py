@@ -90,7 +90,7 @@ class TD3TorchPolicy(ActorCriticPolicy):
         return self.target_model.evaluate_critics(new_obs, actions).amin(0)
 
     def actor_loss(self, batch: TensorBatch) -> torch.Tensor:
-        """Return minus the first critic's value of the actor's actions (section 3, equation 2)."""
+        """Return minus the first critic's value of the actor's actions (section 3)."""
         dist: Any = self.dist_class(self.model.outputs(batch["obs"]), self.model)
         values = self.model.q_values(
             batch["obs"], dist.deterministic_sample(), frozen=True, first=1

@@ -47,7 +47,7 @@ class VTraceConfig(AsyncLearnerConfig):
     stale_policy: Literal["drop", "wait"] = "drop"
     """Drop fragments that exceed `max_policy_lag`, or make workers wait so that none does."""
     broadcast_interval: Count = 1
-    """Fragments between two broadcasts of new weights to the workers that sampled them."""
+    """Number of fragments after which the workers that sampled them get new weights."""
     num_aggregation_workers: NotNegativeInt = 0
     """Number of Ray tasks that concatenate fragments to train batches, so that the driver only
     receives train batches; 0 concatenates them in the driver."""

@@ -42,7 +42,8 @@ U = TypeVar("U")
 
 
 class LocalIterator(Generic[T]):
-    """A lazy stream of items. All methods that chain a stage only build; `next()` pulls an item.
+    """A lazy stream of items. Methods that chain a stage only build the plan; `next()` pulls an
+    item.
 
     The stream stays usable after an exception in an operator: the next `next()` continues with the
     next item. A stage has one consumer; use `duplicate()` to read a stream twice.

@@ -213,11 +213,11 @@ class ParallelIterator(Generic[T]):
         Args:
             batch_ms: milliseconds for which a shard collects items before it replies.
             num_async: requests in flight per shard.
-            ask_again: when a shard gets its next request. "after": in the pull after its item was
-                returned; the consumer has then finished with that item, and an item is at most
-                `num_async - 1` items of its own shard old. "before": before its item is returned,
-                so that the shard works meanwhile; an item is at most `num_async` items old. With
-                `batch_ms`, these limits count replies, of any number of items.
+            ask_again: when to send a shard its next request. "after": at the pull that follows its
+                item, when the consumer has processed the item. "before": before the item is
+                returned, so the shard works meanwhile. An item is at most `num_async - 1`
+                ("after") or `num_async` ("before") items of its shard old. With `batch_ms`, these
+                limits count replies, of any number of items.
             on_error: "raise", Skip(max), or Retry(times), for exceptions in the code of a shard.
                 Retry requests the shard again, and the item that failed is lost; to retry items,
                 chain `for_each(fn, on_error=Retry(n))`.

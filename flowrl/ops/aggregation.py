@@ -19,7 +19,7 @@ MAX_RETRIES = 2  # of a task whose process dies
 def leave_in_store(batch: Batch) -> BatchRef:
     """for_each on the shards, batch -> BatchRef: put the batch into Ray's object store.
 
-    Without Ray, in a replay, the BatchRef contains the batch.
+    Without Ray (`flowrl replay`), the BatchRef contains the batch.
     """
     import ray
 

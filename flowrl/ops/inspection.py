@@ -33,7 +33,7 @@ class Print:
     Args:
         every: print the first item, and then every `every`-th one.
         what: names of columns to show; or a function of the item, whose result is printed instead
-            of the summary. None shows all columns.
+            of the summary. None shows the stored columns.
         name: the first word of each summary.
         workers: the WorkerSet; with it, the summary has the number of updates since a batch was
             sampled.

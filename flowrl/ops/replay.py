@@ -22,9 +22,9 @@ from flowrl.state_schema import Fields, StateError, check_own_state
 class StoreToReplayBuffer:
     """for_each, batch -> the same batch: store it in a replay buffer.
 
-    In a plan with Concurrently that also draws from the buffer, it pulls no batches to store while
-    a draw is due, so the ratio of trained to sampled steps is kept, whichever side is slower.
-    Pulled on its own, it waits for draws only if the buffer has a `training_intensity`.
+    In a plan with Concurrently that also draws from the buffer, no batch is stored while a draw is
+    due, so the ratio of trained to sampled steps is kept, whichever side is slower. In a stream
+    that is pulled alone, storing waits for draws only if the buffer has a `training_intensity`.
 
     Counts `num_agent_steps_stored`, in total and per policy. The state of the plan contains the
     rows.

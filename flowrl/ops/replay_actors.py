@@ -102,7 +102,7 @@ class ReplayActors:
         address: address of the Ray cluster, used if this process is not connected to one.
 
     Attributes:
-        journal: that of the plan; in a replay, the shards are in this process.
+        journal: that of the plan; if it repeats a recorded run, the shards are in this process.
 
     Raises:
         ValueError: num_shards or batch_rows is below 1; see ReplayRatio.

@@ -123,7 +123,7 @@ class CountRollouts:
     """for_each, (sources, fragment or list of fragments) -> batch: concatenate and count the
     fragments, and set the `sources` of the batch.
 
-    ParallelRollouts contains it, but for `mode="raw"`: there, chain it to the gathered fragments.
+    ParallelRollouts includes it, except with `mode="raw"`: there, chain it after the gather.
     Counts `num_env_steps_sampled`, `num_agent_steps_sampled` and ended episodes; times `sample`,
     from the request for a batch until it has arrived. Other results of workers are accepted if they
     have `env_steps()` and `steps_by_policy()` like a batch.

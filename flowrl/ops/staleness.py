@@ -99,9 +99,9 @@ class StalenessLimit:
         requested < done + (max_batches + 1) * batch_size
 
     where `requested` is the number of env steps requested so far, and `done` the number that was
-    trained on or dropped when the oldest untrained fragment was requested. So at most `max_batches`
-    train batches, of at least one fragment each, are trained on between the request of a fragment,
-    which fixes its weights, and its training. Exception: a fragment is always requested if none is
+    trained on or dropped when the oldest untrained fragment was requested. The request of a
+    fragment fixes its weights. Between this request and the training on the fragment, at most
+    `max_batches` train batches are trained on. Exception: a fragment is always requested if none is
     in flight and those received do not fill a train batch. The limit also holds for fragments of
     the slowest worker. It is the staleness control of AReaL (Fu et al. 2025, arXiv 2505.24298).
     Counts `num_sampling_waits`.

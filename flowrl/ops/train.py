@@ -26,8 +26,8 @@ class TrainOneStep:
     Remote workers get the new weights with their next request. `info` maps policy id ->
     {"learner_stats": {name: mean over the last pass}, "num_agent_steps_trained": rows}, and
     "rows": {name: array [rows]} if the policy reports values per row (see Policy.row_stats). For
-    batches that come straight from workers, the statistics include `policy_lag_mean` and
-    `policy_lag_max`: the number of updates since the fragments were sampled.
+    batches of fragments, the statistics include `policy_lag_mean` and `policy_lag_max`: the number
+    of updates since the fragments were sampled. Rows drawn from a ReplayBuffer have none.
 
     Counts `num_env_steps_trained` and `num_agent_steps_trained`; times `learn`.
 
@@ -36,9 +36,9 @@ class TrainOneStep:
         policies: ids of the policies to update; None updates all policies of the batch that
             `policies_to_train` allows.
         num_sgd_iter: passes over the batch; None uses each policy's own setting.
-        sgd_minibatch_size: rows per update, 0 for the whole batch; None uses each policy's own
-            setting, or the whole batch if that is smaller. In a batch of several policies, each
-            makes at least one update.
+        sgd_minibatch_size: rows per update, 0 for the whole batch; None uses the setting of each
+            policy, at most the number of its rows. Every policy of the batch makes at least one
+            update.
 
     Raises:
         TypeError: `policies` is a string.

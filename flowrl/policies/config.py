@@ -243,8 +243,8 @@ class PolicyConfig(Settings):
     """Compile the network for learning with torch.compile."""
     numpy_gradients: bool = setting(True, group="framework")
     """Compute gradients with numpy where that is faster than autograd: for the shipped losses of
-    PPO, A2C, DQN, SAC, TD3 and CQL on fully connected networks. Results differ by rounding
-    only, except that autograd refuses an update if the ratio of two probabilities overflows."""
+    PPO, A2C, DQN, SAC and TD3 on fully connected networks. Results differ by rounding only,
+    except that autograd refuses an update if the ratio of two probabilities overflows."""
     device: Annotated[str, AfterValidator(_device)] = setting("auto", group="framework")
     """Device of the network in processes that learn: "cpu", "cuda", "cuda:1"; "auto" uses the
     GPU, if there is one, for observations with images, and the CPU for others. Workers that
