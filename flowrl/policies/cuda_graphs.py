@@ -82,7 +82,7 @@ def try_to_capture(name: str, capture: Callable[[], T]) -> T | None:
     """Return capture(); None, with a warning, if an operation cannot be captured.
 
     Args:
-        name: what is captured, for the warning.
+        name: name of the operations in the warning, such as "the network TorsoNetwork".
         capture: makes a CudaGraph.
     """
     try:

@@ -125,6 +125,8 @@ def train_until(
                     _save_after_error(algorithm, run, result, error)
                 raise
             exit_code, reason = stopped
+            if exit_code == 141:
+                discard_closed_output()
         finally:
             files.__exit__(*sys.exc_info())
             if progress is not None:
@@ -179,11 +181,9 @@ def _stopped_by(error: BaseException, signals: SignalHandler) -> tuple[int, str]
     if isinstance(error, KeyboardInterrupt):
         return 130, "interrupted"
     is_signal = signals.is_termination(error)
-    output_closed = isinstance(error, BrokenPipeError) and is_output_closed()
     if signals.terminal_closed and (is_signal or isinstance(error, OSError)):
         return 129, "terminal closed"
-    if output_closed:
-        discard_closed_output()
+    if isinstance(error, BrokenPipeError) and is_output_closed():
         return 141, "output closed"
     return (143, "terminated") if is_signal else None
 
