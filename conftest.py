@@ -32,11 +32,11 @@ _SHOWN_ONLY = {"pip", "make", "git", "cd", "source", "ray", "docker"}
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Run folders of tests in three processes, of which one often waits for Ray on two cores;
-    single files in one."""
+    """Run folders of tests in three processes, of which one often waits for Ray on two cores; slow
+    tests, which use whole cores, in two; single files in one."""
     paths = [argument.split("::")[0] for argument in config.args]
     if any(os.path.isdir(path) or path.endswith(".md") for path in paths):
-        return 3
+        return 2 if config.option.markexpr in ("slow", "seeds") else 3
     config.option.dist = "no"
     return 0
 
