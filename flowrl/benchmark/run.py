@@ -29,6 +29,8 @@ from flowrl.whole_files import write_whole
 
 EVALUATION_EPISODES = 100
 MAX_POINTS = 100  # of a learning curve
+CHECKOUT = Path(__file__).parents[2]
+RESULTS = "benchmarks/results"  # which benchmarks write themselves
 # packages whose versions are in a result, if they are installed
 VERSIONS = ("flowrl-dataflow", "torch", *PACKAGES)
 
@@ -165,18 +167,22 @@ def processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def commit() -> str | None:
-    """Return the commit of flowrl's checkout, with `-dirty` if a file differs from it; None outside
-    of a checkout, or without git."""
-    root = Path(__file__).parents[2]
+def commit(root: Path = CHECKOUT) -> str | None:
+    """Return the commit of a checkout of flowrl, with `-dirty` if a file outside of RESULTS differs
+    from it; None outside of a checkout, or without git."""
     if not (root / ".git").exists():
         return None
-    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True)
+        return done.stdout.strip()
+
     try:
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+        head = git("rev-parse", "--short", "HEAD")
+        changed = git("diff", "--name-only", "HEAD", "--", ".", f":!{RESULTS}")
     except OSError:
         return None
-    return done.stdout.strip() or None
+    return f"{head}-dirty" if changed else head or None
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 
 import pytest
 
@@ -151,10 +152,23 @@ def test_rows_are_listed(cli):
     assert "Did you mean 'classic'" in err
 
 
-def test_commit_is_that_of_the_checkout(monkeypatch):
-    assert commit() is None or re.fullmatch(r"[0-9a-f]{7,}(-dirty)?", commit())
+def test_commit_is_that_of_the_checkout(tmp_path, monkeypatch):
+    files = [tmp_path / "flowrl" / "code.py", tmp_path / "benchmarks" / "results" / "a.json"]
+    for file in files:
+        file.parent.mkdir(parents=True)
+        file.write_text("1")
+    assert commit(tmp_path) is None
+    author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], [*author, "commit", "-q", "-m", "first"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    head = commit(tmp_path)
+    assert re.fullmatch(r"[0-9a-f]{7,}", head)
+    files[1].write_text("2")
+    assert commit(tmp_path) == head
+    files[0].write_text("2")
+    assert commit(tmp_path) == f"{head}-dirty"
     monkeypatch.setenv("PATH", "")  # without git
-    assert commit() is None
+    assert commit(tmp_path) is None
 
 
 @pytest.mark.parametrize("text", ["a: [{plan: ppo, env: e, env_steps: 0, anchors: {}}]"])
