@@ -132,11 +132,7 @@ class EnvFactory:
         """
         if self._mode != "flowrl":
             self._check_drop()
-            if self._call_limits != NO_LIMITS:
-                raise ConfigError(
-                    "env_step_timeout_s, env_reset_timeout_s: a vector environment steps all its "
-                    'environments in one call: use vectorization_mode="flowrl" or sample_timeout_s'
-                )
+            self._check_call_limits()
         if self._mode in ("vector_entry_point", "envpool"):
             return SingleAgentAdapter(self._make_from_id())
         if self._mode in ("sync", "async"):
@@ -154,6 +150,7 @@ class EnvFactory:
         if isinstance(first, gym.vector.VectorEnv):
             self._check_horizon()
             self._check_drop()
+            self._check_call_limits()
             if self._num_envs not in (1, first.num_envs):
                 error = ConfigError(
                     f"num_envs_per_worker={self._num_envs}, but the creator returned a "
@@ -201,6 +198,14 @@ class EnvFactory:
                 'does not support: use vectorization_mode="flowrl" or on_invalid_step="replace"'
             )
 
+    def _check_call_limits(self) -> None:
+        if self._call_limits != NO_LIMITS:
+            raise ConfigError(
+                "env_step_timeout_s, env_reset_timeout_s: a vector environment steps all its "
+                "environments in one call: use single environments with "
+                'vectorization_mode="flowrl", or sample_timeout_s'
+            )
+
     def _make_from_id(self) -> VectorEnv:
         """Create a vector environment from the env id, by gymnasium or EnvPool."""
         env_id = env_id_of(self._creator)
@@ -220,6 +225,8 @@ class EnvFactory:
                 raise ConfigError(f"env: {env_id!r} has no vector entry point: {error}") from error
             except TypeError as error:
                 raise self._env_config_error(env_id, error) from error
+            if self._on_env_created is not None:
+                self._on_env_created(0, env)
             return GymnasiumVectorEnv(env, self._seed)
         check_installed("envpool", 'vectorization_mode="envpool"', extra="envpool")
         import envpool
@@ -232,17 +239,23 @@ class EnvFactory:
         settings |= self._env_config
         if env_id not in envpool.list_all_envs():
             raise ConfigError(f"env: EnvPool has no environment {env_id!r}")
-        seed = derive_seed(self._seed, "envpool")
-        try:
-            pool = envpool.make_gymnasium(
-                env_id,
-                num_envs=self._num_envs,
-                seed=0 if seed is None else seed % 2**31,
-                **settings,
-            )
-        except TypeError as error:
-            raise self._env_config_error(env_id, error) from error
-        return GymnasiumVectorEnv(cast(gym.vector.VectorEnv, pool), None)  # already seeded
+
+        def make_pool(num_restores: int = 0) -> gym.vector.VectorEnv:
+            seed = derive_seed(self._seed, "envpool", *([num_restores] if num_restores else ()))
+            try:
+                pool = envpool.make_gymnasium(
+                    env_id,
+                    num_envs=self._num_envs,
+                    seed=0 if seed is None else seed % 2**31,
+                    **settings,
+                )
+            except TypeError as error:
+                raise self._env_config_error(env_id, error) from error
+            if self._on_env_created is not None:
+                self._on_env_created(0, pool)
+            return cast(gym.vector.VectorEnv, pool)
+
+        return GymnasiumVectorEnv(make_pool(), None, make_restored=make_pool)
 
     def _with_atari(
         self, arguments_of: Callable[[AtariSettings], dict[str, Any]]

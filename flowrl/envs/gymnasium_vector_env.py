@@ -24,6 +24,8 @@ class GymnasiumVectorEnv:
         env: the vector environment.
         seed: of the first reset; None does not seed.
         make_env: recreates the vector environment after an error; None resets it instead.
+        make_restored: how many times the run was restored -> a new vector environment, for one that
+            is seeded by its creation; None resets this one, with another seed.
 
     Attributes:
         env: the vector environment.
@@ -42,9 +44,10 @@ class GymnasiumVectorEnv:
         env: gymnasium.vector.VectorEnv,
         seed: int | None,
         make_env: Callable[[], gymnasium.vector.VectorEnv] | None = None,
+        make_restored: Callable[[int], gymnasium.vector.VectorEnv] | None = None,
     ):
         self.env = env
-        self._make_env = make_env
+        self._make_env, self._make_restored = make_env, make_restored
         self._failed = False
         self.num_envs = env.num_envs
         self.observation_space = space_of(env, "single_observation_space")
@@ -145,11 +148,14 @@ class GymnasiumVectorEnv:
     def load_state_dict(self, state: dict[str, Any] | None, observations: Any) -> list[int]:
         self._num_restores = 0 if state is None else state["num_restores"] + 1
         self._is_seeded = False
+        if self._make_restored is not None and self._num_restores:
+            close_quietly(self.env, 0)
+            self.env = self._make_restored(self._num_restores)
         self.reset(observations)
         return list(range(self.num_envs))
 
     def close(self) -> None:
-        self.env.close()
+        close_quietly(self.env, 0)
 
 
 _FINAL_KEYS = ("final_obs", "_final_obs", "final_info", "_final_info")

@@ -52,6 +52,9 @@ _STATE: Fields = {
     "seeded": list[bool],
     "failures": list[Natural],
     "late_failures": list[Natural],
+    "failed_steps": list[Natural],
+    "has_reset": list[bool],
+    "has_finished": list[bool],
     "num_restarts": Natural,
 }
 
@@ -246,6 +249,9 @@ class RestartingEnvs:
             "seeded": list(self._seeded),
             "failures": list(self._failures),
             "late_failures": list(self._late_failures),
+            "failed_steps": list(self._failed_steps),
+            "has_reset": list(self._has_reset),
+            "has_finished": list(self._has_finished),
             "num_restarts": self.num_restarts,
         }
 
@@ -267,6 +273,8 @@ class RestartingEnvs:
             self.envs[index] = None
         self._num_created = [0] * len(self.envs)
         self._failures, self._late_failures = list(state["failures"]), list(state["late_failures"])
+        self._failed_steps = list(state["failed_steps"])
+        self._has_reset, self._has_finished = list(state["has_reset"]), list(state["has_finished"])
         self.num_restarts = state["num_restarts"]
         for index in range(len(self.envs)):
             self.get(index)
@@ -285,8 +293,16 @@ class RestartingEnvs:
                 a replay.
 
         Returns:
-            whether it succeeded; if not, the caller must start a new episode.
+            whether it succeeded; if not, the caller must start a new episode, whose seed is that of
+            a recreated environment.
         """
+        if self._replay(index, state, matches):
+            return True
+        self._num_created[index] += 1
+        self._seeded[index] = False
+        return False
+
+    def _replay(self, index: int, state: dict[str, Any], matches: Callable[[Any], bool]) -> bool:
         env = self.envs[index]
         env_state, reset = state["env_states"][index], state["resets"][index]
         try:

@@ -180,6 +180,8 @@ class Gather(Stage):
             _count("num_shard_restarts")
             if not shard.recovery.rounds_wait:
                 shard.startup = self.shards.startup(shard.index)
+                if (timeout_s := shard.recovery.timeout_s) is not None:
+                    shard.startup_deadline = time.monotonic() + timeout_s + STARTING_S
         shard.dead_incarnation, shard.starting = None, True
         return True
 
@@ -266,7 +268,7 @@ class Gather(Stage):
         recovery = shard.recovery
         if not constructed:
             self._fail_shard(shard, "its constructor raised", error)
-        if shard.deaths >= recovery.breaker:
+        if shard.deaths >= recovery.max_identical_deaths:
             self._fail_shard(shard, f"it died {shard.deaths} times in a row in the same way", error)
         if shard.restarts >= recovery.max_restarts:
             self._fail_shard(shard, f"it was restarted {shard.restarts} times before", error)
@@ -289,15 +291,19 @@ class Gather(Stage):
         raise failed from error
 
     def _check_timeouts(self) -> None:
-        """Kill the shards whose reply is overdue, unless it is ready and only unread."""
+        """Kill the shards whose reply or start is overdue, unless it is ready and only unread."""
         now = time.monotonic()
         if not self._has_timeouts or not self.shards.remote:
             return
         self._next_timeout_check = now + TIMEOUT_CHECK_S
         for shard, deadline in self._reply_deadlines():
-            if now <= deadline or ready_refs([shard.requests[0]]):
+            if now <= deadline:
+                continue
+            if ready_refs([shard.requests[0] if shard.requests else shard.startup]):
+                shard.startup_deadline = None
                 continue
             timeout_s = shard.recovery.timeout_s
+            shard.startup = shard.startup_deadline = None
             self._on_cancelled(shard, len(shard.requests))
             for ref in shard.requests:
                 del self._in_flight[ref]
@@ -315,13 +321,16 @@ class Gather(Stage):
         """Handle the cancellation of the requests of a hanging shard."""
 
     def _reply_deadlines(self) -> list[tuple[ShardState, float]]:
-        """Return the time by which each shard with a timeout and requests in flight must reply."""
-        deadlines = []
+        """Return the time by which each shard with a timeout must reply to its first request, or
+        have started."""
+        deadlines: list[tuple[ShardState, float]] = []
         for shard in self.states:
             timeout_s = shard.recovery.timeout_s
             if shard.requests and timeout_s is not None:
                 since = max(self._in_flight[shard.requests[0]].sent_at, shard.last_reply_at)
                 deadlines.append((shard, since + timeout_s + STARTING_S * shard.starting))
+            elif shard.startup is not None and shard.startup_deadline is not None:
+                deadlines.append((shard, shard.startup_deadline))
         return deadlines
 
     def _end(self) -> BaseException:
@@ -412,9 +421,10 @@ class Gather(Stage):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._restores_items:
             self._queue = deque((item, sources_from_list(row)[0]) for item, row in state["queue"])
+        self.skipped = state["skipped"]
         if not self.resumable:
             return
-        self.items, self.skipped = state["items"], state["skipped"]
+        self.items = state["items"]
         self.shards.seed, self._loaded = state["seed"], True
         self._update_members()
         for shard, num_received, ended in zip(

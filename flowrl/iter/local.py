@@ -223,7 +223,7 @@ class LocalIterator(Generic[T]):
         self.metrics.name_operators(
             {name: operator_of(by_name[name]) for name in names_in_data_order(by_name)}
         )
-        for name, stage in by_name.items():
+        for name, stage in stages_by_name(self.stage, with_state=True).items():
             if not stage.started:  # the plan of another child of a duplicate may have started it
                 stage.name, stage.journal = name, self.metrics.journal
                 stage.start(None if seed is None else f"{seed}/{name}")
@@ -416,7 +416,7 @@ class LocalIterator(Generic[T]):
         that sample): in a restored plan they start from the beginning. Buffered items are part of
         the state, without copying.
         """
-        by_name = stages_by_name(self.stage)
+        by_name = stages_by_name(self.stage, with_state=True)
         return {
             "metrics": self.metrics.state_dict(),
             "stages": {name: stage.state_dict() for name, stage in by_name.items()},
@@ -432,7 +432,7 @@ class LocalIterator(Generic[T]):
         """
         if self._profiler is not None:
             raise RuntimeError("load the state before its first pull: build the plan again")
-        by_name = stages_by_name(self.stage)
+        by_name = stages_by_name(self.stage, with_state=True)
         if not isinstance(state, dict) or not {"metrics", "stages"} <= set(state):
             raise ValueError("this is not the result of state_dict() of a plan")
         stage_states = state["stages"]

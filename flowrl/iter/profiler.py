@@ -145,7 +145,8 @@ class Profiler:
                 stage.wire(plain)
 
     def _next_interval(self) -> int:
-        """Return in how many pulls to time one again, so that timing costs MAX_OVERHEAD."""
+        """Return the number of pulls until the next timed one, so that timing takes at most
+        MAX_OVERHEAD of the time."""
         mean_s = (time.perf_counter() - self._started) / self._pulls
         timing_s = TIMING_S * self._timed_stages / self._timed_pulls
         longest = min(MAX_INTERVAL, int(MAX_INTERVAL_S / mean_s))

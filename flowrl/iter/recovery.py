@@ -22,8 +22,8 @@ class Recovery:
         max_restarts: restarts of one shard before it fails permanently.
         backoff_s: seconds before a dead shard is recreated; doubled after each consecutive death.
         max_backoff_s: upper limit of the back-off.
-        breaker: consecutive identical deaths, without an item in between, after which the shard
-            fails permanently.
+        max_identical_deaths: consecutive identical deaths, without an item in between, after which
+            the shard fails permanently.
         rounds_wait: whether a round of GatherSync waits until a shard is replaced. If not, the
             round leaves that shard out, unless it is the only one.
     """
@@ -32,16 +32,16 @@ class Recovery:
     max_restarts: int = 1000
     backoff_s: float = 0.1
     max_backoff_s: float = 30.0
-    breaker: int = 3
+    max_identical_deaths: int = 3
     rounds_wait: bool = True
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise ValueError(f"Recovery: timeout_s must be > 0 or None, got {self.timeout_s}")
-        if self.max_restarts < 0 or self.breaker < 1 or self.backoff_s < 0:
+        if self.max_restarts < 0 or self.max_identical_deaths < 1 or self.backoff_s < 0:
             raise ValueError(
-                "Recovery: max_restarts and backoff_s must be >= 0 and breaker >= 1, one is out of "
-                f"range in {self}"
+                "Recovery: max_restarts and backoff_s must be >= 0 and max_identical_deaths >= 1, "
+                f"one is out of range in {self}"
             )
 
 
@@ -60,6 +60,7 @@ class ShardState:
     dead_incarnation: int | None = None  # to be replaced before the next request
     restart_at: float = 0.0
     startup: Any = None  # a ref that is ready when the replacement has started; None: it has
+    startup_deadline: float | None = None  # time.monotonic() until which it must be ready
     last_reply_at: float = 0.0
     starting: bool = True  # no reply yet from this incarnation
     requests: deque[Any] = field(default_factory=deque)  # refs in flight, oldest first

@@ -219,12 +219,17 @@ def walk(stage: Stage) -> Iterator[Stage]:
             stack.extend(reversed(node.parents))
 
 
-def stages_by_name(stage: Stage) -> dict[str, Stage]:
-    """Return the stages of a plan that have state, by their unique names, end first."""
+def stages_by_name(stage: Stage, with_state: bool = False) -> dict[str, Stage]:
+    """Return the stages of a plan by their unique names, end first.
+
+    Args:
+        stage: the end of the plan.
+        with_state: return only the stages that have state; their names are the same.
+    """
     by_name: dict[str, Stage] = {}
     count: Counter[str] = Counter()
     for node in walk(stage):
-        if node.has_state:
+        if node.has_state or not with_state:
             name = node.name.partition("#")[0]  # a started plan has numbered it already
             count[name] += 1
             by_name[name if count[name] == 1 else f"{name}#{count[name]}"] = node

@@ -2,7 +2,8 @@
 
 A plan that waits only for refs uses `ray.wait`. If it also waits for a Signal, every ref gets a
 callback that sets the event of the waiter, so that one wait covers all. There is no busy polling: a
-waiting plan wakes once in one or two seconds, to check that Ray and the threads are alive.
+wait that includes refs wakes every CHECK_S seconds, to check that Ray is alive; a wait for Signals
+ends when one fires, or at the earliest time to wait for.
 """
 
 from __future__ import annotations

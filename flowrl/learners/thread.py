@@ -301,7 +301,8 @@ class LearnerThread:
         if self.outqueue.full():
             return False
         buffer, journal = self._minibatches, self._journal
-        most = min(buffer.size - len(buffer), self.inqueue.qsize())
+        room = max(buffer.size - len(buffer), 0)  # a saved buffer may exceed the size of this one
+        most = min(room, self.inqueue.qsize())
         if journal is not None and journal.replays:
             most = journal.learner.observe("batches taken", 0, expected=1)
         num_taken = 0

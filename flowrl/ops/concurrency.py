@@ -127,7 +127,7 @@ class Enqueue:
         """Return whether the queue has room.
 
         Raises:
-            RuntimeError: the queue is full and belongs to a learner that has not been started.
+            RuntimeError: the queue is full, and its learner thread does not run.
         """
         full = self.queue.full()
         journal = current_journal()
@@ -135,8 +135,9 @@ class Enqueue:
             full = not self._decide_ready(journal, not full)
         if full and self.learner is not None and not self.learner.is_alive():
             raise RuntimeError(
-                "Enqueue: its learner has not been started: add a branch with Dequeue(learner), "
-                "which starts it, to the same plan"
+                "Enqueue: the queue is full, and its learner thread does not run. Add a branch "
+                "with Dequeue(learner), which starts it, to the same plan. If the thread has "
+                "ended, its error is in the log"
             )
         return not full
 

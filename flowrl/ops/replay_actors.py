@@ -113,6 +113,7 @@ class ReplayActors:
         "ratio": dict[str, Any],
         "rng": dict[str, Any],
         "turn": Natural,
+        "restarts": list[Natural],
     }
 
     def __init__(
@@ -407,6 +408,7 @@ class ReplayActors:
             "ratio": ratio.state_dict(),
             "rng": stream_state(self.rng),
             "turn": self._next_shard,
+            "restarts": list(self._restarts),
         }
 
     def _shard_state(self, shard: int) -> dict[str, Any]:
@@ -434,7 +436,7 @@ class ReplayActors:
 
         check_own_state(self, state)
         shards = state["shards"]
-        if len(shards) != self.num_shards:
+        if len(shards) != self.num_shards or len(state["restarts"]) != self.num_shards:
             raise ValueError(
                 f"cannot load a state of {len(shards)} replay shards for {self.num_shards} shards: "
                 "set num_replay_shards to the same number"
@@ -446,6 +448,7 @@ class ReplayActors:
         self.ratio.load_state_dict(state["ratio"])
         restore_stream(self.rng, state["rng"])
         self._next_shard = int(state["turn"])
+        self._restarts = list(state["restarts"])
         self._in_flight = 0
         for updates in self._updates:
             updates.clear()

@@ -306,8 +306,8 @@ class ReplayBuffer:
         for name, value in settings.items():
             if saved.get(name, value) != value:
                 raise ValueError(
-                    f"a state of a buffer with {name}={saved[name]!r} for one with {value!r}: "
-                    "create the buffer with the settings of the state"
+                    f"the state is of a buffer with {name}={saved[name]!r}, this buffer has "
+                    f"{name}={value!r}: create it with the settings of the state"
                 )
         self._ring.load_state_dict(state["ring"])
         if self._sequences is not None:

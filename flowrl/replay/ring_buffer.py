@@ -335,12 +335,15 @@ class RingBuffer:
         check_own_state(self, state)
         if int(state["capacity"]) != self.capacity:
             raise ValueError(
-                f"a state of a buffer of capacity {state['capacity']} for one of {self.capacity}: "
-                "create the buffer with the capacity of the state"
+                f"the state is of a buffer of capacity {state['capacity']}, this buffer has "
+                f"capacity {self.capacity}: create it with the capacity of the state"
             )
         names = {*state["columns"], *([OBS] if "frames" in state else ())}
         if names != set(state["treespecs"]):
-            raise ValueError(f"the columns {sorted(names)} are not {sorted(state['treespecs'])}")
+            raise ValueError(
+                f"the state has the columns {sorted(names)}, but the structures of "
+                f"{sorted(state['treespecs'])}"
+            )
         for name, leaves in state["columns"].items():
             for leaf in leaves:
                 has_one_axis = name not in FLAT_KINDS or leaf.ndim == 1

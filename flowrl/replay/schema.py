@@ -40,7 +40,11 @@ def check_first_batch(batch: SampleBatch, in_files: bool) -> None:
     """
     names = stored_names(batch)
     if OBS not in names or NEXT_OBS not in names:
-        raise ValueError(f"a batch without obs and new_obs: it has {sorted(names)}")
+        missing = " and ".join(name for name in (OBS, NEXT_OBS) if name not in names)
+        raise ValueError(
+            f"a replay buffer stores obs and new_obs: the batch lacks {missing}, its columns are "
+            f"{sorted(names)}"
+        )
     recurrent = sorted(n for n in names if n == "seq_lens" or n.startswith("state_in_"))
     if recurrent:
         raise ValueError(

@@ -52,7 +52,8 @@ class DefaultCallbacks:
     def on_sub_environment_created(
         self, *, worker: CallbackWorker, sub_environment: Any, env_context: Any, **kwargs: Any
     ) -> None:
-        """Called after an environment was created, also if it replaces a failed one."""
+        """Called after an environment was created, also if it replaces a failed one; if a vector
+        environment is created as a whole, with the vector environment."""
 
     def on_episode_start(
         self,

@@ -240,6 +240,8 @@ class CollectorBatches(AgentBatches):
         record = self._records.updated(episode) or episode.record
         collector = self._collectors.of_env(record.env_id)
         collector.continue_episode(record, following.record.episode_id)
+        if self._collectors.whole:
+            self._finished[record.episode_id] = collector.get_multi_agent_batch_and_reset()
 
     def drop(self, episode: RunningEpisode, error: Exception) -> None:
         if not self._collectors.can_drop:

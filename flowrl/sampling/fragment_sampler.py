@@ -21,6 +21,9 @@ from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.settings import ConfigError
 from flowrl.state_schema import Fields, Natural, check_state
 
+# kind in saved states -> name of the class
+_SAMPLERS = {"columns": "ColumnSampler", "agents": "MultiAgentSampler", "rows": "CollectorSampler"}
+
 _STATE: Fields = {
     "num_envs": Natural,
     "source": dict[str, Any] | None,
@@ -234,8 +237,8 @@ class FragmentSampler:
             )
         if state["kind"] != kind:
             raise ValueError(
-                f"the state was sampled in {state['kind']!r}, this worker samples in {kind!r}: "
-                "sample_collector, callbacks_class or the policies differ"
+                f"the state is of a {_SAMPLERS.get(state['kind'], state['kind'])}, this worker "
+                f"has a {_SAMPLERS[kind]}: sample_collector, callbacks_class or policies differ"
             )
         running = state["source"].get("open")
         if running is not None:

@@ -167,6 +167,7 @@ class WorkerSet:
                 self._start_ray()
                 self._placement.reserve(0, self.num_workers)
             self._remote = [self._create_actor(index) for index in range(self.num_workers)]
+            self._start_spares()
             self._load_remote_states()
         return self._remote
 
@@ -180,12 +181,15 @@ class WorkerSet:
         """Return a new actor for a remote worker; its first request carries weights."""
         self.weight_sync.forget(index)
         spare = self._spares.take(index + 1, self.restart_counts[index], self.num_workers)
-        self._spares.start(self._worker_arguments(0))
         if spare is not None:
             return spare
         actor = actor_class(RolloutWorker).options(**self._placement.options(index))
         arguments = self._worker_arguments(index + 1)
         return actor.remote(**arguments, restart_count=self.restart_counts[index])
+
+    def _start_spares(self) -> None:
+        if self.num_workers:
+            self._spares.start(self._worker_arguments(0))
 
     def recreate(self, index: int) -> Any:
         """Return a new actor that replaces a failed remote worker."""
@@ -193,7 +197,9 @@ class WorkerSet:
         self.env_steps_of_removed_workers += self.env_steps_by_worker.pop(index, 0)
         for callback in self.on_recreate:
             callback()
-        return self._create_actor(index)
+        actor = self._create_actor(index)
+        self._start_spares()
+        return actor
 
     def add(self, num_workers: int = 1) -> None:
         """Add remote workers, also while a plan runs.
@@ -250,6 +256,7 @@ class WorkerSet:
         if self._remote is not None:
             for index in range(before, count):
                 self._remote.append(self._create_actor(index))
+            self._start_spares()
             for index in range(count, before):
                 import ray
 
@@ -346,6 +353,10 @@ class WorkerSet:
             self._resize(len(state["remote"]))
         self.env_steps_by_worker = dict(state["env_steps_by_worker"])
         self.env_steps_of_removed_workers = int(state["env_steps_of_removed_workers"])
+        for index, worker_state in enumerate(state["remote"]):
+            if worker_state is None:  # a new worker replaces it
+                steps = self.env_steps_by_worker.pop(index, 0)
+                self.env_steps_of_removed_workers += steps
         self.failed.clear()
         restart_counts = list(state["restart_counts"])
         self.weight_sync.invalidate()
@@ -438,10 +449,12 @@ class WorkerSet:
 
 def env_steps_in(state: dict[str, Any]) -> int:
     """Return the env steps that all workers in the state of a WorkerSet have returned, including
-    removed workers."""
-    workers = state["remote"] or [state["local"]]
-    returned = [RolloutWorker.env_steps_in(worker) for worker in workers if worker is not None]
-    return sum(returned) + int(state["env_steps_of_removed_workers"])
+    removed workers, and those counted of workers that returned no state."""
+    steps = int(state["env_steps_of_removed_workers"])
+    for index, worker in enumerate(state["remote"] or [state["local"]]):
+        counted = state["env_steps_by_worker"].get(index, 0)
+        steps += counted if worker is None else RolloutWorker.env_steps_in(worker)
+    return steps
 
 
 def _states_of_actors(actors: list[Any]) -> list[dict[str, Any] | None]:

@@ -211,7 +211,7 @@ def test_invalid_recovery_is_rejected():
     with pytest.raises(ValueError, match="timeout_s"):
         Recovery(timeout_s=0)
     with pytest.raises(ValueError, match="out of range"):
-        Recovery(breaker=0)
+        Recovery(max_identical_deaths=0)
 
 
 def is_alive(pid):
@@ -327,6 +327,38 @@ def test_rounds_continue_without_a_shard_until_its_replacement_has_started(ray_s
     assert restarts == 1
     assert sizes[:4] == [2, 2, 2, 1]
     assert sizes[-3:] == [2, 2, 2]
+
+
+class HangsInConstructor(ParallelIteratorWorker):
+    def __init__(self, marker):
+        super().__init__(lambda: iter(int, 1), False)
+        if marker is not None and not os.path.exists(marker):
+            with open(marker, "w"):
+                time.sleep(600)
+
+
+@pytest.mark.slow
+def test_replacement_that_hangs_while_it_starts_is_replaced(ray_session, tmp_path, monkeypatch):
+    monkeypatch.setattr("flowrl.iter.gather.STARTING_S", 3.0)
+    actor = ray_session.remote(num_cpus=0)(HangsInConstructor)
+    actors = [actor.remote(None) for _ in range(2)]
+
+    def recreate(index):
+        actors.append(actor.remote(str(tmp_path / "hung")))
+        return actors[-1]
+
+    recovery = Recovery(timeout_s=2.0, backoff_s=0.01, rounds_wait=False)
+    rounds = from_actors(actors[:2], recreate=recreate, recovery=recovery).batch_across_shards()
+    with rounds:
+        assert next(rounds) == [0, 0]
+        ray_session.kill(actors[1])
+        started, sizes = time.monotonic(), [2]
+        while len(actors) < 4 or sizes[-1] == 1:
+            assert time.monotonic() - started < 90
+            sizes.append(len(next(rounds)))
+        assert rounds.stage.extra_stats()["restarts"] == 2
+    for each in (actors[0], actors[3]):
+        ray_session.kill(each)
 
 
 def test_only_shard_is_waited_for(ray_session, tmp_path):
@@ -466,6 +498,27 @@ def test_generator_that_fails_a_few_times_continues(on_error, failures):
 @dataclasses.dataclass(frozen=True)
 class FrozenError(Exception):
     reason: str
+
+
+def test_skipped_errors_are_counted_across_a_restore():
+    class Fails:
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            raise ValueError("no item")
+
+    def plan():
+        it = from_iterators([Fails()], in_process=True)
+        return it.gather_sync(on_error=Skip(max=2))
+
+    first, second = plan(), plan()
+    with pytest.raises(ValueError, match="no item"):
+        next(first)
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match="no item"):
+        next(second)
+    assert [one.stage.skipped for one in (first, second)] == [2, 2]
 
 
 @pytest.mark.parametrize("on_error", ["raise", Retry(2), Skip(1)])

@@ -93,6 +93,17 @@ def test_stopped_plan_raises():
         next(plan)
 
 
+def test_operators_of_taps_have_their_own_metrics():
+    class Counts:
+        def __call__(self, item):
+            _get_shared_metrics().scope_of(self).counters["items"] += item
+
+    plan = stream(1, 2).tap("a", Counts()).for_each(lambda x: 10 * x).tap("b", Counts())
+    plan.take(2)
+    values = {name: scope.counters["items"] for name, scope in plan.metrics.scopes.items()}
+    assert values == {"tap(a)": 3, "tap(b)": 30}
+
+
 def test_tap_and_inspect_pass_items_on(capsys):
     seen = []
     plan = stream(1, [2, 3]).tap("watch", seen.append).inspect("here")

@@ -16,6 +16,9 @@ from flowrl.iter import (
     from_iterators,
     from_range,
 )
+from flowrl.iter.parallel import ParallelIterator
+from flowrl.iter.pools import Pool
+from flowrl.iter.shards import Shard
 
 # for tests whose case on actors takes seconds
 ACTORS_ARE_SLOW = pytest.mark.parametrize(
@@ -31,6 +34,16 @@ ACTORS_ARE_SLOW = pytest.mark.parametrize(
 @pytest.fixture
 def in_process(num_workers):
     return num_workers == 0
+
+
+def test_gather_of_partitions_leaves_no_stream_on_the_workers():
+    worker = ParallelIteratorWorker(list(range(9)))
+    pool = Pool(lambda: [worker], 1)
+    for it in (ParallelIterator([Shard(pool, 0)], "items"),) * 2:
+        with it.repartition(2).gather_sync() as stream:
+            assert len(stream.take(3)) == 3
+            assert len(vars(worker)["_flowrl_streams"]) == 1
+        assert not vars(worker)["_flowrl_streams"]
 
 
 def test_gather_sync_returns_items_in_shard_order(in_process):

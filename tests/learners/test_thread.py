@@ -100,6 +100,20 @@ def test_minibatch_buffer_cycles_and_restores():
             MinibatchBuffer(**invalid)
 
 
+def test_saved_minibatches_may_exceed_a_smaller_buffer():
+    with a2c_config().build() as algorithm:
+        batches = sample_batches(algorithm, 3)
+        saved = LearnerThread(algorithm.workers, num_sgd_iter=2, minibatch_buffer_size=4)
+        for batch in batches:
+            saved._minibatches.put(batch)
+        learner = LearnerThread(algorithm.workers, num_sgd_iter=2, minibatch_buffer_size=2)
+        learner.load_state_dict(saved.state_dict())
+        learner.inqueue.put(batches[0])
+        with Dequeue(learner) as stream:
+            assert [len(item) for item in stream.take(4)] == [2] * 4
+            assert stream.metrics.counters["num_env_steps_trained"] == 4 * batches[0].count
+
+
 @pytest.mark.slow_on_actors
 def test_plan_with_learner_thread_trains_and_stops(num_workers):
     before = num_learner_threads()
@@ -175,7 +189,7 @@ def test_full_queue_of_a_learner_that_was_not_started_is_an_error():
         learner = LearnerThread(algorithm.workers, queue_size=1)
         stream = LocalIterator(batches * 3).for_each(Enqueue(learner))
         next(stream)
-        with pytest.raises(RuntimeError, match="its learner has not been started"):
+        with pytest.raises(RuntimeError, match="its learner thread does not run"):
             next(stream)
 
 

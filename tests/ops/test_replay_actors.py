@@ -8,6 +8,7 @@ import pytest
 
 from flowrl.data import SampleBatch
 from flowrl.iter import LocalIterator, MetricsContext, Source, metrics_scope
+from flowrl.iter.in_process import InProcessActor
 from flowrl.ops import (
     BatchRef,
     Concurrently,
@@ -17,6 +18,7 @@ from flowrl.ops import (
     StoreToReplayBuffer,
     UpdateReplayPriorities,
 )
+from flowrl.ops.replay_actors import ReplayShard
 from flowrl.replay import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer
 from flowrl.sampling import WorkerSet
 
@@ -66,6 +68,33 @@ def kill(shard):
     with contextlib.suppress(ray.exceptions.RayActorError):
         while True:
             ray.get(shard.stats.remote())
+
+
+def test_restored_shards_ignore_priorities_of_dead_ones():
+    class Replays:
+        replays = True
+
+        def end(self, reason):
+            pass
+
+    def shards():
+        actors = make(num_shards=1)
+        actors.journal = Replays()  # the shards are in this process
+        actors._start_shard = lambda index: InProcessActor(ReplayShard(actors.make_shard, index))
+        return actors
+
+    actors, copy = shards(), shards()
+    actors.add(rows(100))
+    actors._process_stored("draws")
+    (drawn,) = actors.receive_batches(actors.request_batches())
+    actors._replace_shard(0, RuntimeError("killed"))
+    actors.add(rows(8))
+    actors._process_stored("draws")
+    copy.load_state_dict(actors.state_dict())
+    for each in (actors, copy):
+        each.update_priorities(drawn.sources[0], "default_policy", np.array([50]), np.ones(1))
+        (batch,) = each.receive_batches(each.request_batches())
+        assert batch.sources[0].incarnation == 1
 
 
 def test_plan_over_shards_keeps_the_replay_ratio(actors):

@@ -296,7 +296,7 @@ def test_states_are_copies_and_need_equal_capacity():
     np.testing.assert_array_equal(state["ring"]["columns"]["obs"], before)
     for capacity in (10, 15, 30):
         other = ReplayBuffer(capacity)
-        with pytest.raises(ValueError, match="of capacity 20 for one of"):
+        with pytest.raises(ValueError, match="of capacity 20, this buffer has"):
             other.load_state_dict(state)
         assert other.num_added == 0
 
@@ -325,7 +325,7 @@ def test_invalid_batches_and_draws_are_rejected():
     buffer = ReplayBuffer(10)
     with pytest.raises(ValueError, match="the replay buffer is empty"):
         buffer.sample(1)
-    with pytest.raises(ValueError, match="without obs and new_obs"):
+    with pytest.raises(ValueError, match="the batch lacks new_obs"):
         buffer.add(SampleBatch(obs=np.zeros(3)))
     with pytest.raises(TypeError, match="stores a SampleBatch, got dict"):
         buffer.add({"obs": np.zeros(3)})

@@ -38,7 +38,7 @@ def test_each_policy_has_its_own_buffer():
 def test_invalid_policy_batch_rejects_the_whole_batch():
     buffer = make(training_intensity=1)
     buffer.add(MultiAgentBatch({"a": rows(5)}, 5))
-    with pytest.raises(ValueError, match="without obs and new_obs"):
+    with pytest.raises(ValueError, match="the batch lacks "):
         buffer.add(MultiAgentBatch({"a": rows(5), "b": SampleBatch(x=np.zeros(5))}, 5))
     assert (len(buffer), list(buffer.buffers), buffer.ratio.stored) == (5, ["a"], 5)
     buffer.add(MultiAgentBatch({"a": rows(5)}, 5))

@@ -165,8 +165,11 @@ def test_restored_buffer_draws_identically(unit):
     state = buffers[0].state_dict()
     for other, match in (
         (ReplayBuffer(30, storage_unit=unit, max_seq_len=3), "kind='PrioritizedReplayBuffer'"),
-        (PrioritizedReplayBuffer(30), f"storage_unit='{unit}' for one with 'timesteps'"),
-        (PrioritizedReplayBuffer(30, storage_unit=unit, max_seq_len=4), "max_seq_len=3 for one"),
+        (PrioritizedReplayBuffer(30), f"storage_unit='{unit}', this buffer has"),
+        (
+            PrioritizedReplayBuffer(30, storage_unit=unit, max_seq_len=4),
+            "max_seq_len=3, this buffer has",
+        ),
     ):
         with pytest.raises(ValueError, match=match):
             other.load_state_dict(state)

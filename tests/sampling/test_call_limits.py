@@ -4,6 +4,7 @@ import signal
 import threading
 import time
 
+import gymnasium as gym
 import pytest
 from gymnasium.envs.classic_control import CartPoleEnv
 
@@ -103,10 +104,15 @@ def test_environment_that_always_hangs_is_an_error_that_names_it():
     assert any("sub-environment" in note for note in raised.value.__notes__)
 
 
-def test_vector_environments_refuse_the_limits():
-    settings = {"vectorization_mode": "sync", "env_step_timeout_s": 1.0}
-    with pytest.raises(ConfigError, match='use vectorization_mode="flowrl"'):
-        WorkerSet("CartPole-v1", None, config("CartPole-v1", **settings)).local_worker()
+@pytest.mark.parametrize("mode", ["flowrl", "sync"])
+def test_vector_environments_refuse_the_limits(mode):
+    def create(context):
+        vector = gym.make_vec("CartPole-v1", 2, vectorization_mode="sync")
+        return vector if mode == "flowrl" else gym.make("CartPole-v1")
+
+    settings = {"vectorization_mode": mode, "env_step_timeout_s": 1.0}
+    with pytest.raises(ConfigError, match="steps all its environments in one call"):
+        WorkerSet(create, None, config("CartPole-v1", **settings)).local_worker()
 
 
 def test_a_timer_and_handler_of_the_caller_are_restored():

@@ -234,6 +234,27 @@ def test_custom_collector_with_complete_episodes():
     assert MinimalCollector.num_created == 2  # one per environment
 
 
+def test_whole_episodes_of_a_collector_may_end_at_soft_horizons():
+    def batch(**settings):
+        worker = RolloutWorker(
+            lambda context: CountEnv(11),
+            ObservedValue,
+            {
+                "rollout_fragment_length": 20,
+                "batch_mode": "complete_episodes",
+                "horizon": 4,
+                "soft_horizon": True,
+                **settings,
+            },
+        )
+        return SampleBatch.concat_samples([worker.sample() for _ in range(2)])
+
+    rows, columns = batch(sample_collector=SimpleListCollector), batch()
+    assert rows.count == columns.count >= 40
+    for name in ("obs", "new_obs", "rewards", "terminateds", "truncateds", "t"):
+        np.testing.assert_array_equal(rows[name], columns[name], name)
+
+
 def test_missing_optional_methods_are_named():
     def worker(**config):
         return RolloutWorker(

@@ -502,15 +502,17 @@ def test_episodes_before_an_error_are_returned_afterwards():
         (lambda g: (*g[:2], False, *g[3:]), "terminateds as a dict"),
         (lambda g: (*g[:4], None), "infos as a dict"),
         (lambda g: (g[0], {"fast": None}, *g[2:]), "reward is one number"),
+        (lambda g: (g[0], dict.fromkeys(g[0]), *g[2:]), "the reward None"),
     ],
 )
-def test_invalid_multi_agent_results_are_named(change, message):
+@pytest.mark.parametrize("on_invalid_step", ["raise", "replace"])
+def test_invalid_multi_agent_results_are_named(change, message, on_invalid_step):
     class InvalidResult(UnevenAgents):
         def step(self, action_dict):
             return change(super().step(action_dict))
 
     with pytest.raises(ConfigError, match=message):
-        worker(InvalidResult, {"p": Idle}).sample()
+        worker(InvalidResult, {"p": Idle}, on_invalid_step=on_invalid_step).sample()
 
 
 def test_multi_agent_env_may_be_a_gymnasium_env():

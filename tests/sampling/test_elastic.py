@@ -8,6 +8,7 @@ from flowrl.algorithms.ddppo import DDPPOConfig
 from flowrl.algorithms.impala import IMPALAConfig
 from flowrl.iter.errors import ShardFailedError
 from flowrl.ops import ParallelRollouts
+from flowrl.sampling.worker_set import env_steps_in
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -168,6 +169,16 @@ def test_steps_of_removed_workers_are_not_in_flight():
         assert counted == present + workers.env_steps_of_removed_workers
         assert workers.env_steps_of_removed_workers > 0
         assert 0 <= state["env_steps_lost"] <= sampled - present
+
+
+def test_steps_of_a_worker_without_a_state_are_those_that_were_counted():
+    state = {
+        "local": {"returned_steps": [0, 0]},
+        "remote": [{"returned_steps": [1000, 0]}, None],
+        "env_steps_by_worker": {0: 900, 1: 700},
+        "env_steps_of_removed_workers": 5,
+    }
+    assert env_steps_in(state) == 1000 + 700 + 5
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from gymnasium.wrappers import TimeLimit
 from flowrl import PPO
 from flowrl.envs.env_factory import EnvFactory
 from flowrl.envs.registry import EnvContext, env_creator_for, env_id_of, register_env
-from flowrl.envs.restarting_envs import check_vector_env_state
+from flowrl.envs.restarting_envs import RestartingEnvs, check_vector_env_state
 from flowrl.envs.time_limit import (
     get_elapsed_steps,
     get_max_steps,
@@ -19,7 +19,7 @@ from flowrl.envs.time_limit import (
     set_max_steps,
 )
 from flowrl.envs.validation import ObservationCheck
-from flowrl.sampling import RolloutWorker, SimpleListCollector, WorkerSet
+from flowrl.sampling import DefaultCallbacks, RolloutWorker, SimpleListCollector, WorkerSet
 from flowrl.settings import ConfigError
 
 from .fakes import CountEnv, Idle
@@ -252,6 +252,82 @@ def test_observation_of_another_structure_names_the_difference(observation, prob
     check.check_structure({"vec": (1, {"a": 1}), "image": 2})
     with pytest.raises(ConfigError, match=rf"^env: an observation does not fit .*: {problem}"):
         check.check_structure(observation)
+
+
+def restored(make_env, changed, num_envs=1):
+    """Change RestartingEnvs by `changed(envs)`; return a restored copy, and whether the episode of
+    environment 0 was replayed."""
+    envs = RestartingEnvs(make_env, num_envs, 7, 5)
+    changed(envs)
+    state = envs.state_dict()
+    copy = RestartingEnvs(make_env, num_envs, 7, 5)
+    copy.load_state_dict(state)
+    return copy, copy.replay(0, state, lambda observation: True)
+
+
+def test_restored_environments_are_recreated_after_the_same_errors():
+    def reset(envs):
+        envs.reset(0)
+        envs.mark_healthy([0])
+
+    envs, replayed = restored(lambda index: CountEnv(), reset)
+    assert replayed
+    for error in (ValueError("sporadic"), TypeError("sporadic")):
+        envs.handle_failure(0, error, "step")
+    assert envs.num_restarts == 2
+
+    envs, _ = restored(lambda index: CountEnv(), lambda envs: envs.reset(0))
+    envs.handle_failure(0, ValueError("sporadic"), "step")
+    with pytest.raises(TypeError, match="before a fragment was complete"):
+        envs.handle_failure(0, TypeError("before a fragment was complete"), "step")
+
+
+def test_environment_that_cannot_be_replayed_is_seeded_again(monkeypatch):
+    monkeypatch.setattr("flowrl.envs.restarting_envs.MAX_LOGGED_ACTIONS", 3)
+    first = []
+
+    def step(envs):
+        first.append(envs.reset(0)[0])
+        envs.action_logs[0] = [0] * 5
+        envs.mark_healthy([0])
+
+    starts = []
+    for _ in range(2):
+        envs, replayed = restored(lambda index: gym.make("CartPole-v1"), step)
+        assert not replayed
+        starts.append(envs.reset(0)[0])
+    np.testing.assert_array_equal(*starts)  # two resumed runs are equal
+    assert not np.array_equal(first[0], starts[0])
+
+
+def test_error_of_close_does_not_leave_workers_running(caplog):
+    class FailsToClose(gym.vector.SyncVectorEnv):
+        def close(self, **kwargs):
+            raise RuntimeError("cannot close")
+
+    def create(context):
+        mode = gym.vector.AutoresetMode.SAME_STEP
+        return FailsToClose([lambda: gym.make("CartPole-v1")], autoreset_mode=mode)
+
+    workers = WorkerSet(create, Idle, {})
+    workers.local_worker()
+    workers.stop()
+    assert "raised RuntimeError('cannot close')" in caplog.text
+    with pytest.raises(RuntimeError, match="the workers were stopped"):
+        workers.local_worker()
+
+
+def test_created_vector_environment_is_passed_to_the_callback():
+    class Collects(DefaultCallbacks):
+        created = []
+
+        def on_sub_environment_created(self, *, sub_environment, **kwargs):
+            self.created.append(sub_environment)
+
+    settings = {"num_envs_per_worker": 2, "callbacks_class": Collects}
+    RolloutWorker("CartPole-v1", Idle, {**settings, "vectorization_mode": "vector_entry_point"})
+    (created,) = Collects.created
+    assert isinstance(created, gym.vector.VectorEnv)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from flowrl.algorithms.ppo import PPOConfig, PPOTorchPolicy
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.envs import MultiAgentEnv
+from flowrl.envs.env_factory import EnvFactory
+from flowrl.envs.registry import env_creator_for
 from flowrl.policies import ConfigError
 from flowrl.sampling import (
     AsyncSampler,
@@ -436,6 +438,23 @@ def test_envpool_batches_have_no_reset_rows():
         assert np.array_equal(episode["new_obs"][:-1], episode["obs"][1:])
     with pytest.raises(ConfigError, match="EnvPool has no environment"):
         RolloutWorker("FlowrlLimited-v0", PPOTorchPolicy, {"vectorization_mode": "envpool"})
+
+
+def test_restored_envpool_starts_with_other_seeds():
+    require_extra("envpool")
+    first, second = (
+        EnvFactory(
+            env_creator_for("CartPole-v1"), {}, 2, seed=1, vectorization_mode="envpool"
+        ).make_vector_env()
+        for _ in range(2)
+    )
+    starts = [np.zeros((2, 4), np.float32) for _ in range(3)]
+    first.vector_env.reset(starts[0])
+    state = first.state_dict()
+    for observations in starts[1:]:
+        second.vector_env.load_state_dict(state, observations)
+    np.testing.assert_array_equal(starts[1], starts[2])
+    assert not np.isclose(starts[0], starts[1]).any()
 
 
 class Nested(gym.Env):

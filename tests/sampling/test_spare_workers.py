@@ -19,12 +19,13 @@ def pid_of(worker):
 
 @pytest.mark.slow
 def test_replacement_is_the_spare_process(ray_session):
-    config = PPOConfig(**SMALL, num_workers=1, num_spare_workers=1, seed=1)
+    config = PPOConfig(**SMALL, num_workers=2, num_spare_workers=1, seed=1)
     with config.build() as algorithm:
         algorithm.train()
         workers = algorithm.workers
-        workers.add(1)  # takes the spare process, another one starts
         first, second = workers.remote_workers()
+        classes = [worker.apply.remote(lambda w: type(w).__name__) for worker in (first, second)]
+        assert ray_session.get(classes) == ["RolloutWorker"] * 2
         (spare,) = workers._spares._actors
         os.kill(ray_session.get(first.apply.remote(pid_of)), signal.SIGKILL)
         while workers.remote_workers()[0] is first:

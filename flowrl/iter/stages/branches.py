@@ -90,7 +90,9 @@ class Union(Stage):
             for branch in branches
         ]
         self._items_taken = [0] * len(branches)  # from `_children`, at the last call
-        self._credit = [0.0] * len(branches)  # items a branch may return; negative after lending
+        # items that each branch may still return in its turn; negative if it was pulled instead of
+        # a branch that was not ready
+        self._credit = [0.0] * len(branches)
         self._done = [False] * len(branches)
         self._turn = -1
         self._kept_turn: int | None = None  # the branch to wait for

@@ -86,6 +86,12 @@ class FromIterable(Stage):
                 mark_permanent(error)
                 self._iterator = _RaisesAgain(error)
 
+    def stop(self) -> None:
+        from flowrl.iter.local import LocalIterator
+
+        if isinstance(self._iterator, LocalIterator):
+            self._iterator.stop()
+
     def can_wait(self) -> bool:
         return False
 

@@ -117,7 +117,7 @@ class Replay:
 def _stop_at(until: Until, plan: Stage) -> Stage:
     """Set a breakpoint after an item of a stage of a plan that has not been started; return the
     stage."""
-    stages = stages_by_name(plan)
+    stages = stages_by_name(plan, with_state=True)
     if until.name not in stages:
         raise ConfigError(f"there is no operator {until.name!r}, only {', '.join(stages)}")
     stage, stop = stages[until.name], Breakpoint()
