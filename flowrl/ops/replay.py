@@ -14,6 +14,7 @@ from flowrl.iter.stage import sources_to_list, with_sources
 from flowrl.ops.replay_actors import PendingDraw, ReplayActors
 from flowrl.ops.train import TrainedItem, check_trained
 from flowrl.replay import MultiAgentReplayBuffer
+from flowrl.replay.replay_ratio import EMPTY
 from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.setting_values import check_int
 from flowrl.state_schema import Fields, StateError, check_own_state
@@ -337,7 +338,7 @@ class SimpleReplayBuffer:
             ValueError: the buffer is empty.
         """
         if not self._batches:
-            raise ValueError("the replay buffer is empty: store a batch before drawing from it")
+            raise ValueError(EMPTY)
         return self._batches[int(self.rng.integers(len(self._batches)))]
 
     def can_add(self, alternate: bool = True) -> bool:
@@ -350,7 +351,7 @@ class SimpleReplayBuffer:
 
     def missing_stores(self) -> str:
         """Return what must be stored before the next draw."""
-        return "the replay buffer is empty: store a batch before drawing from it"
+        return EMPTY
 
     def missing_draws(self) -> str:
         """Return the empty string: storing is always due."""

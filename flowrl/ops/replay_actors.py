@@ -20,8 +20,8 @@ from flowrl.iter.metrics import MetricsContext, count_bytes_between_nodes, curre
 from flowrl.iter.ray_runtime import actor_class, leave_ray, node_id, start_ray
 from flowrl.iter.waiting import ready_refs
 from flowrl.replay import MultiAgentReplayBuffer
-from flowrl.replay.multi_agent import NOTHING_TO_DRAW, loss_rows
-from flowrl.replay.replay_ratio import ReplayRatio
+from flowrl.replay.multi_agent import loss_rows
+from flowrl.replay.replay_ratio import NOTHING_TO_DRAW, ReplayRatio
 from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.setting_values import check_int
 from flowrl.state_schema import Fields, Natural, check_own_state

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from flowrl.data.sample_batch import SampleBatch
+from flowrl.replay.replay_ratio import EMPTY
 from flowrl.replay.ring_buffer import RingBuffer
 from flowrl.replay.sequence_index import SequenceIndex
 from flowrl.seeding import random_stream, restore_stream, stream_state
@@ -195,7 +196,7 @@ class ReplayBuffer:
         if num_items < 1:
             raise ValueError(f"num_items must be at least 1, got {num_items}")
         if not len(self):
-            raise ValueError("the replay buffer is empty: store a batch before drawing from it")
+            raise ValueError(EMPTY)
         self._flush()
         slots, columns = self._draw(num_items)
         newest = self.item_ids().stop - 1

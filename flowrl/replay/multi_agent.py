@@ -10,12 +10,10 @@ import numpy as np
 from flowrl.data.sample_batch import Batch, MultiAgentBatch, SampleBatch
 from flowrl.replay.buffers import ReplayBuffer
 from flowrl.replay.env_step_index import EnvStepIndex
-from flowrl.replay.replay_ratio import ReplayRatio
+from flowrl.replay.replay_ratio import EMPTY, NOTHING_TO_DRAW, ReplayRatio
 from flowrl.replay.trajectories import sort_rows
 from flowrl.setting_values import check_int
 from flowrl.state_schema import Fields, check_own_state, check_state
-
-NOTHING_TO_DRAW = "the replay buffer has nothing to draw: store more rows"
 
 
 class MultiAgentReplayBuffer:
@@ -177,7 +175,7 @@ class MultiAgentReplayBuffer:
             ValueError: the buffer is empty.
         """
         if not self.buffers or (self._env_steps is not None and not len(self._env_steps)):
-            raise ValueError("the replay buffer is empty: store a batch before drawing from it")
+            raise ValueError(EMPTY)
         size = self.replay_batch_size
         steps = size
         if self._env_steps is None:

@@ -9,6 +9,9 @@ import numpy as np
 
 from flowrl.state_schema import Fields, Integer, check_own_state
 
+EMPTY = "the replay buffer is empty: store a batch before drawing from it"
+NOTHING_TO_DRAW = "the replay buffer has nothing to draw: store more rows"
+
 
 class ReplayRatio:
     """Decides whether to store or to draw next, to keep the ratio of drawn to stored rows.
@@ -89,7 +92,7 @@ class ReplayRatio:
         """Return what must be stored before a batch of `rows` rows may be drawn."""
         if not self.is_learning:
             if not self.learning_starts:
-                return "the replay buffer is empty: store a batch before drawing from it"
+                return EMPTY
             return (
                 f"learning_starts={self.learning_starts} and {self.stored} rows are stored: store "
                 f"{self.learning_starts - self.stored} more rows"
