@@ -231,7 +231,7 @@ class DirectMultiAgentVectorEnv:
             step.truncateds = {**step.truncateds, "__all__": True}
             done = True
         if done:
-            self._envs.mark_healthy((index,))
+            self._envs.mark_finished(index)
             # the reset may overwrite the arrays and dicts of the last step
             step.obs = {
                 agent: copy_value(self.observation_space(agent), obs)

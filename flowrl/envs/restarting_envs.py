@@ -69,10 +69,10 @@ class RestartingEnvs:
         max_restarts: maximum consecutive failures of one environment; the next error is raised.
             Failures after LATE_STEPS steps of an episode are counted separately, with a maximum
             that is LATE_FACTOR times as large, except timeouts and failures at the step of the
-            previous failure. Completing an episode or a fragment resets both counts. Errors of the
-            first creation of an environment, RESET_ERRORS before its first reset has succeeded,
-            CODE_ERRORS before its first episode or fragment is complete, and NotImplementedError
-            are raised at once.
+            previous failure. Completing an episode resets both counts; see also `mark_healthy`.
+            Errors of the first creation of an environment, RESET_ERRORS before its first reset has
+            succeeded, CODE_ERRORS before its first episode or fragment is complete, and
+            NotImplementedError are raised at once.
         on_env_created: called with the index and the environment after each creation.
         name: name of the environment until it exists, for messages.
         worker_index: for messages.
@@ -229,11 +229,19 @@ class RestartingEnvs:
         self._seeded[index] = False
         close_quietly(env, index)
 
+    def mark_finished(self, index: int) -> None:
+        """Reset the failure counts of an environment that completed an episode."""
+        self._has_finished[index] = True
+        self._failures[index] = self._late_failures[index] = 0
+
     def mark_healthy(self, indices: Iterable[int]) -> None:
-        """Reset the failure counts of environments that completed an episode or a fragment."""
+        """Reset the counts of late failures of environments that completed a fragment, and the
+        other counts of those that are past the step of their last failure."""
         for index in indices:
             self._has_finished[index] = True
-            self._failures[index] = self._late_failures[index] = 0
+            self._late_failures[index] = 0
+            if len(self.action_logs[index]) > self._failed_steps[index]:
+                self._failures[index] = 0
             if len(self.action_logs[index]) > MAX_LOGGED_ACTIONS:
                 self._resets[index], self.action_logs[index] = None, []
 

@@ -257,7 +257,7 @@ class DirectVectorEnv:
                 truncateds[i] = truncated
                 ended.append(i)
                 final.append(self._check.copy(observation))
-                self._envs.mark_healthy((i,))
+                self._envs.mark_finished(i)
                 observation = self._reset(i)
             observations[i] = observation
         result.ended, result.final, result.infos = ended, final, infos

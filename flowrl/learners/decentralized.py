@@ -116,7 +116,7 @@ class LearnOnWorker:
         self.store_address: tuple[str, int] | None = None
         self._timeout_s = timeout_s
         self._global_vars = global_vars
-        self._num_sgd_iter, self._sgd_minibatch_size = num_sgd_iter, sgd_minibatch_size
+        self.num_sgd_iter, self.sgd_minibatch_size = num_sgd_iter, sgd_minibatch_size
         self._policies = policies
         self._worker: RolloutWorker | None = None  # see bound_to
         self._store: Any = None
@@ -175,8 +175,8 @@ class LearnOnWorker:
                 worker.policy_map,
                 rows,
                 (source,),
-                self._num_sgd_iter,
-                self._sgd_minibatch_size,
+                self.num_sgd_iter,
+                self.sgd_minibatch_size,
                 clip_minibatch_size=isinstance(fragment, MultiAgentBatch),
             )
         except ProcessGroupError as error:

@@ -71,7 +71,6 @@ class Tracer:
 
     def __init__(self, plan: LocalIterator[Any], seconds: float):
         self._plan, self._seconds = plan, seconds
-        self._offset = time.time() - time.perf_counter()  # of the clock of the profiler
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
         # of each stage: its kind, the name of its spans and their arguments
         self._stages: dict[Stage, tuple[str, str, dict[str, Any]]] = {}
@@ -93,7 +92,9 @@ class Tracer:
         now = started + seconds
         if now < self._paused_until:
             return
-        self._record(stage, started + self._offset, seconds, has_item)
+        # workers use the clock of the system, which the system may adjust at any time
+        offset = time.time() - time.perf_counter()
+        self._record(stage, started + offset, seconds, has_item)
         # this clock also runs while other threads have the processor
         self._burst_s += min(time.perf_counter() - now, MAX_RECORD_S)
         if self._burst_s > BURST_S:

@@ -244,15 +244,7 @@ class CollectMetrics:
         context = _get_shared_metrics()
         context.check_counters()
         counters, plan = context.counters, PlanMetrics.of(context)
-        selected = self._selected
-        finished, plan.num_new_episodes = plan.num_new_episodes, 0
-        self._window.extend(
-            episode
-            for worker, episode in plan.new_episodes
-            if selected is None or worker in selected
-        )
-        plan.new_episodes.clear()
-        self._episodes_total += finished
+        finished = self._take_episodes(plan)
         health = plan.worker_health.values()
         steps = counters["num_env_steps_sampled"]
         since = {name: counters[name] - self._last_counters.get(name, 0) for name in counters}
@@ -308,6 +300,19 @@ class CollectMetrics:
             "trainers": trainers,
             "timers": self._timers(context.timers, plan),
         }
+
+    def _take_episodes(self, plan: PlanMetrics) -> int:
+        """Move the episodes that have ended since the last result to the window; return their
+        number, with those of workers that are not selected."""
+        finished, plan.num_new_episodes = plan.num_new_episodes, 0
+        self._window.extend(
+            episode
+            for worker, episode in plan.new_episodes
+            if self._selected is None or worker in self._selected
+        )
+        plan.new_episodes.clear()
+        self._episodes_total += finished
+        return finished
 
     def _episode_metrics(self, finished: int) -> Result:
         returns = np.array([episode[0] for episode in self._window] or [np.nan])

@@ -94,7 +94,7 @@ class TrainOnWorkersStage(Stage):
         super().__init__(rounds)
         self.policies = policies
         self.workers = workers
-        self._learn = learn
+        self.learn = learn
         self._count = CountRollouts(workers)
         self._store: Any = None
         self._group_number = 0
@@ -112,7 +112,7 @@ class TrainOnWorkersStage(Stage):
         self.workers.remote_workers()  # starts Ray
         host = ray.util.get_node_ip_address()
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        self._learn.store_address = host, self._store.port
+        self.learn.store_address = host, self._store.port
         # the group must be known before the new worker asks
         if self.workers.config.recovery.rounds_wait:
             self.workers.on_recreate.append(self._on_recreate)

@@ -72,13 +72,11 @@ class FragmentBuilder:
             agent_inputs: returns the views of other agents after segments, from their indices.
             adds_values: compute the column `vf_preds`, which was not stored with the actions.
         """
-        policy, lanes = self.policy, columns.lanes
-        lengths = segments.lengths
-        count = int(lengths.sum())
-        order = in_segments = None
-        if count < used * lanes or not segments.in_lane_order:
+        count = int(segments.lengths.sum())
+        order = None
+        if count < used * columns.lanes or not segments.in_lane_order:
             row, segment = segments.rows()
-            order = row * lanes + segments.lanes[segment]
+            order = row * columns.lanes + segments.lanes[segment]
         grid = {
             name: columns.part(name, 0, used)
             for name in columns.names()
@@ -86,34 +84,16 @@ class FragmentBuilder:
         }
         obs = grid.pop("obs")
         recorded: dict[str, Any] = {name: grid.pop(name) for name in ("infos", "t") if name in grid}
-        if order is not None:
-            in_segments = np.zeros((used, lanes), bool)
-            in_segments.reshape(-1)[order] = True
-            # sums and estimates must not depend on rows that are not returned
-            grid = {
-                name: map_leaves(lambda a: _zero_others(a, in_segments), column)
-                for name, column in grid.items()
-            }
+        grid = self._prepared(grid, segments, order)
         if adds_values:
             started = time.perf_counter()
-            grid["vf_preds"] = values_of(policy, obs, order)
+            grid["vf_preds"] = values_of(self.policy, obs, order)
             self._values_s += time.perf_counter() - started
-        life_lost = grid.pop("life_lost", None)
-        if life_lost is not None:
-            grid["terminateds"] = grid["terminateds"] | life_lost
-        if self._no_done_at_end:
-            none = np.zeros((used, lanes), bool)
-            grid["terminateds"], grid["truncateds"] = none, none
-        if policy.reward_scaler is not None:
-            grid["rewards"] = self._scaled(
-                grid["rewards"], segments, None if order is None else in_segments
-            )
-        grid["rewards"] = clipped_rewards(grid["rewards"], self._clip_rewards)
         last = _last_observations(columns, segments, finals)
         added = self._postprocessed(columns, views, segments, obs, grid, last, agent_inputs)
         rows: dict[str, Any] = {}
         if not views.replaces_observations:
-            rows = _observations(obs, order, last, np.cumsum(lengths) - 1)
+            rows = _observations(obs, order, last, np.cumsum(segments.lengths) - 1)
         for name, column in {**grid, **recorded, **added}.items():
             if isinstance(column, np.ndarray):
                 rows[name] = by_lane(column, order)
@@ -125,7 +105,7 @@ class FragmentBuilder:
             lengths_of_sequences = views.sequence_lengths(segments)
             if lengths_of_sequences is not None:
                 rows["seq_lens"] = lengths_of_sequences
-        for name in not_for_training(policy.view_requirements, rows):
+        for name in not_for_training(self.policy.view_requirements, rows):
             rows.pop(name, None)
         make = partial(_dicts, rows.pop("infos", None), count)
         if infos is not None:
@@ -134,6 +114,37 @@ class FragmentBuilder:
             LazyColumn("infos", make, (count,), _OBJECT), np.arange(count)
         )
         return SampleBatch.unchecked(rows)
+
+    def _prepared(
+        self, grid: dict[str, Any], segments: Segments, order: np.ndarray | None
+    ) -> dict[str, Any]:
+        """Return the columns from which advantages are estimated: flags of ends as the settings
+        define them, scaled and clipped rewards.
+
+        Args:
+            grid: columns [rows, N] of the fragment.
+            segments: the rows to return.
+            order: their indices in flattened columns; None if all rows are returned.
+        """
+        in_segments = None
+        if order is not None:
+            in_segments = np.zeros(grid["rewards"].shape[:2], bool)
+            in_segments.reshape(-1)[order] = True
+            # sums and estimates must not depend on rows that are not returned
+            grid = {
+                name: map_leaves(lambda a: _zero_others(a, in_segments), column)
+                for name, column in grid.items()
+            }
+        life_lost = grid.pop("life_lost", None)
+        if life_lost is not None:
+            grid["terminateds"] = grid["terminateds"] | life_lost
+        if self._no_done_at_end:
+            none = np.zeros(grid["rewards"].shape[:2], bool)
+            grid["terminateds"], grid["truncateds"] = none, none
+        if self.policy.reward_scaler is not None:
+            grid["rewards"] = self._scaled(grid["rewards"], segments, in_segments)
+        grid["rewards"] = clipped_rewards(grid["rewards"], self._clip_rewards)
+        return grid
 
     def take_values_s(self) -> float:
         """Return the seconds in which `vf_preds` were computed since the last call."""

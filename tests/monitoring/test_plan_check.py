@@ -379,19 +379,31 @@ def test_plans_of_algorithms_have_no_problems():
             assert check_plan(algorithm.plan.stage, algorithm.workers) == []
 
 
-def plan_without_sgd_settings(workers, config):
-    rollouts = ParallelRollouts(workers).combine(ConcatBatches(config.train_batch_size))
-    return report(rollouts.for_each(TrainOneStep(workers)), workers, config)
+def plan_with_sgd_settings(**arguments):
+    def plan(workers, config):
+        rollouts = ParallelRollouts(workers).combine(ConcatBatches(config.train_batch_size))
+        return report(rollouts.for_each(TrainOneStep(workers, **arguments)), workers, config)
+
+    return plan
 
 
 def test_setting_that_neither_plan_nor_policy_reads():
     config = PPOConfig(**SMALL, num_sgd_iter=3, sgd_minibatch_size=16, clip_param=0.1)
-    with config.build(plan=plan_without_sgd_settings) as algorithm:
+    plan = plan_with_sgd_settings(num_sgd_iter=1, sgd_minibatch_size=0)
+    with config.build(plan=plan) as algorithm:
         problems = check_plan(algorithm.plan.stage, algorithm.workers)
     assert [problem.rule for problem in problems] == ["unused_setting"] * 2
     assert "num_sgd_iter=3 has no effect" in problems[0].text
     assert "PPOTorchPolicy" in problems[0].text
     assert "sgd_minibatch_size=16 has no effect" in problems[1].text
+
+
+def test_training_operators_read_the_settings_that_they_were_not_given():
+    settings = {**SMALL, "num_sgd_iter": 3, "sgd_minibatch_size": 32, "train_batch_size": 64}
+    assert problems_of(plan_with_sgd_settings(), PPOConfig(**settings)) == {}
+    with PPOConfig(**settings).build(plan=plan_with_sgd_settings()) as algorithm:
+        algorithm.train()
+        assert algorithm.get_policy().version == 3 * 2
 
 
 def test_unused_setting_names_the_line_that_sets_it(tmp_path):
@@ -409,8 +421,9 @@ def test_unused_setting_names_the_line_that_sets_it(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["num_sgd_iter", "sgd_minibatch_size"])
-def test_unused_setting_of_a_shipped_plan_is_a_warning(name, caplog):
-    with A2C(**SMALL, **{name: 2}) as algorithm:
+def test_unused_setting_is_a_warning_at_the_start(name, caplog):
+    plan = plan_with_sgd_settings(num_sgd_iter=1, sgd_minibatch_size=0)
+    with A2CConfig(**SMALL, **{name: 2}).build(plan=plan) as algorithm:
         algorithm.train()
     assert f"{name}=2 has no effect" in caplog.text
 

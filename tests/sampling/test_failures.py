@@ -1,5 +1,7 @@
 """Failing environments and invalid values drop only the rows of their own episode."""
 
+import itertools
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -208,6 +210,24 @@ def test_complete_fragments_start_the_count_of_late_failures_again(collector):
     while len(raised) < 150:
         worker.sample()
     assert worker.reply_tags()["env_restarts"] == 150
+
+
+@pytest.mark.parametrize("at", [6, 150])
+def test_environment_that_always_fails_at_one_step_stops_the_run(collector, at):
+    raised = []
+    worker = RolloutWorker(
+        lambda context: FailingStep([at], raised),
+        ObservedValue,
+        {
+            "rollout_fragment_length": 4,
+            "sample_collector": collector,
+            "max_num_env_restarts": 2,
+        },
+    )
+    samples = iter(worker.sample, None)
+    with pytest.raises(OSError, match="crashed"):
+        sum(batch.count for batch in itertools.islice(samples, 1000))
+    assert len(raised) == (3 if at < 100 else 4)  # the first late one has its own count
 
 
 def test_without_restarts_the_first_failure_raises_and_the_worker_recovers(collector):

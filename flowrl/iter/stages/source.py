@@ -19,7 +19,8 @@ class FromIterable(Stage):
     returned before are skipped. The position in a sequence is part of saved state.
 
     Args:
-        iterable: an iterable, or a callable that returns one.
+        iterable: an iterable, or a callable that returns one. If its iterator has a method
+            `stop()`, that is called when the plan stops.
         title: display text; None displays the name.
     """
 
@@ -87,10 +88,9 @@ class FromIterable(Stage):
                 self._iterator = _RaisesAgain(error)
 
     def stop(self) -> None:
-        from flowrl.iter.local import LocalIterator
-
-        if isinstance(self._iterator, LocalIterator):
-            self._iterator.stop()
+        stop = getattr(self._iterator, "stop", None)
+        if callable(stop):
+            stop()
 
     def can_wait(self) -> bool:
         return False

@@ -16,6 +16,7 @@ from typing import Any
 from flowrl.learners.thread import LearnerThread
 from flowrl.monitoring.operator_source import is_own
 from flowrl.monitoring.plan_rules.plan import CheckedPlan, PlanProblem
+from flowrl.ops.training_step import TrainingStep
 
 _OF_PLANS = ("num_sgd_iter", "sgd_minibatch_size")  # all algorithms have them, few plans read them
 
@@ -37,7 +38,7 @@ def unused_settings(plan: CheckedPlan) -> Iterator[PlanProblem]:
     except (OSError, SyntaxError):  # the plan was written in a shell
         return
     read = _names_read(code)
-    read |= _read_by_methods(read, type(config))
+    read |= _read_by_methods(read, type(config)) | _read_by_operators(plan)
     unread = [name for name in changed if name not in read]
     for module in _modules(plan):
         if not unread:
@@ -145,6 +146,16 @@ def _read_by_methods(names: set[str], config_class: type) -> set[str]:
             found |= read
             remaining |= read - done
     return found
+
+
+def _read_by_operators(plan: CheckedPlan) -> set[str]:
+    """Return the settings of `_OF_PLANS` that training operators take from each policy, because
+    they were created without these arguments, or that `train_one_step` takes."""
+    if any(isinstance(stage, TrainingStep) for stage in plan.stages):
+        return set(_OF_PLANS)
+    operators = [operator for _, operator in plan.operators]
+    learners = [getattr(one, "learner", getattr(one, "learn", None)) for one in operators]
+    return {name for name in _OF_PLANS for one in learners if getattr(one, name, 0) is None}
 
 
 def _modules(plan: CheckedPlan) -> list[str]:
