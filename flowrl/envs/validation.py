@@ -371,6 +371,10 @@ def check_result(method: str, result: Any, names: Sequence[str]) -> None:
     )
 
 
+NUMBERS = frozenset({float, int, bool, np.float64, np.float32, np.int64})
+"""The usual types of a reward; `check_reward` decides about others."""
+
+
 def check_reward(reward: Any) -> None:
     """Check that a reward is a single number.
 

@@ -20,6 +20,7 @@ from gymnasium import spaces
 from flowrl.data.spaces import values_equal
 from flowrl.envs.restarting_envs import RestartingEnvs
 from flowrl.envs.validation import (
+    NUMBERS,
     STEP_RESULTS,
     InvalidStepError,
     ObservationCheck,
@@ -226,7 +227,7 @@ class DirectVectorEnv:
                         self._check.check_structure(observation)
                 elif getattr(observation, "shape", None) != shape or observation.dtype != dtype:
                     self._check.check_structure(observation)  # numpy would broadcast and cast it
-                if reward is None:  # numpy would make it nan
+                if reward.__class__ not in NUMBERS:  # numpy would convert None and text
                     check_reward(reward)
                 try:
                     rewards[i] = reward
@@ -246,6 +247,8 @@ class DirectVectorEnv:
                 observations[i] = self._reset(i)
                 continue
             infos.append(info.copy() if info else info)  # an environment may reuse its dict
+            if terminated is None or truncated is None:
+                check_flags((terminated, truncated), "terminated and truncated")
             try:
                 has_ended = terminated or truncated
             except ValueError:  # arrays

@@ -440,7 +440,9 @@ class LocalIterator(Generic[T]):
             missing = sorted(set(by_name) - set(stage_states))
             extra = sorted(set(stage_states) - set(by_name))
             raise ValueError(
-                f"the saved state is of another plan: it lacks stages {missing} and has {extra}"
+                f"the saved state is of another plan: it lacks the stages {missing} and has "
+                f"{extra}. Restore it with the same plan, and with the same settings that add "
+                "stages, such as output"
             )
         self.metrics.check_state(state["metrics"])
         for name, stage in by_name.items():

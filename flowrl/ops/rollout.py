@@ -46,6 +46,7 @@ class ParallelRollouts(LocalIterator[Any]):
 
     Raises:
         ValueError: the options contradict each other or the settings.
+        TypeError: `workers` is not a WorkerSet.
     """
 
     def __new__(
@@ -58,6 +59,11 @@ class ParallelRollouts(LocalIterator[Any]):
         limit: StalenessLimit | None = None,
         by_reference: bool = False,
     ) -> Any:
+        if not isinstance(workers, WorkerSet):
+            raise TypeError(
+                "ParallelRollouts takes a WorkerSet, the first argument of a plan, got a "
+                f"{type(workers).__name__}"
+            )
         if mode != "async":
             for name, is_default in (
                 ("num_async", num_async == 1),

@@ -17,7 +17,7 @@ import numpy as np
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.data.types import AgentID, PolicyID
 from flowrl.envs.multi_agent_vector_env import MultiAgentStep, MultiAgentVectorEnv
-from flowrl.envs.validation import check_reward
+from flowrl.envs.validation import NUMBERS, check_reward
 from flowrl.sampling.agent_batches import AgentBatches, trajectories_of
 from flowrl.sampling.agent_checks import AgentChecks
 from flowrl.sampling.agent_episodes import AgentEpisodes
@@ -314,8 +314,9 @@ class MultiAgentSampler:
             episode.new_rows += len(sent)
         for policy_id, found in many.items():
             if found.lanes:
-                if any(reward is None for reward in found.rewards):  # numpy converts None to NaN
-                    check_reward(None)
+                for reward in found.rewards:
+                    if reward.__class__ not in NUMBERS:  # numpy would convert None and text
+                        check_reward(reward)
                 lanes = self._policies[policy_id]
                 observations = lanes.stacked(found.observations)
                 if observations is None:

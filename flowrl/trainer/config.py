@@ -93,7 +93,7 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
     evaluation_duration_unit: Literal["episodes", "timesteps"] = setting(
         "episodes", group="evaluation"
     )
-    """Whole episodes; or a minimum of env steps, where only finished episodes count."""
+    """Whole episodes; or a minimum of env steps, after which the running episodes are ended."""
     evaluation_num_workers: NotNegativeInt = setting(0, group="evaluation")
     """Number of Ray actors that share an evaluation; 0 evaluates in this process."""
     evaluation_parallel_to_training: bool = setting(False, group="evaluation")

@@ -54,8 +54,8 @@ def evaluate_policies(
 ) -> list[EpisodeMetrics]:
     """Play whole episodes with frozen observation filters.
 
-    By episodes, each environment plays an equal share, so that short episodes are not
-    overrepresented.
+    So that short episodes are not overrepresented, each environment plays an equal share of the
+    episodes or, with `by_steps`, ends the episode that runs when `duration` is reached.
 
     Args:
         policies: policy id -> policy.
@@ -64,7 +64,7 @@ def evaluate_policies(
         explore: sample actions instead of taking the most likely ones.
         num_envs: environments that are stepped together; not used if the environment is a vector of
             environments.
-        by_steps: return the episodes that end within `duration` env steps.
+        by_steps: whether `duration` is in env steps.
         part: index of the worker if several share one evaluation; selects its random seed.
         video: records the first episodes of the first environment; closed at the end.
 
@@ -144,23 +144,27 @@ def _play_episodes(
 ) -> list[EpisodeMetrics]:
     """Play the episodes of an evaluation, see `evaluate_policies`."""
     num_envs = worker.num_envs
+    # of each environment; with `by_steps`, those after the duration
     episodes_left = [duration // num_envs + (i < duration % num_envs) for i in range(num_envs)]
-    if video is not None and not by_steps:
+    if by_steps:
+        episodes_left = [1] * num_envs
+    elif video is not None:
         video.episodes = min(video.episodes, episodes_left[0])
     episodes: list[EpisodeMetrics] = []
     last_end = 0  # env steps at the end of the last episode
     warned = False
-    while worker.env_steps < duration if by_steps else any(episodes_left):
+    while any(episodes_left):
+        within_duration = by_steps and worker.env_steps < duration
         worker.sample()
         for episode in worker.get_metrics():
-            if episodes_left[episode.env_id] or by_steps:
-                episodes_left[episode.env_id] -= 1
+            if within_duration or episodes_left[episode.env_id]:
+                episodes_left[episode.env_id] -= not within_duration
                 episodes.append(episode)
                 last_end = worker.env_steps
         steps = worker.env_steps - last_end
-        if steps > MAX_EPISODE_STEPS * num_envs and not by_steps:
+        if steps > MAX_EPISODE_STEPS * num_envs:
             raise RuntimeError(f"no episode ended in {steps:,} env steps: {_TIME_LIMIT}")
-        if steps > LONG_EPISODE_STEPS * num_envs and not by_steps and not warned:
+        if steps > LONG_EPISODE_STEPS * num_envs and not warned:
             warned = True
             log.warning(
                 "evaluation: no episode has ended in %s env steps so far: if it never ends, %s",
@@ -172,7 +176,7 @@ def _play_episodes(
 def summarize_episodes(
     episodes: list[EpisodeMetrics], policies: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return the metrics of an evaluation; NaN if no episode ended.
+    """Return the metrics of an evaluation; NaN without an episode.
 
     Args:
         episodes: from `evaluate_policies`.

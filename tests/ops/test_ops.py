@@ -101,6 +101,12 @@ def test_explain_shows_the_share_of_time_that_workers_sample(workers):
         assert row["stage"] == "RolloutWorker" and 0 < row["busy"] <= 1
 
 
+@pytest.mark.parametrize("mode", ["bulk_sync", "raw"])
+def test_rollouts_of_a_config_are_refused(mode):
+    with pytest.raises(TypeError, match=r"takes a WorkerSet, .*, got a A2CConfig"):
+        ParallelRollouts(A2CConfig(), mode=mode)
+
+
 def test_raw_mode_returns_the_parallel_iterator(workers):
     raw = ParallelRollouts(workers, mode="raw")
     assert isinstance(raw, ParallelIterator)

@@ -60,6 +60,7 @@ class WrongEnv(CountEnv):
             obs = self.wrong.get("obs", obs)
             reward = self.wrong.get("reward", reward)
             terminated = self.wrong.get("terminated", terminated)
+            truncated = self.wrong.get("truncated", truncated)
         return obs, reward, terminated, truncated, info
 
 

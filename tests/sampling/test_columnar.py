@@ -304,11 +304,14 @@ def test_weights_are_sent_once_per_version():
         ({"reward": [1.0]}, "reward is one number"),
         ({"terminated": "False"}, "are bools"),
         ({"terminated": float("nan")}, "are bools"),
+        ({"terminated": None}, "are bools"),
+        ({"truncated": None}, "are bools"),
     ],
 )
-def test_values_of_wrong_type_are_not_cast(wrong, message):
+@pytest.mark.parametrize("at", [1, 3])
+def test_values_of_wrong_type_are_not_cast(wrong, message, at):
     with pytest.raises(ConfigError, match=message):
-        worker(creator=lambda c: WrongEnv(at=1, **wrong)).sample()
+        worker(creator=lambda c: WrongEnv(at=at, **wrong)).sample()
 
 
 def test_sub_environments_with_different_spaces_raise():

@@ -257,7 +257,8 @@ def test_recreated_environments_get_new_seeds(collector):
                 seeds.append(seed)
             return super().reset(seed=seed)
 
-    w = worker(lambda: RecordsSeeds(20, fail_at=(0, 10)), seed=1, sample_collector=collector)
+    settings = {"sample_collector": collector, "max_num_env_restarts": 100}
+    w = worker(lambda: RecordsSeeds(20, fail_at=(0, 10)), seed=1, **settings)
     for _ in range(12):
         w.sample()
     assert len(seeds) == len(set(seeds)) >= 5

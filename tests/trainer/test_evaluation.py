@@ -63,16 +63,33 @@ def test_evaluation_config_overrides_settings():
         assert algorithm.evaluate(episodes=2)["episode_reward_mean"] == 10.0
 
 
-def test_evaluation_by_steps_counts_completed_episodes():
+class ShortOrLong(FixedLength):
+    """Episodes have 1 or 50 env steps."""
+
+    def reset(self, *, seed=None, options=None):
+        result = super().reset(seed=seed)
+        self.length = self.np_random.choice([1, 50])
+        return result
+
+
+def test_evaluation_by_steps_ends_the_running_episodes():
     config = a2c_config(
         env=FixedLength, evaluation_duration=17, evaluation_duration_unit="timesteps"
     )
     with config.build() as algorithm:
         evaluation = algorithm.evaluate()
-        assert evaluation["episodes"] >= 17 // 3
+        assert evaluation["episodes"] == 17 // 3 + 1
         assert evaluation["episode_reward_mean"] == 3.0
     with a2c_config(env=FixedLength, env_config={"length": 1000}).build() as algorithm:
-        assert np.isnan(algorithm.evaluate(timesteps=10)["episode_reward_mean"])
+        assert algorithm.evaluate(timesteps=10, num_envs=2)["episodes"] == 2
+
+
+@pytest.mark.parametrize("num_envs", [1, 20, 200])
+def test_short_episodes_are_not_overrepresented(num_envs):
+    with a2c_config(env=ShortOrLong).build() as algorithm:
+        found = algorithm.evaluate(timesteps=4000, num_envs=num_envs)
+    error = 24.5 / np.sqrt(found["episodes"])
+    assert abs(found["episode_reward_mean"] - 25.5) < 3 * error
 
 
 def test_evaluation_does_not_change_training():
