@@ -257,7 +257,7 @@ class _AlgorithmConfigEvaluation(TypedDict, total=False):
     evaluation_duration: int
     """Length of an evaluation, in `evaluation_duration_unit`."""
     evaluation_duration_unit: Literal["episodes", "timesteps"]
-    """Whole episodes; or a minimum of env steps, after which the running episodes are ended."""
+    """Whole episodes; or a minimum of env steps, after which the running episodes are played to their end. Episodes of more than 200,000 steps are an error: set `horizon` for an environment without a time limit."""
     evaluation_num_workers: int
     """Number of Ray actors that share an evaluation; 0 evaluates in this process."""
     evaluation_parallel_to_training: bool
@@ -323,7 +323,7 @@ class _AlgorithmConfigFaultTolerance(TypedDict, total=False):
     max_worker_memory_mb: int | None
     """Resident memory of a worker's process, in megabytes (2^20 bytes), above which it is replaced after its current fragment, for environments that leak memory; None for no limit. Its episodes start again."""
     max_num_env_restarts: int
-    """Consecutive failures of one environment after which its error stops the run. Completing an episode starts the count again, and so does a fragment that ends after the step of the last failure. The limit is a hundred times as large for failures after 100 steps of an episode, except timeouts and failures at the step of the previous one."""
+    """Consecutive failures of one environment after which its error stops the run. Completing an episode starts the count again, and so does a fragment, unless the next failure is at the same step. The limit is a hundred times as large for failures after 100 steps of an episode, except timeouts and failures at the step of the previous one."""
     env_step_timeout_s: float | None
     """Seconds that a step of one environment may take. A longer step is a failure of the environment, which is created again. The limit interrupts only the main thread, and only calls that react to signals; use `sample_timeout_s` for other calls."""
     env_reset_timeout_s: float | None

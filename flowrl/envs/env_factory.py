@@ -6,6 +6,7 @@ import copy
 import functools
 import logging
 import re
+import secrets
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -159,12 +160,18 @@ class EnvFactory:
                 )
                 vars(error)["num_envs"] = first.num_envs  # for evaluations
                 raise error
-            make_first = partial(self.make_env, 0)
-            return SingleAgentAdapter(GymnasiumVectorEnv(first, self._seed, make_first))
+            return SingleAgentAdapter(GymnasiumVectorEnv(first, self._seed, self._remake_first))
         if _is_gymnasium(first):
             return SingleAgentAdapter(DirectVectorEnv(envs, self._drop_invalid))
         horizon = None if self._soft_horizon else self._horizon
         return DirectMultiAgentVectorEnv(envs, horizon, self._drop_invalid)
+
+    def _remake_first(self) -> Any:
+        """Create the vector environment again that the creator returns."""
+        env = self.make_env(0)
+        if self._on_env_created is not None:
+            self._on_env_created(0, env)
+        return env
 
     def _make_gymnasium_env(self, vector_index: int) -> gym.Env:
         try:
@@ -242,12 +249,11 @@ class EnvFactory:
 
         def make_pool(num_restores: int = 0) -> gym.vector.VectorEnv:
             seed = derive_seed(self._seed, "envpool", *([num_restores] if num_restores else ()))
+            if seed is None:
+                seed = secrets.randbits(31)
             try:
                 pool = envpool.make_gymnasium(
-                    env_id,
-                    num_envs=self._num_envs,
-                    seed=0 if seed is None else seed % 2**31,
-                    **settings,
+                    env_id, num_envs=self._num_envs, seed=seed % 2**31, **settings
                 )
             except TypeError as error:
                 raise self._env_config_error(env_id, error) from error

@@ -18,6 +18,7 @@ from flowrl.envs.validation import (
     ObservationCheck,
     check_flags,
     check_result,
+    check_reward,
     invalid_step_error,
 )
 from flowrl.settings import ConfigError
@@ -188,6 +189,8 @@ class DirectMultiAgentVectorEnv:
         self, index: int, observations: dict[Any, Any], rewards: dict[Any, float]
     ) -> None:
         """Raise InvalidStepError if an environment returned an invalid value."""
+        for reward in rewards.values():
+            check_reward(reward)
         for agent, observation in observations.items():
             check = self.observation_check(agent)
             check.check_structure(observation)

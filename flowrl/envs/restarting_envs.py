@@ -53,6 +53,8 @@ _STATE: Fields = {
     "failures": list[Natural],
     "late_failures": list[Natural],
     "failed_steps": list[Natural],
+    "recovered": list[bool],
+    "unlogged_steps": list[Natural],
     "has_reset": list[bool],
     "has_finished": list[bool],
     "num_restarts": Natural,
@@ -69,7 +71,8 @@ class RestartingEnvs:
         max_restarts: maximum consecutive failures of one environment; the next error is raised.
             Failures after LATE_STEPS steps of an episode are counted separately, with a maximum
             that is LATE_FACTOR times as large, except timeouts and failures at the step of the
-            previous failure. Completing an episode resets both counts; see also `mark_healthy`.
+            previous failure. Completing an episode resets both counts. Completing a fragment resets
+            the second one, and also the first one unless the next failure is at the same step.
             Errors of the first creation of an environment, RESET_ERRORS before its first reset has
             succeeded, CODE_ERRORS before its first episode or fragment is complete, and
             NotImplementedError are raised at once.
@@ -105,6 +108,7 @@ class RestartingEnvs:
         self._failures = [0] * num_envs  # consecutive
         self._late_failures = [0] * num_envs  # consecutive, after LATE_STEPS steps of an episode
         self._failed_steps = [0] * num_envs  # of the episode, at the last failure
+        self._recovered = [False] * num_envs  # completed a fragment since the last failure
         self._num_created = [0] * num_envs
         self._seeded = [False] * num_envs
         self._has_reset = [False] * num_envs
@@ -113,6 +117,7 @@ class RestartingEnvs:
         # how the current episodes were reset: (seed, state of the random generator before it)
         self._resets: list[Any] = [None] * num_envs
         self.action_logs: list[list[Any]] = [[] for _ in range(num_envs)]
+        self._unlogged_steps = [0] * num_envs  # of the episode, before those in `action_logs`
         self.get(0)
 
     def get(self, index: int) -> Any:
@@ -147,7 +152,7 @@ class RestartingEnvs:
                 self._seeded[index] = True
             rng = None if seed is not None else find_rng(env)
             self._resets[index] = seed, None if rng is None else rng.bit_generator.state
-            self.action_logs[index] = []
+            self.action_logs[index], self._unlogged_steps[index] = [], 0
             started = time.perf_counter()
             try:
                 result = env.reset() if seed is None else env.reset(seed=seed)
@@ -192,8 +197,12 @@ class RestartingEnvs:
             self._discard(index)
             raise error
         self.num_restarts += 1
-        step = len(self.action_logs[index]) if method == "step" else 0
+        step = self._unlogged_steps[index] + len(self.action_logs[index])
+        step = step if method == "step" else 0
         is_repeated, self._failed_steps[index] = step == self._failed_steps[index], step
+        if self._recovered[index] and not is_repeated:
+            self._failures[index] = 0
+        self._recovered[index] = False
         is_late = step > LATE_STEPS and not (is_repeated or isinstance(error, TimeoutError))
         (self._late_failures if is_late else self._failures)[index] += 1
         early, late = self._failures[index], self._late_failures[index]
@@ -235,14 +244,12 @@ class RestartingEnvs:
         self._failures[index] = self._late_failures[index] = 0
 
     def mark_healthy(self, indices: Iterable[int]) -> None:
-        """Reset the counts of late failures of environments that completed a fragment, and the
-        other counts of those that are past the step of their last failure."""
+        """Note that environments completed a fragment."""
         for index in indices:
-            self._has_finished[index] = True
+            self._has_finished[index] = self._recovered[index] = True
             self._late_failures[index] = 0
-            if len(self.action_logs[index]) > self._failed_steps[index]:
-                self._failures[index] = 0
             if len(self.action_logs[index]) > MAX_LOGGED_ACTIONS:
+                self._unlogged_steps[index] += len(self.action_logs[index])
                 self._resets[index], self.action_logs[index] = None, []
 
     # -- state -------------------------------------------------------------------------------------
@@ -258,6 +265,8 @@ class RestartingEnvs:
             "failures": list(self._failures),
             "late_failures": list(self._late_failures),
             "failed_steps": list(self._failed_steps),
+            "recovered": list(self._recovered),
+            "unlogged_steps": list(self._unlogged_steps),
             "has_reset": list(self._has_reset),
             "has_finished": list(self._has_finished),
             "num_restarts": self.num_restarts,
@@ -281,9 +290,10 @@ class RestartingEnvs:
             self.envs[index] = None
         self._num_created = [0] * len(self.envs)
         self._failures, self._late_failures = list(state["failures"]), list(state["late_failures"])
-        self._failed_steps = list(state["failed_steps"])
+        self._failed_steps, self._recovered = list(state["failed_steps"]), list(state["recovered"])
         self._has_reset, self._has_finished = list(state["has_reset"]), list(state["has_finished"])
         self.num_restarts = state["num_restarts"]
+        self._unlogged_steps = [0] * len(self.envs)
         for index in range(len(self.envs)):
             self.get(index)
         self._num_created, self._seeded = list(state["num_created"]), list(state["seeded"])
@@ -317,6 +327,8 @@ class RestartingEnvs:
             if env_state is not None:
                 env.reset()  # wrappers require it before the first step
                 self._resets[index], self.action_logs[index] = None, []
+                num_logged = len(unpack_actions(state["action_logs"][index]))
+                self._unlogged_steps[index] = state["unlogged_steps"][index] + num_logged
                 return set_env_state(env, env_state)
             if reset is None:
                 return False

@@ -224,7 +224,7 @@ def stages_by_name(stage: Stage, with_state: bool = False) -> dict[str, Stage]:
 
     Args:
         stage: the end of the plan.
-        with_state: return only the stages that have state; their names are the same.
+        with_state: leave out the stages without state, such as those of `tap`.
     """
     by_name: dict[str, Stage] = {}
     count: Counter[str] = Counter()

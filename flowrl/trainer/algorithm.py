@@ -435,7 +435,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
             num_envs: environments stepped together; each plays an equal share of the episodes. None
                 for `num_envs_per_worker` of `evaluation_config`, or 1.
             timesteps: minimum env steps, instead of `episodes`; then the running episodes are
-                ended.
+                played to their end.
             video_dir: folder for mp4 videos of the first `evaluation_video_episodes` episodes,
                 named evaluation-<iteration>-0.mp4, … (needs the extra `video`).
             seed: seed of the episodes; None for the setting `seed`, or entropy of the machine if

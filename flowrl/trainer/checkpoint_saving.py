@@ -50,11 +50,14 @@ def sampling_state_of(workers: WorkerSet, plan: LocalIterator[Any]) -> dict[str,
     neither counted nor queued. Resuming from the checkpoint counts them as sampled and dropped.
     """
     sampling = workers.state_dict()
+    # of workers without a state, only the counted steps are known
+    without_state = {i for i, state in enumerate(sampling["remote"]) if state is None}
     queued = sum(
         source.tags.get("env_steps", 0)
         for stage in walk(plan.stage)
         if isinstance(stage, Gather)
         for source in stage.queued()
+        if source.shard not in without_state
     )
     counted = plan.metrics.counters["num_env_steps_sampled"]
     lost = env_steps_in(sampling) - counted - queued

@@ -55,7 +55,7 @@ def evaluate_policies(
     """Play whole episodes with frozen observation filters.
 
     So that short episodes are not overrepresented, each environment plays an equal share of the
-    episodes or, with `by_steps`, ends the episode that runs when `duration` is reached.
+    episodes or, with `by_steps`, plays its running episode to the end after `duration` env steps.
 
     Args:
         policies: policy id -> policy.

@@ -516,9 +516,7 @@ def test_skipped_errors_are_counted_across_a_restore():
     with pytest.raises(ValueError, match="no item"):
         next(first)
     second.load_state_dict(first.state_dict())
-    with pytest.raises(ValueError, match="no item"):
-        next(second)
-    assert [one.stage.skipped for one in (first, second)] == [2, 2]
+    assert second.stage.skipped == first.stage.skipped == 2
 
 
 @pytest.mark.parametrize("on_error", ["raise", Retry(2), Skip(1)])

@@ -506,7 +506,7 @@ def test_episodes_before_an_error_are_returned_afterwards():
         (lambda g: (g[0], dict.fromkeys(g[0]), *g[2:]), "the reward None"),
     ],
 )
-@pytest.mark.parametrize("on_invalid_step", ["raise", "replace"])
+@pytest.mark.parametrize("on_invalid_step", ["raise", "replace", "drop"])
 def test_invalid_multi_agent_results_are_named(change, message, on_invalid_step):
     class InvalidResult(UnevenAgents):
         def step(self, action_dict):

@@ -282,6 +282,41 @@ def test_restored_environments_are_recreated_after_the_same_errors():
         envs.handle_failure(0, TypeError("before a fragment was complete"), "step")
 
 
+def test_failures_at_other_steps_are_forgiven_after_a_fragment():
+    envs = RestartingEnvs(lambda index: CountEnv(), 1, 7, 2)
+    for step in (90, 70, 50, 30, 20):
+        envs.reset(0)
+        envs.mark_healthy([0])
+        envs.action_logs[0] = [0] * step
+        envs.handle_failure(0, TimeoutError("sporadic"), "step")
+    assert envs.num_restarts == 5
+
+
+class SavesState(CountEnv):
+    def get_state(self):
+        return {"steps": self.steps}
+
+    def set_state(self, state):
+        self.steps = state["steps"]
+
+
+def test_steps_of_failures_are_those_of_the_episode_in_a_resumed_run():
+    def step(envs):
+        for _ in range(2):
+            envs.reset(0)
+            envs.action_logs[0] = [0] * 150
+            envs.handle_failure(0, OSError("always"), "step")
+        envs.reset(0)
+        envs.action_logs[0] = [0] * 120
+
+    envs, replayed = restored(lambda index: SavesState(), step)
+    assert replayed
+    envs.action_logs[0] += [0] * 30
+    envs.handle_failure(0, OSError("always"), "step")
+    assert envs._failures == [2]  # the first failure was not at the same step as another one
+    assert envs._failed_steps == [150]
+
+
 def test_environment_that_cannot_be_replayed_is_seeded_again(monkeypatch):
     monkeypatch.setattr("flowrl.envs.restarting_envs.MAX_LOGGED_ACTIONS", 3)
     first = []
@@ -328,6 +363,26 @@ def test_created_vector_environment_is_passed_to_the_callback():
     RolloutWorker("CartPole-v1", Idle, {**settings, "vectorization_mode": "vector_entry_point"})
     (created,) = Collects.created
     assert isinstance(created, gym.vector.VectorEnv)
+
+
+def test_recreated_vector_environment_is_passed_to_the_callback():
+    created = []
+
+    class Fails(gym.vector.SyncVectorEnv):
+        def step(self, actions):
+            raise OSError("crashed")
+
+    def create(context):
+        mode = gym.vector.AutoresetMode.SAME_STEP
+        return Fails([lambda: gym.make("CartPole-v1")], autoreset_mode=mode)
+
+    factory = EnvFactory(create, {}, 1, on_env_created=lambda index, env: created.append(env))
+    env = factory.make_vector_env()
+    env.reset()
+    with pytest.raises(OSError, match="crashed"):
+        env.step([{"agent0": 0}])
+    env.reset()
+    assert len(set(map(id, created))) == 2
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

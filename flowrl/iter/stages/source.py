@@ -19,8 +19,8 @@ class FromIterable(Stage):
     returned before are skipped. The position in a sequence is part of saved state.
 
     Args:
-        iterable: an iterable, or a callable that returns one. If its iterator has a method
-            `stop()`, that is called when the plan stops.
+        iterable: an iterable, or a callable that returns one. A LocalIterator that the callable
+            returns is stopped with the plan.
         title: display text; None displays the name.
     """
 
@@ -88,9 +88,9 @@ class FromIterable(Stage):
                 self._iterator = _RaisesAgain(error)
 
     def stop(self) -> None:
-        stop = getattr(self._iterator, "stop", None)
-        if callable(stop):
-            stop()
+        iterator: Any = self._iterator
+        if callable(self._iterable) and isinstance(getattr(iterator, "stage", None), Stage):
+            iterator.stop()
 
     def can_wait(self) -> bool:
         return False
