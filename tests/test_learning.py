@@ -165,7 +165,8 @@ def test_ppo_and_dqn_in_one_plan():
                 best = {policy_id: max(best[policy_id], means[policy_id]) for policy_id in best}
 
 
-@SEEDS
+@pytest.mark.seeds
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_three_algorithms_in_one_plan(seed):
     """Each algorithm reaches a return of 400; the environment has six agents."""
     with plan_config("three_way").updated(seed=seed).build(plan="three_way") as algorithm:

@@ -271,7 +271,6 @@ def train_in_killed_process(plan, workers, iterations, out, path="", save=""):
     [
         ("ppo", "0"),
         ("dqn", "0"),
-        ("a2c", "2"),
         ("ppo_dqn", "2"),
     ],
 )

@@ -54,6 +54,7 @@ def open_page(browser, url, width=1280, scheme="light"):
     )
     media = [{"name": "prefers-color-scheme", "value": scheme}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
+    browser.get("about:blank")  # the last page no longer asks its server, which may have stopped
     browser.get_log("browser")
     browser.get(url)
     wait(browser, lambda: text(browser, "status"))
