@@ -110,6 +110,7 @@ def test_error_names_the_shard_and_the_stream_continues(in_process):
         assert next(stream) == [2, 8]
 
 
+@pytest.mark.slow_on_actors
 def test_error_policies_of_a_gather(in_process):
     def bad(x):
         if x in (1, 6, 7):

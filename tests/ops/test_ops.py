@@ -88,6 +88,7 @@ def test_async_returns_fragments(workers):
     assert all(len(batch.sources) == 1 for batch in batches)
 
 
+@pytest.mark.slow_on_actors
 def test_explain_shows_the_share_of_time_that_workers_sample(workers):
     rollouts = ParallelRollouts(workers, mode="async")
     shards = max(1, workers.num_workers)
@@ -293,6 +294,7 @@ def test_two_training_operators_report_separately():
             assert f"learn_time_ms/{name}" in result["timers"]
 
 
+@pytest.mark.slow_on_actors
 def test_reports_follow_the_minimum_of_env_steps(workers):
     rollouts = ParallelRollouts(workers, mode="bulk_sync")
     config = {"min_sample_timesteps_per_iteration": 50, "metrics_num_episodes_for_smoothing": 4}
