@@ -160,17 +160,20 @@ class EnvFactory:
                 )
                 vars(error)["num_envs"] = first.num_envs  # for evaluations
                 raise error
-            return SingleAgentAdapter(GymnasiumVectorEnv(first, self._seed, self._remake_first))
+
+            def make_first() -> Any:
+                return self._report_created(0, self.make_env(0))
+
+            return SingleAgentAdapter(GymnasiumVectorEnv(first, self._seed, make_first))
         if _is_gymnasium(first):
             return SingleAgentAdapter(DirectVectorEnv(envs, self._drop_invalid))
         horizon = None if self._soft_horizon else self._horizon
         return DirectMultiAgentVectorEnv(envs, horizon, self._drop_invalid)
 
-    def _remake_first(self) -> Any:
-        """Create the vector environment again that the creator returns."""
-        env = self.make_env(0)
+    def _report_created(self, vector_index: int, env: Any) -> Any:
+        """Call `on_env_created`, and return the environment."""
         if self._on_env_created is not None:
-            self._on_env_created(0, env)
+            self._on_env_created(vector_index, env)
         return env
 
     def _make_gymnasium_env(self, vector_index: int) -> gym.Env:
@@ -187,9 +190,7 @@ class EnvFactory:
                 f'vectorization_mode="{self._mode}" requires gymnasium environments, the creator '
                 f"returned a {type(env).__name__}"
             )
-        if self._on_env_created is not None:
-            self._on_env_created(vector_index, env)
-        return _CopyFinalObservation(env)
+        return _CopyFinalObservation(self._report_created(vector_index, env))
 
     def _check_horizon(self) -> None:
         if self._horizon is not None and not self._soft_horizon:
@@ -232,9 +233,7 @@ class EnvFactory:
                 raise ConfigError(f"env: {env_id!r} has no vector entry point: {error}") from error
             except TypeError as error:
                 raise self._env_config_error(env_id, error) from error
-            if self._on_env_created is not None:
-                self._on_env_created(0, env)
-            return GymnasiumVectorEnv(env, self._seed)
+            return GymnasiumVectorEnv(self._report_created(0, env), self._seed)
         check_installed("envpool", 'vectorization_mode="envpool"', extra="envpool")
         import envpool
 
@@ -257,9 +256,7 @@ class EnvFactory:
                 )
             except TypeError as error:
                 raise self._env_config_error(env_id, error) from error
-            if self._on_env_created is not None:
-                self._on_env_created(0, pool)
-            return cast(gym.vector.VectorEnv, pool)
+            return cast(gym.vector.VectorEnv, self._report_created(0, pool))
 
         return GymnasiumVectorEnv(make_pool(), None, make_restored=make_pool)
 
