@@ -257,7 +257,7 @@ class NumpyAlgorithm(Algorithm):
 """
 
 
-@pytest.mark.parametrize(("count", "numpy"), [(64, True), (8, False)])
+@pytest.mark.parametrize(("count", "numpy"), [(64, True), (16, False)])
 def test_plan_trains_with_many_workers(tmp_path, count, numpy):
     body = f"""
         import time

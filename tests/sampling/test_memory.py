@@ -129,9 +129,8 @@ def test_sampling_keeps_no_objects(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_memory_is_constant_over_millions_of_steps(mode):
     """Run in a new process, because earlier tests affect the heap."""
-    is_fast = mode.startswith("columns") or mode == "failures"
-    millions = 2 if is_fast else 0.5 if "rows" in mode else 1
+    millions = 2 if mode.startswith("columns") or mode == "failures" else 1
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        growth, objects = pool.apply(measure, (mode, int(millions * 1_000_000)))
-    assert growth < 4 * max(millions, 1)
+        growth, objects = pool.apply(measure, (mode, millions * 1_000_000))
+    assert growth < 4 * millions
     assert objects < 2_000
