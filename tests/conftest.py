@@ -3,11 +3,16 @@
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.fault_cases import FAULTS
 
 TESTS = Path(__file__).parent
+
+# the time of an example depends on the other processes of the machine
+hypothesis.settings.register_profile("flowrl", deadline=None)
+hypothesis.settings.load_profile("flowrl")
 
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")

@@ -98,24 +98,26 @@ def imports_of(path: Path) -> Iterator[Import]:
                 yield Import(place, module, distribution, id(node) not in lazy)
 
 
-# this script runs in a virtual environment of its own
-IMPORTING = [path for path in SOURCES if path.name != "sb3_script.py"]
-IMPORTS = [found for path in IMPORTING for found in imports_of(path)]
+@pytest.fixture(scope="module")
+def imports() -> list[Import]:
+    """Return the imports of all files but the script that runs in a virtual environment of its own."""
+    files = [path for path in SOURCES if path.name != "sb3_script.py"]
+    return [found for path in files for found in imports_of(path)]
 
 
-def test_imported_packages_are_declared():
-    assert {found for found in IMPORTS if found.distribution not in DECLARED} == set()
+def test_imported_packages_are_declared(imports):
+    assert {found for found in imports if found.distribution not in DECLARED} == set()
 
 
-def test_base_package_imports_only_base_dependencies():
-    at_import = {found for found in IMPORTS if found.at_import}
+def test_base_package_imports_only_base_dependencies(imports):
+    at_import = {found for found in imports if found.at_import}
     assert {found for found in at_import if found.distribution not in BASE} == set()
     tune = {found.place.split(":")[0] for found in at_import if found.module.startswith("ray.tune")}
     assert tune == {"flowrl/tune.py"}  # ray.tune needs the extra `tune`
 
 
-def test_declared_dependencies_are_imported_or_needed_for_a_reason():
-    imported = {found.distribution for found in IMPORTS}
+def test_declared_dependencies_are_imported_or_needed_for_a_reason(imports):
+    imported = {found.distribution for found in imports}
     assert set(DECLARED) - imported == set(NOT_IMPORTED)
 
 

@@ -18,7 +18,7 @@ from tests.policies.test_returns import reference_vtrace
 CLIPS = {"gamma": 0.9, "clip_rho": 1.2, "clip_c": 0.8, "clip_pg_rho": 1.1, "lambda_": 0.95}
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 2**31))
 def test_vtrace_of_trajectories_of_different_lengths(lengths, seed):
     rng, rows = np.random.default_rng(seed), sum(lengths)

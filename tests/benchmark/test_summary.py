@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.benchmark.rows import BenchmarkRow, benchmark_rows, rows_named, shipped_tables
@@ -34,7 +34,6 @@ def test_interquartile_mean_of_known_scores(scores, expected):
     assert interquartile_mean(scores) == expected
 
 
-@settings(deadline=None)  # the first example imports scipy
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30))
 def test_interquartile_mean_equals_the_trimmed_mean_of_scipy(scores):
     stats = pytest.importorskip("scipy.stats")

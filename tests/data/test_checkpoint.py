@@ -76,7 +76,7 @@ def assert_same(tree, expected):
         assert tree == expected or (tree != tree and expected != expected)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(trees)
 def test_any_tree_round_trips(tmp_path_factory, tree):
     path = tmp_path_factory.mktemp("c")

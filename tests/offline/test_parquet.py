@@ -58,7 +58,7 @@ def columns(rows):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), rows=st.integers(0, 5))
 def test_batches_survive_a_round_trip(tmp_path_factory, data, rows):
     path = tmp_path_factory.mktemp("parquet") / "a.parquet"

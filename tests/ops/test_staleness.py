@@ -68,7 +68,7 @@ def test_invalid_delays_are_rejected(value):
 # -- StalenessLimit --------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     workers=st.integers(1, 5),
     num_async=st.integers(1, 3),

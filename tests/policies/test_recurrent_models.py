@@ -18,7 +18,7 @@ from .fakes import BOX, model_for
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=8))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_packed_order_sorts_sequences_by_length(lens):
     rows, batch_sizes, order = packed_order(torch.tensor(lens))
     starts = np.cumsum([0, *lens[:-1]])
@@ -53,7 +53,7 @@ def sequence_batch(lens, cell_size=5, num_states=2, seed=0):
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("cell_type", ["lstm", "gru"])
 @given(lens=st.lists(st.integers(1, 5), min_size=1, max_size=5))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_learning_from_sequences_equals_acting_step_by_step(cell_type, shared, lens):
     model = recurrent_model(
         shared,
@@ -114,7 +114,7 @@ def test_gradient_is_the_same_with_padding_and_sequence_by_sequence():
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_padded_and_packed_sequences_give_equal_features_states_and_gradients(lens):
     tower = recurrent_model(lstm_cell_size=5).tower
     generator = torch.Generator().manual_seed(0)

@@ -14,7 +14,7 @@ from flowrl.replay import PrioritizedReplayBuffer, ReplayBuffer, ReservoirReplay
 from tests.replay.streams import FragmentStream, array_of, check_rows, chi_square
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     envs=st.integers(1, 3),
     lengths=st.lists(st.integers(1, 9), min_size=20, max_size=20),

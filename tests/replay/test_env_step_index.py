@@ -62,7 +62,7 @@ def batch_of(rows):
     )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     lengths=st.lists(st.integers(1, 7), min_size=1, max_size=4),
     missing=st.sets(st.tuples(st.integers(0, 2), st.integers(0, 6)), max_size=6),

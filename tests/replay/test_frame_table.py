@@ -28,7 +28,7 @@ def check_uses(table):
     assert len(set(released.tolist()) | set(used.tolist())) == len(released) + len(used)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     envs=st.integers(1, 3),
     lengths=st.lists(st.integers(1, 9), min_size=20, max_size=20),
@@ -59,7 +59,7 @@ def test_drawn_stacks_are_the_last_frames(envs, lengths, fragments, capacity, k,
         restored.add(fragment)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     envs=st.integers(1, 3),
     lengths=st.lists(st.integers(1, 9), min_size=20, max_size=20),

@@ -59,7 +59,7 @@ def assert_same(batch, expected):
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(sizes=st.lists(st.integers(1, 60), min_size=1, max_size=8), seed=st.integers(0, 99))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_buffer_in_files_draws_like_one_in_memory(kind, sizes, seed, tmp_path_factory):
     folder = tmp_path_factory.mktemp("rows")
     make, arguments = KINDS[kind]

@@ -14,7 +14,7 @@ def rows(first, count):
     return SampleBatch(obs=numbers[:, None], new_obs=numbers[:, None], rewards=numbers)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     replay_ratio=st.sampled_from([0.0, 0.25, 0.5, 0.7]),
     work=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 2)), min_size=1, max_size=12),

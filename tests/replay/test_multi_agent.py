@@ -82,7 +82,7 @@ def test_ratio_is_exact_to_one_batch(intensity, fragment):
     assert drawn
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=30), st.integers(0, 60))
 def test_without_training_intensity_one_batch_is_drawn_per_stored_batch(sizes, starts):
     buffer = make(learning_starts=starts)

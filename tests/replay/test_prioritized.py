@@ -12,7 +12,7 @@ from flowrl.replay.sum_tree import SumTree
 from tests.replay.streams import FragmentStream, chi_square
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     size=st.integers(1, 700),
     seed=st.integers(0, 1000),

@@ -49,7 +49,7 @@ def drawn_from(buffer, count):
     return sequences
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     envs=st.integers(1, 3),
     lengths=st.lists(st.integers(1, 9), min_size=4, max_size=12),

@@ -49,7 +49,7 @@ def segments_of(lanes, continues):
 
 
 @given(lanes_of_segments(), st.lists(st.booleans(), min_size=4, max_size=4), st.integers(0, 99))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_returns_are_sums_over_segments(drawn, continues, seed):
     rows, lanes = drawn
     if not any(lanes):

@@ -80,7 +80,7 @@ SHIFTS = st.one_of(
     st.integers(1, 7),
     st.integers(1, 2),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_views_equal_a_search_through_all_rows(shift, column, length, fragment, envs):
     w = worker({"view": ViewRequirement(column, shift=shift)}, length, fragment, envs)
     if column == "vf_preds":
@@ -98,7 +98,7 @@ def test_views_equal_a_search_through_all_rows(shift, column, length, fragment, 
 
 
 @given(st.integers(-4, 0), st.integers(1, 6), st.integers(1, 7), st.integers(1, 3))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_views_are_equal_for_acting_and_training(first, length, fragment, envs):
     views = {
         "obs": ViewRequirement("obs", shift=f"{first}:0"),
