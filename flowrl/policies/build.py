@@ -18,6 +18,7 @@ from flowrl.policies.exploration import Exploration
 from flowrl.policies.learning.torch_learner import NONFINITE_GRADIENT
 from flowrl.policies.models.tensor_batch import TensorBatch
 from flowrl.policies.torch_policy import TorchPolicy
+from flowrl.policies.torch_random import torch_seed
 from flowrl.settings import ConfigError
 
 _ACTING_HOOKS = {"action_sampler_fn", "action_distribution_fn"}
@@ -313,8 +314,7 @@ class BuiltTorchPolicy(TorchPolicy):
         if sampler_fn is not None:
             tensors, state = self.model.as_tensors(input_dict)
             self.model.eval()
-            with torch.inference_mode(), torch.random.fork_rng():
-                torch.manual_seed(int(self.rng.integers(2**63)))
+            with torch.inference_mode(), torch_seed(int(self.rng.integers(2**63))):
                 result = sampler_fn(
                     self, self.model, tensors, state, explore=explore, timestep=self.timestep
                 )

@@ -34,10 +34,9 @@ def unused_settings(plan: CheckedPlan) -> Iterator[PlanProblem]:
         return
     lines = _lines_of(plan)
     try:
-        code = [node for file in lines for node in _code_at(file, lines[file])]
+        read = {name for file in lines for name in _read_at(file, lines[file])}
     except (OSError, SyntaxError):  # the plan was written in a shell
         return
-    read = _names_read(code)
     read |= _read_by_methods(read, type(config)) | _read_by_operators(plan)
     unread = [name for name in changed if name not in read]
     for module in _modules(plan):
@@ -71,9 +70,8 @@ def _lines_of(plan: CheckedPlan) -> dict[str, set[int]]:
     return lines
 
 
-def _code_at(file: str, lines: set[int]) -> list[ast.AST]:
-    """Return the outermost functions at some lines of a file, the functions that they use, and
-    the modules from which they import names.
+def _read_at(file: str, lines: set[int]) -> frozenset[str]:
+    """Return the names that the functions at some lines of a file read, see `_read_by_functions`.
 
     Raises:
         OSError: the file has no text.
@@ -82,8 +80,15 @@ def _code_at(file: str, lines: set[int]) -> list[ast.AST]:
     text = "".join(linecache.getlines(file))
     if not text:
         raise OSError(f"{file} has no text")
-    statements = ast.parse(text).body
-    found: list[ast.AST] = [
+    return _read_by_functions(text, frozenset(lines))
+
+
+@lru_cache(maxsize=200)
+def _read_by_functions(text: str, lines: frozenset[int]) -> frozenset[str]:
+    """Return the names that the outermost functions at some lines read, with the functions of the
+    text that they use, and the modules from which they import names."""
+    statements = _parsed(text).body
+    functions: list[ast.stmt] = [
         statement
         for statement in statements
         if any(statement.lineno <= line <= (statement.end_lineno or 0) for line in lines)
@@ -94,13 +99,15 @@ def _code_at(file: str, lines: set[int]) -> list[ast.AST]:
         if isinstance(statement, (ast.FunctionDef, ast.ClassDef))
     }
     modules = dict(_imported_names(statements))
-    for node in found:  # grows
-        for name in {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}:
-            if name in definitions and definitions[name] not in found:
-                found.append(definitions[name])
+    read: set[str] = set()
+    for function in functions:  # grows
+        read |= _names_read(function)
+        for name in {one.id for one in ast.walk(function) if isinstance(one, ast.Name)}:
+            if name in definitions and definitions[name] not in functions:
+                functions.append(definitions[name])
             elif not modules.get(name, "flowrl").startswith("flowrl"):
-                found.append(_parsed(modules.pop(name)))
-    return found
+                read |= _read_in_module(modules.pop(name))
+    return frozenset(read)
 
 
 def _imported_names(statements: Iterable[ast.stmt]) -> Iterator[tuple[str, str]]:
@@ -114,18 +121,28 @@ def _imported_names(statements: Iterable[ast.stmt]) -> Iterator[tuple[str, str]]
                 yield alias.asname or alias.name, statement.module
 
 
-def _names_read(nodes: Iterable[ast.AST]) -> set[str]:
+@lru_cache(maxsize=4)  # trees are large
+def _parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+@lru_cache(maxsize=200)
+def _read_in_text(text: str) -> frozenset[str]:
+    """Return the names that a text reads, see `_names_read`."""
+    return frozenset(_names_read(_parsed(text)))
+
+
+def _names_read(node: ast.AST) -> set[str]:
     """Return the attributes that the code reads, and its strings except for keys of dicts."""
     found: set[str] = set()
-    for node in nodes:
-        keys: set[int] = set()
-        for part in ast.walk(node):  # a dict comes before its keys
-            if isinstance(part, ast.Dict):
-                keys.update(id(key) for key in part.keys)
-            elif isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Load):
-                found.add(part.attr)
-            elif isinstance(part, ast.Constant) and isinstance(part.value, str):
-                found.add("" if id(part) in keys else part.value)
+    keys: set[int] = set()
+    for part in ast.walk(node):  # a dict comes before its keys
+        if isinstance(part, ast.Dict):
+            keys.update(id(key) for key in part.keys)
+        elif isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Load):
+            found.add(part.attr)
+        elif isinstance(part, ast.Constant) and isinstance(part.value, str):
+            found.add("" if id(part) in keys else part.value)
     return found
 
 
@@ -141,8 +158,7 @@ def _read_by_methods(names: set[str], config_class: type) -> set[str]:
         member = inspect.getattr_static(config_class, name, None) if name.isidentifier() else None
         function = member.fget if isinstance(member, property) else member
         if isinstance(function, FunctionType):
-            source = textwrap.dedent(inspect.getsource(function))
-            read = _names_read([ast.parse(source)])
+            read = _read_in_text(textwrap.dedent(inspect.getsource(function)))
             found |= read
             remaining |= read - done
     return found
@@ -174,17 +190,12 @@ def _modules(plan: CheckedPlan) -> list[str]:
     return list(dict.fromkeys(modules))
 
 
-@lru_cache(maxsize=200)
 def _read_in_module(module: str) -> frozenset[str]:
-    return frozenset(_names_read([_parsed(module)]))
-
-
-def _parsed(module: str) -> ast.Module:
-    """Return the code of a module; an empty one for modules in C."""
+    """Return the names that a module reads; none for modules in C."""
     try:
-        return ast.parse(inspect.getsource(sys.modules[module]))
+        return _read_in_text(inspect.getsource(sys.modules[module]))
     except (OSError, KeyError, TypeError):
-        return ast.Module([], [])
+        return frozenset()
 
 
 def _line_that_sets(name: str, files: Iterable[str]) -> str | None:

@@ -21,6 +21,7 @@ from flowrl.policies.learning.loss_gradient import LossGradient
 from flowrl.policies.learning.protocols import ProcessGroup, Stats, TrainablePolicy
 from flowrl.policies.learning.tracked_batch import TrackedBatch
 from flowrl.policies.schedules import initial_value
+from flowrl.policies.torch_random import torch_seed
 from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.settings import ConfigError
 from flowrl.state_schema import Fields, Natural, check_own_state
@@ -451,8 +452,7 @@ class TorchLearner:
         if not self.draws_from_torch:
             yield
             return
-        with torch.random.fork_rng():
-            torch.manual_seed(int(self.policy.shuffle_rng.integers(2**63)))
+        with torch_seed(int(self.policy.shuffle_rng.integers(2**63))):
             yield
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from gymnasium import spaces
 from torch import nn
 
@@ -21,6 +20,7 @@ from flowrl.policies.models.module_model import ModuleModel
 from flowrl.policies.models.network_memory import check_network_memory
 from flowrl.policies.models.recurrent import RecurrentNetwork
 from flowrl.policies.models.torso import TorsoNetwork
+from flowrl.policies.torch_random import torch_seed
 from flowrl.policies.views import ViewRequirement
 from flowrl.setting_values import nearest
 from flowrl.settings import ConfigError, imported
@@ -90,9 +90,8 @@ def make_model(
         )
         return MaskedModel(inner, obs_space, action_space, num_outputs, config, outputs_per_action)
     is_fcnet = use_numpy and config.custom_model is None and _is_fully_connected(obs_space, config)
-    with torch.random.fork_rng(devices=[]):
-        # fully connected networks draw their weights from rng only
-        torch.manual_seed(0 if is_fcnet else int(rng.integers(2**63)))
+    # fully connected networks draw their weights from rng only
+    with torch_seed(0 if is_fcnet else int(rng.integers(2**63))):
         model = _make(obs_space, action_space, num_outputs, config, free_log_std, rng, is_fcnet)
     if config.num_framestacks > 1:
         shift = f"-{config.num_framestacks - 1}:0"
