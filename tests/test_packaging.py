@@ -100,7 +100,8 @@ def imports_of(path: Path) -> Iterator[Import]:
 
 @pytest.fixture(scope="module")
 def imports() -> list[Import]:
-    """Return the imports of all files but the script that runs in a virtual environment of its own."""
+    """Return the imports of all files."""
+    # sb3_script.py runs in a virtual environment of its own
     files = [path for path in SOURCES if path.name != "sb3_script.py"]
     return [found for path in files for found in imports_of(path)]
 
