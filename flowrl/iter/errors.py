@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
@@ -100,6 +101,17 @@ def operator_error(error: BaseException) -> BaseException:
     wrapped.__dict__.update(error.__dict__)
     wrapped.__cause__ = error
     return wrapped
+
+
+def call_in_stage(stage: Stage, function: Callable[[], Any]) -> Any:
+    """Call a function for a stage, and record the stage on its errors; StopIteration becomes a
+    RuntimeError."""
+    try:
+        return function()
+    except BaseException as error:
+        note_origin(error, stage, None)
+        error = operator_error(error)
+        raise error
 
 
 def mark_permanent(error: BaseException) -> None:

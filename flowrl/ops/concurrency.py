@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from flowrl.data import Batch, MultiAgentBatch, SampleBatch
 from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
-from flowrl.iter.errors import add_note, note_origin, operator_error
+from flowrl.iter.errors import add_note, call_in_stage
 from flowrl.iter.journal import Journal
 from flowrl.iter.metrics import current_journal
 from flowrl.iter.stage import walk
@@ -243,12 +243,7 @@ class DequeueStage(Stage):
             self.learner.stop()
 
     def pull(self, block: bool) -> Any:
-        try:
-            item = self._next()
-        except BaseException as error:
-            note_origin(error, self, None)
-            error = operator_error(error)
-            raise error
+        item = call_in_stage(self, self._next)
         if item is not NOT_READY:
             self.items += 1
         return item

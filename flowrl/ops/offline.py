@@ -11,7 +11,7 @@ import numpy as np
 
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
 from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
-from flowrl.iter.errors import note_origin, operator_error
+from flowrl.iter.errors import call_in_stage
 from flowrl.offline.parquet import OfflineDataError
 from flowrl.offline.parquet_writer import ParquetWriter
 from flowrl.offline.sources import MinariSource, OfflineSource, ParquetSource
@@ -209,12 +209,7 @@ class ReadStage(Stage):
         self._loaded: dict[str, Any] | None = None  # a state that the next pull restores
 
     def pull(self, block: bool) -> Any:
-        try:
-            batch = self._next_batch()
-        except BaseException as error:
-            note_origin(error, self, None)
-            error = operator_error(error)
-            raise error
+        batch = call_in_stage(self, self._next_batch)
         self.items += 1
         policy_id = self._trained_policy_id()
         counters = _get_shared_metrics().counters

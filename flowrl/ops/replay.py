@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from flowrl.data import Batch, BatchRef, MultiAgentBatch, SampleBatch
 from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
-from flowrl.iter.errors import note_origin, operator_error
+from flowrl.iter.errors import call_in_stage
 from flowrl.iter.stage import sources_to_list, with_sources
 from flowrl.ops.replay_actors import PendingDraw, ReplayActors
 from flowrl.ops.train import TrainedItem, check_trained
@@ -149,12 +149,7 @@ class ReplayStage(Stage):
         self.alternates = False  # with stores in the same plan; see Concurrently
 
     def pull(self, block: bool) -> Any:
-        try:
-            batch = self._next()
-        except BaseException as error:
-            note_origin(error, self, None)
-            error = operator_error(error)
-            raise error
+        batch = call_in_stage(self, self._next)
         if batch is not NOT_READY:
             self.items += 1
         return batch

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
-from flowrl.iter.errors import note_origin, operator_error
+from flowrl.iter.errors import call_in_stage
 from flowrl.iter.metrics import metrics_scope
 from flowrl.ops.plan_metrics import PlanMetrics
 from flowrl.ops.rollout import ParallelRollouts
@@ -67,20 +67,7 @@ class TrainingStep(Stage):
         return self._pull_up(True)  # a synchronous gather that may block has a batch
 
     def pull(self, block: bool) -> Any:
-        token = _running_step.set(self)
-        try:
-            results = self._algorithm.training_step()
-            if not isinstance(results, dict):
-                raise TypeError(
-                    f"{type(self._algorithm).__name__}.training_step() must return a dict of "
-                    f"results, it returned a {type(results).__name__}"
-                )
-        except BaseException as error:
-            note_origin(error, self, None)
-            error = operator_error(error)
-            raise error
-        finally:
-            _running_step.reset(token)
+        results = call_in_stage(self, self._step)
         plan = PlanMetrics.of(_get_shared_metrics())
         plan.step_results = {
             name: value for name, value in results.items() if name not in plan.info
@@ -93,6 +80,19 @@ class TrainingStep(Stage):
                 "are never reached: sample with synchronous_parallel_sample("
                 "worker_set=self.workers), which counts them", self.title, self.items,
             )  # fmt: skip
+        return results
+
+    def _step(self) -> dict[str, Any]:
+        token = _running_step.set(self)
+        try:
+            results = self._algorithm.training_step()
+        finally:
+            _running_step.reset(token)
+        if not isinstance(results, dict):
+            raise TypeError(
+                f"{type(self._algorithm).__name__}.training_step() must return a dict of "
+                f"results, it returned a {type(results).__name__}"
+            )
         return results
 
     def can_wait(self) -> bool:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from flowrl.iter.errors import mark_permanent, note_origin, operator_error
+from flowrl.iter.errors import call_in_stage, mark_permanent, note_origin
 from flowrl.iter.stage import Stage
 
 MAX_FAILURES = 10  # of a generator at one place, after which Skip does not try it again
@@ -44,19 +44,14 @@ class FromIterable(Stage):
         self.resumable = isinstance(iterable, Sequence)
 
     def _open(self) -> Iterator[Any]:
-        try:
-            iterable = self._iterable() if callable(self._iterable) else self._iterable
-            if isinstance(iterable, Sequence) and self._skip:
-                iterable, self._skip = iterable[self._skip :], 0
-            return iter(iterable)
-        except BaseException as error:
-            note_origin(error, self, None)
-            error = operator_error(error)
-            raise error
+        iterable = self._iterable() if callable(self._iterable) else self._iterable
+        if isinstance(iterable, Sequence) and self._skip:
+            iterable, self._skip = iterable[self._skip :], 0
+        return iter(iterable)
 
     def pull(self, block: bool) -> Any:
         if self._iterator is None:
-            self._iterator = self._open()
+            self._iterator = call_in_stage(self, self._open)
         try:
             while self._skip:
                 next(self._iterator)

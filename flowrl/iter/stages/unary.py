@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
-from flowrl.iter.errors import OnError, note_origin, operator_error
+from flowrl.iter.errors import OnError, call_in_stage, note_origin
 from flowrl.iter.stage import (
     NOT_READY,
     Source,
@@ -77,18 +77,10 @@ class ForEachWithHooks(ForEach):
         """Return whether the operator has one of the hooks."""
         return any(callable(getattr(fn, name, None)) for name in ("ready", "_on_fetch_start"))
 
-    def _call_hook(self, hook: Callable[[], Any]) -> Any:
-        try:
-            return hook()
-        except BaseException as error:
-            note_origin(error, self, None)
-            error = operator_error(error)
-            raise error
-
     def _has_room(self) -> bool:
         if self._ready is None:
             return True
-        room = bool(self._call_hook(self._ready))
+        room = bool(call_in_stage(self, self._ready))
         if room == self._full:  # the operator became full or not full
             now = time.perf_counter()
             if room:
@@ -101,7 +93,7 @@ class ForEachWithHooks(ForEach):
             if not self._has_room():
                 return NOT_READY
             if self._on_fetch_start is not None and not self._fetching:
-                self._call_hook(self._on_fetch_start)
+                call_in_stage(self, self._on_fetch_start)
                 self._fetching = True
             if self._held is NOT_READY:
                 item = self._pull_up(block)
