@@ -177,7 +177,7 @@ class AgentChecks:
             if problem is None and not np.isfinite(of_rows).all():
                 row = int((~np.isfinite(of_rows)).argmax())
                 problem = (
-                    f"a reward that is not finite in float32: {of_rows[row]} (rewards), at step "
+                    f"a reward that is not finite: {of_rows[row]} (rewards), at step "
                     f"{steps[segment.begin + row]} of its episode"
                 )
             if problem is not None:

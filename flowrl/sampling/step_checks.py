@@ -70,9 +70,7 @@ class StepChecks:
             end, final = int(segments.ends[index]), int(segments.finals[index])
             is_open = segments.events[index] == Event.OPEN
             for row in (begin + np.flatnonzero(invalid_rewards[begin:end, env])).tolist():
-                problems.append(
-                    (row, env, f"a reward that is not finite in float32: {rewards[row, env]}")
-                )
+                problems.append((row, env, f"a reward that is not finite: {rewards[row, env]}"))
             for row in (begin + np.flatnonzero(invalid_raw[begin : end + is_open, env])).tolist():
                 problems.append((max(row - 1, 0), env, self._describe(raw, (row, env))))
             if final >= 0 and invalid_finals[final]:
