@@ -71,7 +71,8 @@ def _lines_of(plan: CheckedPlan) -> dict[str, set[int]]:
 
 
 def _read_at(file: str, lines: set[int]) -> frozenset[str]:
-    """Return the names that the functions at some lines of a file read, see `_read_by_functions`.
+    """Return the names that the outermost functions at some lines of a file read, the functions
+    that they use, and the modules from which they import names.
 
     Raises:
         OSError: the file has no text.
@@ -80,13 +81,14 @@ def _read_at(file: str, lines: set[int]) -> frozenset[str]:
     text = "".join(linecache.getlines(file))
     if not text:
         raise OSError(f"{file} has no text")
-    return _read_by_functions(text, frozenset(lines))
+    read, modules = _read_by_functions(text, frozenset(lines))
+    return read.union(*map(_read_in_module, modules))
 
 
 @lru_cache(maxsize=200)
-def _read_by_functions(text: str, lines: frozenset[int]) -> frozenset[str]:
-    """Return the names that the outermost functions at some lines read, with the functions of the
-    text that they use, and the modules from which they import names."""
+def _read_by_functions(text: str, lines: frozenset[int]) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names that the outermost functions at some lines of a text, and the functions that
+    they use, read, and the modules outside of flowrl from which they import names."""
     statements = _parsed(text).body
     functions: list[ast.stmt] = [
         statement
@@ -98,16 +100,17 @@ def _read_by_functions(text: str, lines: frozenset[int]) -> frozenset[str]:
         for statement in statements
         if isinstance(statement, (ast.FunctionDef, ast.ClassDef))
     }
-    modules = dict(_imported_names(statements))
+    module_of = dict(_imported_names(statements))
     read: set[str] = set()
+    modules: set[str] = set()
     for function in functions:  # grows
         read |= _names_read(function)
         for name in {one.id for one in ast.walk(function) if isinstance(one, ast.Name)}:
             if name in definitions and definitions[name] not in functions:
                 functions.append(definitions[name])
-            elif not modules.get(name, "flowrl").startswith("flowrl"):
-                read |= _read_in_module(modules.pop(name))
-    return frozenset(read)
+            elif not module_of.get(name, "flowrl").startswith("flowrl"):
+                modules.add(module_of[name])
+    return frozenset(read), frozenset(modules)
 
 
 def _imported_names(statements: Iterable[ast.stmt]) -> Iterator[tuple[str, str]]:
