@@ -19,7 +19,7 @@ from flowrl.process_usage import resident_bytes
 
 MAX_INTERVAL = 64  # maximum number of pulls per timed pull
 MAX_INTERVAL_S = 1.0  # approximate maximum of the seconds between two timed pulls
-TIMING_S = 2e-6  # seconds for timing the pull of one stage
+TIMING_S = 4e-6  # seconds for timing the pull of one stage
 MAX_OVERHEAD = 0.007  # maximum share of the time since the start that timing takes
 MEMORY_S = 4e-6  # seconds for measuring the memory before and after the pull of one stage
 MAX_MEMORY_OVERHEAD = 0.003  # maximum share of the time that measuring the memory takes
@@ -28,6 +28,8 @@ MEMORY_INTERVAL_S = 0.05  # minimum seconds between two pulls whose memory is me
 
 # stage, time of perf_counter at the start, seconds, whether it returned an item
 OnPull = Callable[[Stage, float, float, bool], None]
+# the pull of the last stage, and for each stage those of its parents
+Wiring = tuple[Pull, list[tuple[Stage, list[Pull]]]]
 
 
 class StageTimes:
@@ -68,28 +70,27 @@ class Profiler:
         self._stack: list[tuple[Stage, float, float]] = []
         self._waiting_since: float | None = None
         self._parents_bytes = 0  # by which the process grew in these parents
-        self._measures_memory = False
         self._pulls_since_memory = 0
         self._memory_due = 0.0
         timed = {stage: self._timed_pull(stage) for stage in self.stages}
-        self._pull_root = timed[root]
-        self._wirings = [
-            (
-                stage,
-                [parent.pull for parent in stage.parents],
-                [timed[parent] for parent in stage.parents],
-            )
-            for stage in self.stages
-            if stage.parents
-        ]
+        measured = {stage: self._measured_pull(stage, timed[stage]) for stage in self.stages}
+        self._plain = self._wiring({stage: stage.pull for stage in self.stages})
+        self._timed = self._wiring(timed)
+        self._measured = self._wiring(measured)
+
+    def _wiring(self, pulls: dict[Stage, Pull]) -> Wiring:
+        """Return the plan's pull, and for each stage those of its parents."""
+        parents = [(stage, [pulls[parent] for parent in stage.parents]) for stage in self.stages]
+        return pulls[self.stages[0]], [entry for entry in parents if entry[1]]
 
     def _timed_pull(self, stage: Stage) -> Pull:
-        times, pull, clock = self._times[stage], stage.pull, time.perf_counter
+        """Return a function that pulls a stage and adds up its seconds."""
+        times, pull, clock, stack = self._times[stage], stage.pull, time.perf_counter, self._stack
 
         def timed(block: bool) -> Any:
             siblings_s, self._parents_s = self._parents_s, 0.0
             waited, started = stage.waited_s, clock()
-            self._stack.append((stage, started, siblings_s))
+            stack.append((stage, started, siblings_s))
             item = NOT_READY
             try:
                 item = pull(block)
@@ -97,7 +98,7 @@ class Profiler:
                     times.starved = True
                 return item
             finally:
-                self._stack.pop()
+                stack.pop()
                 seconds = clock() - started
                 weight = self._weight
                 times.pull_s += seconds * weight
@@ -107,9 +108,13 @@ class Profiler:
                 if self.on_pull is not None:
                     self.on_pull(stage, started, seconds, item is not NOT_READY)
 
-        def timed_with_memory(block: bool) -> Any:
-            if not self._measures_memory:
-                return timed(block)
+        return timed
+
+    def _measured_pull(self, stage: Stage, timed: Pull) -> Pull:
+        """Return a function that in addition adds up the growth of the memory."""
+        times = self._times[stage]
+
+        def measured(block: bool) -> Any:
             siblings, self._parents_bytes = self._parents_bytes, 0
             before = resident_bytes()
             try:
@@ -119,21 +124,20 @@ class Profiler:
                 times.grown_bytes += (grown - self._parents_bytes) * self._pulls_since_memory
                 self._parents_bytes = siblings + grown
 
-        return timed_with_memory
+        return measured
 
     def pull(self, block: bool) -> Any:
         """Pull the plan once with timing; this represents all pulls since the last timed one."""
         self._parents_s = 0.0
         self._weight = max(self._interval - self.next_timed, 1)
         self._pulls_since_memory += self._weight
-        self._measures_memory = time.perf_counter() >= self._memory_due
+        measures_memory = time.perf_counter() >= self._memory_due
         stages_before = self._timed_stages
-        for stage, _, timed in self._wirings:
-            stage.wire(timed)
+        pull = _wire(self._measured if measures_memory else self._timed)
         try:
-            return self._pull_root(block)
+            return pull(block)
         finally:
-            if self._measures_memory:
+            if measures_memory:
                 self._pulls_since_memory = 0
                 cost_s = MEMORY_S * (self._timed_stages - stages_before)
                 interval_s = max(MEMORY_INTERVAL_S, cost_s / MAX_MEMORY_OVERHEAD)
@@ -141,8 +145,7 @@ class Profiler:
             self._pulls += self._weight
             self._timed_pulls += 1
             self._interval = self.next_timed = self._next_interval()
-            for stage, plain, _ in self._wirings:
-                stage.wire(plain)
+            _wire(self._plain)
 
     def _next_interval(self) -> int:
         """Return the number of pulls until the next timed one, so that timing takes at most
@@ -199,3 +202,11 @@ class Profiler:
             **{name: value / total for name, value in seconds.items()},
             "grown_bytes": times.grown_bytes,
         }
+
+
+def _wire(wiring: Wiring) -> Pull:
+    """Let the stages pull their parents through a wiring; return the pull of the last stage."""
+    pull, parents = wiring
+    for stage, pulls in parents:
+        stage.wire(pulls)
+    return pull
