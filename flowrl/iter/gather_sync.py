@@ -72,7 +72,10 @@ class GatherSync(Gather):
 
     def _run_round(self, block: bool) -> bool:
         """Request and receive items; return whether the round has one of every member."""
-        if self.journal is None or not self.shards.remote:
+        if not self.shards.remote:
+            self._complete_local_round()
+            return True
+        if self.journal is None:
             return self._complete_round(block)
         if not self.journal.replays:
             try:
@@ -91,25 +94,30 @@ class GatherSync(Gather):
                 self._round[index] = item
         return True
 
+    def _complete_local_round(self) -> None:
+        """Receive an item of every shard of this process, in shard order."""
+        for shard in self.states:
+            while shard.status == "live" and shard.index not in self._round:
+                self._request(shard)
+                for item in self._receive(shard.requests[0]):
+                    self._round[shard.index] = item
+
     def _complete_round(self, block: bool) -> bool:
-        round_, remote = self._round, self.shards.remote
         while True:
             missing = self._request_missing()
             if not missing and not self._in_flight:
                 return True
             # in shard order, so that the first of several errors is always the same one
             refs = [ref for shard in self.states for ref in shard.requests]
-            replies = self._fetch_all(refs) if remote and block else None
+            replies = self._fetch_all(refs) if block else None
             if replies is None:
                 replies = [None] * len(refs)
-                if remote:
-                    ready = self._wait(for_all=True) if block else ready_refs(refs) if refs else []
-                    ready_set = set(ready)
-                    refs = [ref for ref in refs if ref in ready_set]
+                ready = set(self._wait(for_all=True) if block else ready_refs(refs) if refs else [])
+                refs = [ref for ref in refs if ref in ready]
             for ref, reply in zip(refs, replies, strict=False):
                 index = self._in_flight[ref].shard.index
                 for item in self._receive(ref, reply):
-                    round_[index] = item
+                    self._round[index] = item
             if self._has_timeouts:
                 self._check_timeouts()
             if not refs and not block:

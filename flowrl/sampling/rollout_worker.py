@@ -275,7 +275,10 @@ class RolloutWorker:
         self, policy: Policy, rows: SampleBatch, result: dict[str, float]
     ) -> None:
         """Call the callback before a policy learns; entries of `result` are reported."""
-        call(self.callbacks, "on_learn_on_batch", policy=policy, train_batch=rows, result=result)
+        if overrides(self.callbacks, "on_learn_on_batch"):
+            call(
+                self.callbacks, "on_learn_on_batch", policy=policy, train_batch=rows, result=result
+            )
 
     def learn_on_batch(self, batch: SampleBatch | MultiAgentBatch) -> dict[str, dict[str, float]]:
         """Update every policy in the batch, regardless of `policies_to_train`; return statistics by

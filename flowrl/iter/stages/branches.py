@@ -94,14 +94,14 @@ class Union(Stage):
         # a branch that was not ready
         self._credit = [0.0] * len(branches)
         self._done = [False] * len(branches)
+        self._has_ended = self._outputs_have_ended()
         self._turn = -1
         self._kept_turn: int | None = None  # the branch to wait for
         self._yielded = False  # returned NOT_READY though a branch was ready
         self._last: Stage | None = None
 
-    @property
-    def _has_ended(self) -> bool:
-        """Whether all branches whose items are returned have ended."""
+    def _outputs_have_ended(self) -> bool:
+        """Return whether all branches whose items are returned have ended."""
         return all(done for done, output in zip(self._done, self._is_output, strict=True) if output)
 
     def is_output(self, index: int) -> bool:
@@ -206,6 +206,7 @@ class Union(Stage):
     def _end_branch(self, index: int) -> None:
         """End a branch; the children of `duplicate` that only it reads are not read any more."""
         self._done[index] = True
+        self._has_ended = self._outputs_have_ended()
         still_read = {
             child
             for children, done in zip(self._children, self._done, strict=True)
@@ -247,6 +248,7 @@ class Union(Stage):
             raise ValueError(f"{self}: the saved state is of another number of branches")
         self.items, self._turn = state["items"], turn
         self._credit, self._done = list(state["credit"]), list(state["done"])
+        self._has_ended = self._outputs_have_ended()
 
 
 def _check_weights(weights: Sequence[float | str], branches: int) -> None:
