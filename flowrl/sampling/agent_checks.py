@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.data.columns import map_leaves
+from flowrl.data.serialization import can_be_saved
 from flowrl.data.spaces import stack_values
 from flowrl.data.types import AgentID
 from flowrl.envs.multi_agent_vector_env import MAX_CACHED_AGENTS, MultiAgentVectorEnv
@@ -49,13 +50,18 @@ class AgentChecks:
         self._warned: set[str] = set()
 
     def check_policy(self, agent: AgentID, lanes: PolicyLanes) -> None:
-        """Compare an agent's spaces with those of its policy.
+        """Check an agent's id, and compare its spaces with those of its policy.
 
         Raises:
-            ConfigError: they differ.
+            ConfigError: the spaces differ, or checkpoints cannot contain the id.
         """
         if (agent, lanes.policy_id) in self._fitting:
             return
+        if not can_be_saved(agent):
+            raise ConfigError(
+                f"env: the agent id {agent!r} is of type {type(agent).__name__}, which checkpoints "
+                "cannot contain: use strings, numbers, or tuples of them"
+            )
         if len(self._fitting) >= MAX_CACHED_AGENTS:
             self._fitting.clear()
             self._seen.clear()

@@ -390,6 +390,15 @@ def test_agent_whose_policy_has_another_space_raises():
         worker.sample()
 
 
+@pytest.mark.parametrize("agent", [b"a", frozenset("a")])
+def test_agent_id_that_checkpoints_cannot_contain_raises(agent):
+    worker = RolloutWorker(
+        lambda context: FourStepEnv([agent]), {"p": ObservedValue}, {"rollout_fragment_length": 4}
+    )
+    with pytest.raises(ConfigError, match=r"the agent id .* which checkpoints cannot contain"):
+        worker.sample()
+
+
 # -- views of other agents ------------------------------------------------------------------------
 
 
