@@ -122,11 +122,12 @@ def logged_scalars(result: dict[str, Any], names: str) -> dict[str, Any]:
     omitted.append("diagnosis")
     if len(result.get("trainers", ())) == 1:  # its metrics are those of the learners
         omitted.append("trainers")
+    omitted_groups = tuple(f"{name}/" for name in omitted)
     scalars = {}
     for name, value in flatten_result(result):
         group, _, last = name.rpartition("/")
         is_repeated = group in ("counters", "info") and (last in result or last in INFO_COUNTERS)
-        is_omitted = any(name == other or name.startswith(f"{other}/") for other in omitted)
+        is_omitted = name in omitted or name.startswith(omitted_groups)
         is_own = last == own_entry and name.startswith(("learners/", "info/learner/"))
         if is_own or not (is_repeated or is_omitted):
             scalars[name] = value

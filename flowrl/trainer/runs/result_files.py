@@ -11,6 +11,7 @@ import io
 import json
 import math
 import os
+import re
 import socket
 import struct
 import sys
@@ -23,6 +24,8 @@ import numpy as np
 
 from flowrl.trainer.metric_names import logged_scalars
 from flowrl.whole_files import write_whole
+
+_NOT_IN_TAGS = re.compile(r"[^-/\w.]")  # characters that TensorBoard does not allow in names
 
 
 class ResultFiles:
@@ -109,13 +112,13 @@ class ResultFiles:
         the next events would wait for it forever.
         """
         from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.summary import scalar
 
         now = time.time()
         event = Event(wall_time=now, step=int(result["timesteps_total"]))
         for name, value in row.items():
             if isinstance(value, (int, float)) and not math.isnan(value):
-                event.summary.MergeFrom(scalar(name, value))
+                tag = _NOT_IN_TAGS.sub("_", name).lstrip("/")
+                event.summary.value.add(tag=tag, simple_value=float(value))
         data = _event_record(event.SerializeToString())
         if self._events is None:
             name = f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}"
