@@ -10,9 +10,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any, Literal
 
 from flowrl.iter.ray_health import RayLostError
 from flowrl.iter.stage import walk
@@ -23,7 +21,6 @@ from flowrl.settings import ConfigError
 from flowrl.trainer.runs.activity_log import ActivityLog, truncate_activities
 from flowrl.trainer.runs.continuing import ways_to_continue
 from flowrl.trainer.runs.formatting import format_count, format_path
-from flowrl.trainer.runs.live_view import LiveView
 from flowrl.trainer.runs.progress import ProgressTable
 from flowrl.trainer.runs.recording import Recording, end_recording_at
 from flowrl.trainer.runs.run_directory import (
@@ -40,6 +37,9 @@ from flowrl.trainer.runs.signal_handler import (
     is_output_closed,
 )
 from flowrl.trainer.runs.stop_rules import PendingMetrics, StopRules, metric_rules
+
+if TYPE_CHECKING:
+    from flowrl.trainer.runs.live_view import LiveView
 
 log = logging.getLogger("flowrl")
 
@@ -215,8 +215,14 @@ def _write_trace(tracer: Tracer, path: Path) -> None:
 
 def _new_display(algorithm: Any, stop: StopRules, display: Display) -> ProgressTable | LiveView:
     """Return the display of a run."""
-    if display != "line" and sys.stdout.isatty() and not Console().is_dumb_terminal:
-        return LiveView(stop, algorithm.monitor)
+    if display != "line" and sys.stdout.isatty():
+        # not imported above: runs without a terminal start faster without rich
+        from rich.console import Console
+
+        from flowrl.trainer.runs.live_view import LiveView
+
+        if not Console().is_dumb_terminal:
+            return LiveView(stop, algorithm.monitor)
     return ProgressTable(stop, algorithm.plan.metrics.counters)
 
 
