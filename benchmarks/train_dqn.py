@@ -201,7 +201,7 @@ def main() -> None:
             process = subprocess.run(command, capture_output=True, text=True, check=True)
             results[name].append(json.loads(process.stdout.splitlines()[-1]))
             print(f"# seed {seed}, {name}: {results[name][-1]}", flush=True)
-    print(f"| | env steps/s | flowrl is × | {LONG}: × | updates |")
+    print(f"| | env steps/s | flowrl / this row | {LONG} / this row | updates |")
     print("|---|---:|---:|---:|---:|")
     speed = {name: [r["steps"] / r["seconds"] for r in runs] for name, runs in results.items()}
     for name, speeds in speed.items():

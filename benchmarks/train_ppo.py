@@ -236,7 +236,7 @@ def main() -> None:
             seconds[name].append(result["seconds"] if reached else float("inf"))
             steps[name].append(result["steps"])
             print(f"# seed {seed}, {name}: {result}", flush=True)
-    print("| | env steps/s | flowrl is × | seconds to 475 | flowrl takes × | env steps to 475 |")
+    print("| | env steps/s | flowrl / this row | seconds to 475 | flowrl takes × | env steps to 475 |")
     print("|---|---:|---:|---:|---:|---:|")
     for name in pythons:
         print(
