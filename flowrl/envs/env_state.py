@@ -47,11 +47,18 @@ def _stateful_layer(env: Any) -> tuple[Any, list[Any]]:
     return None, limits
 
 
+def has_whole_state(env: Any) -> bool:
+    """Return whether `get_state` and `set_state` are methods of the environment itself, not of a
+    wrapper, whose state does not contain that of the environment in it."""
+    layer, _ = _stateful_layer(env)
+    return layer is not None and getattr(layer, "unwrapped", layer) is layer
+
+
 def get_env_state(env: Any) -> dict[str, Any] | None:
-    """Return the state of an environment that implements `get_state` and `set_state`.
+    """Return the state of an environment or a wrapper that implements `get_state` and `set_state`.
 
     Returns:
-        its state, the state of its random generator and the elapsed steps of its TimeLimits; None
+        its state, the state of the random generator and the elapsed steps of the TimeLimits; None
         if the environment does not implement the methods or its state cannot be saved.
     """
     layer, limits = _stateful_layer(env)
@@ -67,17 +74,20 @@ def get_env_state(env: Any) -> dict[str, Any] | None:
 
 
 def set_env_state(env: Any, state: dict[str, Any]) -> bool:
-    """Restore the result of `get_env_state`; return False if the wrappers do not match."""
+    """Restore the result of `get_env_state`; return False if the wrappers do not match, or the
+    environment has no random generator."""
     layer, limits = _stateful_layer(env)
     if layer is None or len(limits) != len(state["elapsed_steps"]):
         return False
     layer.set_state(state["state"])
     for limit, elapsed_steps in zip(limits, state["elapsed_steps"], strict=True):
         set_elapsed_steps(limit, elapsed_steps)
+    if state["rng"] is None:
+        return True
     rng = find_rng(env)
-    if rng is not None and state["rng"] is not None:
+    if rng is not None:
         restore_stream(rng, state["rng"])
-    return True
+    return rng is not None
 
 
 def copy_actions(actions: dict[Any, Any]) -> dict[Any, Any]:

@@ -23,6 +23,7 @@ import gymnasium as gym
 from flowrl.envs.env_state import (
     find_rng,
     get_env_state,
+    has_whole_state,
     pack_actions,
     set_env_state,
     unpack_actions,
@@ -302,7 +303,7 @@ class RestartingEnvs:
         """Bring an environment to the step at which it was saved.
 
         It restores the environment's own state if that was saved; otherwise it repeats the
-        recorded reset and replays the logged actions.
+        recorded reset, replays the logged actions, and restores the state of a wrapper.
 
         Args:
             index: index of the environment.
@@ -321,35 +322,48 @@ class RestartingEnvs:
         return False
 
     def _replay(self, index: int, state: dict[str, Any], matches: Callable[[Any], bool]) -> bool:
-        env = self.envs[index]
-        env_state, reset = state["env_states"][index], state["resets"][index]
+        env, env_state = self.envs[index], state["env_states"][index]
+        reset = state["resets"][index]
+        actions = unpack_actions(state["action_logs"][index])
         try:
-            if env_state is not None:
+            if env_state is not None and has_whole_state(env):
                 env.reset()  # wrappers require it before the first step
+                if env_state["rng"] is not None:
+                    self._create_rng(index)
                 self._resets[index], self.action_logs[index] = None, []
-                num_logged = len(unpack_actions(state["action_logs"][index]))
-                self._unlogged_steps[index] = state["unlogged_steps"][index] + num_logged
+                self._unlogged_steps[index] = state["unlogged_steps"][index] + len(actions)
                 return set_env_state(env, env_state)
-            if reset is None:
-                return False
-            seed, rng_state = reset
-            if rng_state is not None:
-                rng = find_rng(env)
-                if rng is None:  # created by the first reset
-                    env.reset(seed=derive_seed(self._seed, "env", index))
-                    rng = find_rng(env)
-                if rng is None:
-                    return False
-                restore_stream(rng, rng_state)
-            observation, _ = env.reset() if seed is None else env.reset(seed=seed)
-            actions = unpack_actions(state["action_logs"][index])
-            for action in actions:
-                observation, *_ = env.step(copy.deepcopy(action))  # it may modify the action
+            replayed = reset is not None and self._repeat_episode(index, reset, actions, matches)
+            if env_state is not None:  # of a wrapper, which keeps it in the next episodes
+                return set_env_state(env, env_state) and replayed
         except Exception as error:
             log.warning("sub-environment %d failed to replay its episode: %r", index, error)
             return False
+        return replayed
+
+    def _repeat_episode(
+        self, index: int, reset: Any, actions: list[Any], matches: Callable[[Any], bool]
+    ) -> bool:
+        """Repeat a reset and actions; return whether the last observation matches."""
+        env, (seed, rng_state) = self.envs[index], reset
+        if rng_state is not None:
+            rng = self._create_rng(index)
+            if rng is None:
+                return False
+            restore_stream(rng, rng_state)
+        observation, _ = env.reset() if seed is None else env.reset(seed=seed)
+        for action in actions:
+            observation, *_ = env.step(copy.deepcopy(action))  # it may modify the action
         self._resets[index], self.action_logs[index] = reset, actions
         return matches(observation)
+
+    def _create_rng(self, index: int) -> Any:
+        """Return the random generator of an environment, which a reset with a seed creates; None if
+        it has none."""
+        env = self.envs[index]
+        if find_rng(env) is None:
+            env.reset(seed=derive_seed(self._seed, "env", index))
+        return find_rng(env)
 
     def close(self) -> None:
         """Close all environments."""

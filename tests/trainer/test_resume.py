@@ -453,7 +453,49 @@ class StateCannotBeSaved(SavesState):
         return {"object": self}
 
 
-@pytest.mark.parametrize("env", [SavesState, GetStateTakesArgument, StateCannotBeSaved])
+class DrawsInSteps(SavesState):
+    """Its episodes start with the same observation: only steps use the random stream."""
+
+    def reset(self, *, seed=None, options=None):
+        gym.Env.reset(self, seed=seed)
+        self.t, self.x = 0, np.zeros(1)
+        return self.x.copy(), {}
+
+    def step(self, action):
+        self.x = self.x + 0.1 * self.np_random.normal(size=1)
+        return super().step(action)
+
+
+class StatelessDraws(DrawsInSteps):
+    get_state = set_state = None
+
+
+class CountsSteps(gym.Wrapper):
+    """Scales rewards by the number of steps in all episodes, which only the wrapper knows."""
+
+    def __init__(self):
+        super().__init__(StatelessDraws())
+        self.count = 0
+
+    def step(self, action):
+        observation, reward, *ends = self.env.step(action)
+        self.count += 1
+        return observation, reward * self.count, *ends
+
+    def get_state(self):
+        return {"count": self.count}
+
+    def set_state(self, state):
+        self.count = state["count"]
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        SavesState, GetStateTakesArgument, StateCannotBeSaved, DrawsInSteps,
+        CountsSteps,
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("horizon", [None, 9])
 def test_environments_with_get_state_resume(tmp_path, env, horizon):
     settings = {"num_envs_per_worker": 2, "train_batch_size": 22, "seed": 4, "horizon": horizon}
