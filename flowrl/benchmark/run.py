@@ -28,6 +28,7 @@ from flowrl.trainer.algorithm import Algorithm
 from flowrl.whole_files import write_whole
 
 EVALUATION_EPISODES = 100
+WINDOW = 100  # training episodes of a mean return
 MAX_POINTS = 100  # of a learning curve
 CHECKOUT = Path(__file__).parents[2]
 RESULTS = "benchmarks/results"  # which benchmarks write themselves
@@ -40,13 +41,14 @@ class Outcome:
     """The result of a training.
 
     Attributes:
-        curve: (env steps, mean return of the last 100 training episodes, seconds of training).
+        curve: (env steps, mean return of the last 100 training episodes, seconds of training,
+            number of these episodes, which is smaller at the start).
         score, score_std: of the returns of EVALUATION_EPISODES evaluation episodes.
         seconds: wall time of the training with its start, without the evaluation.
         versions: package -> version.
     """
 
-    curve: list[tuple[int, float, float]]
+    curve: list[tuple[int, float, float, int]]
     score: float
     score_std: float
     seconds: float
@@ -98,16 +100,19 @@ def train_flowrl(row: BenchmarkRow, seed: int, run_dir: Path) -> Outcome:
     )
 
 
-def learning_curve(run_dir: Path) -> list[tuple[int, float, float]]:
-    """Return (env steps, mean return of the last episodes, seconds of training) of each result
-    that has a mean return."""
+def learning_curve(run_dir: Path) -> list[tuple[int, float, float, int]]:
+    """Return the points of `Outcome.curve` of a run: of each result that has a mean return."""
     with open(run_dir / "progress.csv", newline="") as file:
         rows = [
-            (row["timesteps_total"], row["episode_reward_mean"], row["time_total_s"])
+            (
+                int(row["timesteps_total"]),
+                float(row["episode_reward_mean"] or "nan"),
+                float(row["time_total_s"]),
+                int(row["episodes_in_window"]),
+            )
             for row in csv.DictReader(file)
         ]
-    points = [(int(steps), float(mean or "nan"), float(at)) for steps, mean, at in rows]
-    return [point for point in points if math.isfinite(point[1])]
+    return [point for point in rows if math.isfinite(point[1])]
 
 
 def result_of(
@@ -116,9 +121,9 @@ def result_of(
     """Return the result of a training for its file.
 
     Keys: those of `Outcome`, the curve with at most MAX_POINTS; `best`, highest mean return of 100
-    training episodes; `steps_to_threshold`, `seconds_to_threshold`: at the first point of the curve
-    that reaches the row's threshold (None: never); `settings`, see BenchmarkRow.checksum; where and
-    when the training was run.
+    training episodes (None: fewer have ended); `steps_to_threshold`, `seconds_to_threshold`: at the
+    first point of the curve at which the mean return of 100 episodes reaches the row's threshold
+    (None: never); `settings`, see BenchmarkRow.checksum; where and when the training was run.
 
     Raises:
         ValueError: no episode has ended.
@@ -126,9 +131,10 @@ def result_of(
     curve = outcome.curve
     if not curve:
         raise ValueError(f"{row.name}: no episode has ended within {row.env_steps:,} env steps")
+    full = [point for point in curve if point[3] >= WINDOW]
     first = None
     if row.threshold is not None:
-        first = next((point for point in curve if point[1] >= row.threshold), None)
+        first = next((point for point in full if point[1] >= row.threshold), None)
     step = max(1, -(-(len(curve) - 1) // (MAX_POINTS - 1)))
     shown = [*curve[:-1:step], curve[-1]]
     return {
@@ -138,11 +144,11 @@ def result_of(
         "env_steps": curve[-1][0],
         "score": outcome.score,
         "score_std": outcome.score_std,
-        "best": max(mean for _, mean, _ in curve),
+        "best": max((mean for _, mean, *_ in full), default=None),
         "steps_to_threshold": None if first is None else first[0],
         "seconds_to_threshold": None if first is None else round(first[2], 1),
         "seconds": round(outcome.seconds, 1),
-        "curve": [[steps, round(mean, 3), round(at, 1)] for steps, mean, at in shown],
+        "curve": [[steps, round(mean, 3), round(at, 1)] for steps, mean, at, _ in shown],
         "date": date.today().isoformat(),
         "machine": machine(),
         "python": platform.python_version(),

@@ -63,11 +63,12 @@ class HiddenVelocities(gym.ObservationWrapper):
 
 
 class Curve(BaseCallback):
-    """Record (env steps, mean return of the last 100 episodes, seconds since the start)."""
+    """Record (env steps, mean return of the last 100 episodes, seconds since the start, number of
+    these episodes)."""
 
     def __init__(self, env_steps: int, started: float):
         super().__init__()
-        self.points: list[tuple[int, float, float]] = []
+        self.points: list[tuple[int, float, float, int]] = []
         self._every, self._next, self._started = env_steps // MAX_POINTS, 0, started
 
     def _on_step(self) -> bool:
@@ -80,7 +81,8 @@ class Curve(BaseCallback):
         """Record the present point, if an episode has ended."""
         if returns := [episode["r"] for episode in self.model.ep_info_buffer]:
             seconds = time.time() - self._started
-            self.points.append((self.num_timesteps, float(np.mean(returns)), seconds))
+            point = self.num_timesteps, float(np.mean(returns)), seconds, len(returns)
+            self.points.append(point)
 
 
 def make_env(env: str, num_envs: int, seed: int, *, training: bool, frame_stack: int | None) -> Any:

@@ -100,7 +100,14 @@ def _parser() -> Parser:
 def _missing_runs(
     row: BenchmarkRow, seeds: int, libraries: list[str], results: Path
 ) -> list[tuple[BenchmarkRow, int, str]]:
-    """Return row, seed and library of each run of a row that has no result."""
+    """Return row, seed and library of each run of a row that has no result.
+
+    Raises:
+        ConfigError: a result of any seed is of another length, or of other settings.
+    """
+    for library in libraries:
+        for file in row.result_files(results, library):
+            _is_trained(row, file, library)
     missing = [
         (row, seed, library)
         for seed in range(seeds)

@@ -57,7 +57,7 @@ def estimate(
     Raises:
         ConfigError: an unknown method, or a policy that cannot be evaluated.
         OfflineDataError: the experience cannot be read, lacks a column, does not fit the policy's
-            spaces, or has no complete episode.
+            spaces, has rewards or likelihoods that are not finite, or has no complete episode.
     """
     if not isinstance(policy, Policy):
         raise ConfigError(f"estimate: expected a Policy (algorithm.get_policy()), got {policy!r}")
@@ -190,12 +190,15 @@ def _select_columns(policy: Policy, run: int, batch: SampleBatch) -> dict[str, n
     problem = policy.find_mismatch(batch)
     if problem is not None:
         raise OfflineDataError(f"the rows do not fit the spaces of the policy: {problem}")
+    for name in ("rewards", "action_logp"):
+        if not np.isfinite(np.asarray(batch[name], np.float64)).all():
+            raise OfflineDataError(f"the column {name!r} has values that are not finite")
     logp = policy.compute_log_likelihoods(batch["actions"], batch["obs"])
     agents = batch["agent_index"] if "agent_index" in batch else np.zeros(batch.count, int)
     return {
         "log_ratio": np.asarray(logp, np.float64) - batch["action_logp"],
         "reward": np.asarray(batch["rewards"], np.float64),
-        "ends": batch["terminateds"] | batch["truncateds"],
+        "ends": np.asarray(batch["terminateds"], bool) | np.asarray(batch["truncateds"], bool),
         "eps_id": np.asarray(batch["eps_id"]),
         "agent": np.asarray(agents),
         "run": np.full(batch.count, run),

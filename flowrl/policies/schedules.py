@@ -64,6 +64,8 @@ def _validate_schedule(schedule: ScheduleValue) -> ScheduleValue:
         decay, steps = _number(schedule["decay"]), _number(schedule["steps"])
         if not (0 < decay <= 1 and steps > 0 and (is_percent(schedule["steps"]) or steps >= 1)):
             raise ValueError("an exponential schedule needs a decay in (0, 1] and steps >= 1")
+        if _number(schedule.get("final", 0.0)) > _number(schedule["initial"]):
+            raise ValueError("final, the smallest value of the schedule, is above initial")
     if not all(0 <= value <= MAX_VALUE for value in values_between(schedule)):
         raise ValueError(f"values must be from 0 to {MAX_VALUE:g}")
     return schedule

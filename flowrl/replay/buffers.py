@@ -222,6 +222,7 @@ class ReplayBuffer:
         if len(row_ids) and not first <= row_ids.min() <= row_ids.max() < end:
             stored = f"the rows {first} to {end - 1} are stored" if end else "the buffer is empty"
             raise KeyError(f"row ids {row_ids}: {stored}")
+        self.num_sampled += len(row_ids)
         return self._read(row_ids % self.capacity, {"batch_indexes": row_ids})
 
     def _read(self, slots: np.ndarray, columns: dict[str, np.ndarray]) -> SampleBatch:

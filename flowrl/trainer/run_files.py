@@ -22,7 +22,21 @@ def read_run_file(file: Path) -> dict[str, dict[str, Any]]:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Reads 1e5 as a number, too."""
+        """Reads 1e5 as a number, too, and rejects keys that occur twice."""
+
+        def __init__(self, stream: Any):
+            super().__init__(stream)
+            self.checked: set[int] = set()  # ids of mappings
+
+        def flatten_mapping(self, node: Any) -> None:
+            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            repeated = [key for key in keys if keys.count(key) > 1]
+            if repeated and id(node) not in self.checked:  # merged keys may be overridden
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {repeated[0]!r} occurs twice", node.start_mark
+                )
+            self.checked.add(id(node))
+            super().flatten_mapping(node)
 
     number = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))

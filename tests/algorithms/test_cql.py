@@ -105,6 +105,14 @@ def test_gap_of_continuous_actions():
             assert gaps[critic] == pytest.approx(np.mean(expected), abs=2e-3)
 
 
+def test_action_without_axes():
+    actions = spaces.Box(-2, 3, (), np.float32)
+    policy = CQLTorchPolicy(BOX, actions, SMALL)
+    drawn = np.linspace(-0.9, 0.9, 10, dtype=np.float32)
+    stats = policy.learn_on_batch(rows().with_columns(actions=drawn))
+    assert all(np.isfinite(value) for value in stats.values())
+
+
 @pytest.mark.parametrize("actions", [BOUNDS, THREE], ids=["continuous", "discrete"])
 def test_critic_loss_is_sac_loss_plus_weighted_gap(actions):
     batch = rows(actions=actions)

@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.benchmark.rows import BenchmarkRow, benchmark_rows, rows_named, shipped_tables
-from flowrl.benchmark.summary import cells, interquartile_mean, interval, markdown
+from flowrl.benchmark.summary import (
+    cells,
+    interquartile_mean,
+    interval,
+    markdown,
+    read_results,
+)
 from flowrl.settings import ConfigError
 from flowrl.trainer.tuned_examples import tuned_example
 
@@ -55,6 +61,13 @@ def test_interval_equals_the_percentile_bootstrap_of_scipy():
         random_state=0,
     ).confidence_interval  # fmt: skip
     assert np.allclose(interval(scores), expected, atol=1.0)  # of two random resamplings
+
+
+def test_results_of_other_settings_are_left_out(tmp_path):
+    for seed, checksum in enumerate((ROW.checksum(), "other", ROW.checksum())):
+        result = {"seed": seed, "settings": checksum}
+        (tmp_path / ROW.file_name(seed)).write_text(json.dumps(result))
+    assert [result["seed"] for result in read_results(ROW, tmp_path)] == [0, 2]
 
 
 def test_interval_narrows_with_more_runs():

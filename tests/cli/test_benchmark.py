@@ -8,7 +8,7 @@ import pytest
 
 from flowrl.benchmark import sb3
 from flowrl.benchmark.rows import BenchmarkRow, benchmark_rows, shipped_tables
-from flowrl.benchmark.run import commit, learning_curve, result_of, train_flowrl
+from flowrl.benchmark.run import Outcome, commit, learning_curve, result_of, train_flowrl
 from tests.extras import require_extra
 
 TABLES = """
@@ -24,20 +24,36 @@ def tiny_table(tmp_path):
     return ["--tables", "tables.yaml"]
 
 
+def test_best_and_threshold_are_of_100_episodes():
+    row = BenchmarkRow("t", "a2c", "CartPole-v1", 400, {}, threshold=20.0)
+    curve = [
+        (100, 90.0, 1.0, 9),
+        (200, 15.0, 2.0, 100),
+        (300, 25.0, 3.0, 100),
+        (400, 22.0, 4.0, 100),
+    ]
+    result = result_of(row, 0, Outcome(curve, 21.0, 1.0, 5.0, {}))
+    assert (result["best"], result["steps_to_threshold"]) == (25.0, 300)
+    assert result["seconds_to_threshold"] == 3.0
+    result = result_of(row, 0, Outcome(curve[:1], 21.0, 1.0, 5.0, {}))
+    assert (result["best"], result["steps_to_threshold"]) == (None, None)
+
+
 @pytest.mark.slow
 def test_result_of_a_training(tmp_path):
-    row = BenchmarkRow("t", "a2c", "CartPole-v1", 256, {}, threshold=5.0)
+    row = BenchmarkRow("t", "a2c", "CartPole-v1", 4096, {}, threshold=15.0)
     run_dir = tmp_path / "run"
     outcome = train_flowrl(row, 3, run_dir)
     result = result_of(row, 3, outcome)
     curve = learning_curve(run_dir)
-    assert [steps for steps, _, _ in curve][-1] == result["env_steps"] == 256
-    assert result["best"] == max(mean for _, mean, _ in curve) >= 5
-    assert result["steps_to_threshold"] == next(s for s, mean, _ in curve if mean >= 5)
+    full = [point for point in curve if point[3] == 100]
+    assert curve[-1][0] == result["env_steps"] == 4096
+    assert result["best"] == max(mean for _, mean, *_ in full) >= 15
+    assert result["steps_to_threshold"] == next(s for s, mean, *_ in full if mean >= 15)
     assert 8 <= result["score"] <= 500
     assert (result["seed"], result["plan"], result["env"]) == (3, "a2c", "CartPole-v1")
     assert result["seconds"] >= result["seconds_to_threshold"]
-    never = BenchmarkRow("t", "a2c", "CartPole-v1", 256, {}, threshold=1e9)
+    never = BenchmarkRow("t", "a2c", "CartPole-v1", 4096, {}, threshold=1e9)
     assert result_of(never, 3, outcome)["steps_to_threshold"] is None
     train_flowrl(row, 3, run_dir)  # its training has ended: nothing is repeated
     assert learning_curve(run_dir) == curve

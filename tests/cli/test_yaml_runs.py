@@ -21,6 +21,8 @@ from tests.cli.helpers import read_settings
         ("{run: PPO, env: CartPole-v1, stop: {timesteps_total: x}}", "must be a number, got 'x'"),
         ("{run: PPO, env: CartPol-v1}", "unknown environment"),
         ("{run: PPO", "cannot be read"),
+        ("a: {run: PPO}\na: {run: A2C}", "the key 'a' occurs twice"),
+        ("{run: PPO, config: {lr: 1e-3, lr: 1e-4}}", "the key 'lr' occurs twice"),
         ("{run: PPO, stop: 5}", "stop: must be a mapping"),
         ("{run: PPO, config: [1]}", "config: must be a mapping"),
         ("{plan: 5}", "plan: must be a name or a file"),

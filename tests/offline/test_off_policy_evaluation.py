@@ -211,6 +211,18 @@ def test_episodes_of_two_runs_are_not_merged(policy, tmp_path):
     assert result["v_target"] == pytest.approx(np.mean(separate))
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int64, np.float32])
+def test_flags_may_be_numbers(policy, dtype):
+    episodes = [*random_episodes()[:-1], random_episodes()[-1][:-1]]
+    cast = [
+        e.with_columns(
+            terminateds=e["terminateds"].astype(dtype), truncateds=e["truncateds"].astype(dtype)
+        )
+        for e in episodes
+    ]
+    assert estimate(policy, cast) == estimate(policy, episodes)
+
+
 def test_incomplete_episodes_are_omitted(policy):
     episodes = [episode for episode in random_episodes() if episode.count > 2]
     no_start, no_end = episodes[0][1:], episodes[1][:-1]
@@ -252,6 +264,10 @@ def test_invalid_policies_and_experience_are_rejected(policy, tmp_path):
         estimate(policy, [e[1:] for e in episodes if e.count > 1])
     with pytest.raises(OfflineDataError, match="no rows"):
         estimate(policy, [])
+    for name in ("rewards", "action_logp"):
+        missing = np.full(episodes[0].count, np.nan)
+        with pytest.raises(OfflineDataError, match=f"column '{name}' has values that are not fin"):
+            estimate(policy, [episodes[0].with_columns(**{name: missing})])
     wrong_shape = np.zeros((episodes[0].count, 4), np.float32)
     with pytest.raises(OfflineDataError, match="do not fit the spaces"):
         estimate(policy, [episodes[0].with_columns(obs=wrong_shape)])

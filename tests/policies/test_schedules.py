@@ -65,6 +65,7 @@ def test_zero_from_is_the_first_step_of_the_final_zeros():
         ([(0.0, 1.0), (1.0, 0.0)], "write shares of the training as '0%' … '100%'"),
         ({**HALVING, "steps": "10"}, "'10' is neither"),
         ({**HALVING, "initial": "10%"}, "initial must be a number"),
+        ({**HALVING, "initial": 0.1, "final": 0.2}, "final, the smallest value .* above initial"),
     ],
 )
 def test_invalid_steps_are_rejected(schedule, message):

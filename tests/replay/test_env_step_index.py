@@ -118,6 +118,7 @@ def test_env_steps_are_drawn_uniformly():
         (counts[10:] - expected) ** 2 / expected
     ).sum() < 43.8  # p = 0.001 (19 degrees of freedom)
     assert buffer.ratio.drawn == 15_000
+    assert [stats["num_rows_sampled"] for stats in buffer.stats().values()] == [10_000, 5_000]
 
 
 def test_restored_buffer_draws_identically():

@@ -126,7 +126,8 @@ class ActorCritic(ModelV2):
 
     def _critic_inputs(self, obs: Any, actions: Any) -> Any:
         if self._takes_actions and self._is_flat:
-            return torch.cat([flatten(self.obs_space, obs), actions.flatten(1)], 1)
+            flat_actions = actions.reshape(len(actions), -1)
+            return torch.cat([flatten(self.obs_space, obs), flat_actions], 1)
         return (obs, actions) if self._takes_actions else obs
 
     def _run(self, network: Any, obs: Any, frozen: bool) -> torch.Tensor:
