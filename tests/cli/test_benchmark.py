@@ -117,7 +117,7 @@ def test_failed_training_is_reported(cli, tmp_path, tiny_table):
 
 FAKE_PYTHON = """#!/bin/sh
 cp "$2" spec.json
-echo '{"curve": [[128, 20.0, 1.0], [256, 30.0, 2.0]], "score": 77.5, "score_std": 1.0,
+echo '{"curve": [[128, 20.0, 1.0, 6], [256, 30.0, 2.0, 12]], "score": 77.5, "score_std": 1.0,
        "seconds": 2.5, "versions": {"torch": "0"}}' > "$3"
 """
 
