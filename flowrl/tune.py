@@ -18,7 +18,8 @@ from flowrl.data.checkpoint import read_manifest
 from flowrl.errors import install_hint
 from flowrl.setting_aliases import canonical_names
 from flowrl.settings import ConfigError
-from flowrl.trainer.config import AlgorithmConfig
+from flowrl.trainer.config import FOLDERS, AlgorithmConfig
+from flowrl.trainer.plan_files import is_plan_file
 from flowrl.trainer.registry import algorithm_class, algorithm_names
 
 try:
@@ -78,11 +79,14 @@ class AlgorithmTrainable(tune.Trainable):
     def setup(self, config: dict[str, Any]) -> None:
         """Build the algorithm.
 
+        Relative paths in the settings are those of the folder in which Tune was started.
+
         Raises:
             ConfigError: the settings are invalid.
         """
         cls = self.get_algorithm_class()
-        self._algorithm = cls.config_class.from_dict(config).build_as(cls)
+        settings = _with_absolute_paths(canonical_names(config))
+        self._algorithm = cls.config_class.from_dict(settings).build_as(cls)
 
     def step(self) -> dict[str, Any]:
         """Train one iteration and return its result."""
@@ -110,6 +114,19 @@ class AlgorithmTrainable(tune.Trainable):
     def cleanup(self) -> None:
         """Stop the algorithm."""
         self._algorithm.stop()
+
+
+def _with_absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with absolute paths, because a trial runs in a folder of its own."""
+    start = os.environ.get("TUNE_ORIG_WORKING_DIR")
+    paths = {name: config[name] for name in (*FOLDERS, "plan") if isinstance(config.get(name), str)}
+    if start is None:
+        return config
+    return config | {
+        name: os.path.join(start, os.path.expanduser(path))
+        for name, path in paths.items()
+        if ":" not in path and (name != "plan" or is_plan_file(path))
+    }
 
 
 def trainable(algorithm: Any) -> type[AlgorithmTrainable]:

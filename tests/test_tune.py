@@ -18,6 +18,7 @@ from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
 import flowrl.tune
 from flowrl.algorithms.a2c import A2C, A2CConfig
 from flowrl.algorithms.ppo import PPO, PPOConfig
+from flowrl.cli.main import main
 from flowrl.policies import ConfigError
 from flowrl.sampling import DefaultCallbacks
 
@@ -64,6 +65,21 @@ def test_trial_trains_like_the_algorithm_and_restores_other_trials(tmp_path):
         assert other.train()["learners"]["default_policy"]["cur_lr"] == 0.25
     finally:
         other.stop()
+
+
+def test_relative_paths_are_those_of_the_folder_in_which_tune_was_started(tmp_path, monkeypatch):
+    start, trial_folder = tmp_path / "start", tmp_path / "trial"
+    start.mkdir()
+    trial_folder.mkdir()
+    monkeypatch.setenv("TUNE_ORIG_WORKING_DIR", str(start))
+    monkeypatch.chdir(trial_folder)
+    assert main(["copy", "a2c", str(start / "my_plan.py")]) == 0
+    config = {"env": "CartPole-v1", "plan": "my_plan.py", "output": "recorded"}
+    trial = flowrl.tune.A2C(config=config)
+    trial.train()
+    trial.stop()
+    assert list((start / "recorded").glob("*.parquet"))
+    assert not list(trial_folder.iterdir())
 
 
 def test_trial_requests_resources_of_all_workers():

@@ -14,7 +14,12 @@ from types import ModuleType
 from typing import Any
 
 import gymnasium as gym
-from gymnasium.wrappers import FilterObservation, TimeLimit
+from gymnasium.wrappers import (
+    AtariPreprocessing,
+    FilterObservation,
+    MaxAndSkipObservation,
+    TimeLimit,
+)
 
 from flowrl.envs import no_velocities
 from flowrl.envs.atari import AtariSettings, is_atari, make_atari, register_atari
@@ -417,29 +422,37 @@ def apply_horizon(env: gym.Env, horizon: int | None, soft: bool) -> gym.Env:
     """Limit the episodes of an environment to `horizon` steps.
 
     Existing limits (gymnasium's TimeLimit wrapper, `spec.max_episode_steps`) are set to the
-    horizon. A soft horizon does not end episodes: it only removes shorter TimeLimits.
+    horizon, or removed if a wrapper around them may take several steps at a time. A soft horizon
+    does not end episodes: it only removes TimeLimits that may be shorter.
 
     Returns:
         the environment, wrapped in a TimeLimit if it needs one.
     """
     if horizon is None:
         return env
-    limits: list[TimeLimit] = []
+    has_limit = skips = False
     layer: Any = env
     while isinstance(layer, gym.Wrapper):
-        if isinstance(layer, TimeLimit):
-            limits.append(layer)
+        if not isinstance(layer, TimeLimit):
+            skips = skips or _may_skip_steps(layer)
+        elif skips or (soft and get_max_steps(layer) < horizon):
+            set_max_steps(layer, sys.maxsize)
+        elif not soft:
+            set_max_steps(layer, horizon)
+            has_limit = True
         layer = layer.env
-    for limit in limits:
-        if not soft:
-            set_max_steps(limit, horizon)
-        elif get_max_steps(limit) < horizon:
-            set_max_steps(limit, sys.maxsize)
     if soft:
         return env
-    if not limits:
+    if not has_limit:
         env = Horizon(env, horizon)
     spec = env.unwrapped.spec
     if spec is not None:
         spec.max_episode_steps = horizon
     return env
+
+
+def _may_skip_steps(wrapper: gym.Wrapper) -> bool:
+    """Return whether a step of a wrapper may be several steps of the environment in it."""
+    kind = type(wrapper)
+    is_gymnasium = kind.__module__.startswith("gymnasium.")
+    return not is_gymnasium or issubclass(kind, (AtariPreprocessing, MaxAndSkipObservation))

@@ -465,6 +465,24 @@ def test_horizon_overrides_every_time_limit(collector):
     assert {e.episode_length for e in w.get_metrics()} == {20}
 
 
+class TwoStepsAtATime(gym.Wrapper):
+    def step(self, action):
+        self.env.step(action)
+        return self.env.step(action)
+
+
+@pytest.mark.parametrize("settings", [{}, {"soft_horizon": True}])
+def test_horizon_counts_the_steps_of_wrappers_that_skip_steps(collector, settings):
+    def skipping():
+        return TwoStepsAtATime(gym.wrappers.TimeLimit(CountEnv(100), 12))
+
+    w = worker(
+        skipping, horizon=10, rollout_fragment_length=40, sample_collector=collector, **settings
+    )
+    w.sample()
+    assert {e.episode_length for e in w.get_metrics()} == {10}
+
+
 @pytest.mark.parametrize("mode", ["truncate_episodes", "complete_episodes"])
 def test_columns_missing_in_some_batches_can_be_concatenated(mode):
     class OddEpisodes(DefaultCallbacks):
