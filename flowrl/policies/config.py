@@ -220,9 +220,9 @@ class PolicyConfig(Settings):
     steps, or percentages of `total_timesteps`: [["0%", 1e-3], ["100%", 0]] (as a flag: step, value,
     step, value …)."""
     total_timesteps: Count | None = None
-    """Env steps of the whole training, which schedules in percent follow. On the command line it is
-    the value of `--stop-timesteps`; without a limit on the run, the run stops here. A resumed run
-    may have a larger one."""
+    """Env steps of the whole training, which schedules in percent follow. On the command line, the
+    default is the value of `--stop-timesteps`; without a limit on the run, the run stops here. A
+    resumed run may have a larger one."""
     adam_epsilon: Positive = 1e-5
     """Epsilon of the Adam optimizer."""
     grad_clip: Positive | None = 0.5

@@ -339,7 +339,7 @@ def check_evaluation_env(config: AlgorithmConfig, policies: dict[str, Policy]) -
         check_env(settings)
         context = EnvContext(dict(settings.env_config), atari=settings.atari)
         check_rendering(settings.env, context, "evaluation_video_dir")
-    if not {"env", "env_config"} & set(config.evaluation_config):
+    if not set(config.evaluation_config) - {"explore", "num_envs_per_worker"}:
         return
     specs = {
         pid: PolicySpec(_evaluation_policy(policy, False), config=policy.config)

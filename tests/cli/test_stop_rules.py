@@ -39,6 +39,14 @@ def test_default_rules_stop_at_the_total_of_the_config():
     assert StopRules(timesteps=7).with_defaults(total) == StopRules(timesteps=7)
 
 
+def test_description_says_where_schedules_end():
+    constant, stop = A2CConfig(env="CartPole-v1"), StopRules(timesteps=2000)
+    percent = constant.updated(lr=[("0%", 1e-3), ("100%", 0.0)])
+    assert stop.describe(constant, 2000) == "2,000 env steps"
+    assert stop.describe(percent, 2000) == "2,000 env steps (where schedules in percent end)"
+    assert "(schedules in percent end at 100,000)" in stop.describe(percent, 100_000)
+
+
 def test_any_metric_can_stop_a_run(cli):
     for number, (rule, message) in enumerate(
         [

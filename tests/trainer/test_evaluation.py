@@ -227,6 +227,14 @@ def test_invalid_settings_are_rejected(settings, message):
         a2c_config(**settings).build()
 
 
+def test_evaluation_environments_are_checked_before_the_first_iteration():
+    changed = {"vectorization_mode": "sync", "on_invalid_step": "drop"}
+    config = a2c_config(evaluation_interval=5, evaluation_config=changed)
+    message = "evaluation_config: cannot create its environment: on_invalid_step"
+    with config.build() as algorithm, pytest.raises(ConfigError, match=message):
+        algorithm.train()
+
+
 def test_zero_episodes_are_rejected():
     with a2c_config().build() as algorithm, pytest.raises(ConfigError, match=">= 1"):
         algorithm.evaluate(episodes=0)

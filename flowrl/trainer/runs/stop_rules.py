@@ -100,15 +100,20 @@ class StopRules:
             return replace(self, timesteps=timesteps)
         return self
 
-    def describe(self, config: Any) -> str:
+    def describe(self, config: Any, total_timesteps: int | None) -> str:
         """Return the limits as text, such as "500,000 env steps or mean return 475".
 
         Args:
-            config: the run's settings, whose schedules in percent end at the limit on env steps.
+            config: the run's settings.
+            total_timesteps: the env steps that schedules in percent follow.
         """
         limits = []
         if self.timesteps is not None:
-            ends = " (where schedules in percent end)" if has_schedule_in_percent(config) else ""
+            ends = ""
+            if has_schedule_in_percent(config) and total_timesteps is not None:
+                ends = f" (schedules in percent end at {total_timesteps:,})"
+                if total_timesteps == self.timesteps:
+                    ends = " (where schedules in percent end)"
             limits.append(f"{format_count(self.timesteps, 'env step')}{ends}")
         if self.reward is not None:
             limits.append(f"mean return {self.reward:g}")

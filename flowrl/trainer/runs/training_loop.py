@@ -243,7 +243,7 @@ def _describe_start(algorithm: Any, stop: StopRules, run: RunDirectory | None) -
     workers = f" with {format_count(config.num_workers, 'worker')}" if config.num_workers else ""
     step = f" from env step {steps:,}" if (steps := algorithm.env_steps) else ""
     place = "no run directory" if run is None else f"run directory: {format_path(run.path)}"
-    limits = stop.describe(config)
+    limits = stop.describe(config, algorithm.workers.global_vars["total_timesteps"])
     # with several policies, each may have its own train_batch_size
     size = None if config.policies or not config.samples else config.train_batch_size
     if size is not None and (stop.timesteps or math.inf) < size:
