@@ -151,7 +151,7 @@ DECAYING = {"initial": 1.0, "decay": 0.5, "steps": 100}
         ),
         (
             ExplorationConfig,
-            {"type": "EpsilonGreedy", "epsilon": DECAYING | {"final": 2}},
+            {"type": "EpsilonGreedy", "epsilon": DECAYING | {"initial": 3, "final": 2}},
             "at most 1",
         ),
         (ExplorationConfig, {"type": "EpsilonGreedy", "scale": 0.3}, "scale.*Gaussian"),
