@@ -164,6 +164,22 @@ def test_children_can_be_pulled_by_hand():
     assert c.take(3) == d.take(3) == [1, 2, 3]
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_branch_that_always_raises_takes_turns_with_the_others(deterministic):
+    def fail(item):
+        raise ValueError(item)
+
+    failing = LocalIterator(itertools.count).for_each(fail)
+    stream = failing.union(LocalIterator(itertools.count), deterministic=deterministic)
+    outcomes = []
+    for _ in range(10):
+        try:
+            outcomes.append(next(stream))
+        except ValueError as error:
+            outcomes.append(error.args)
+    assert outcomes == [(0,), 0, (1,), 1, (2,), 2, (3,), 3, (4,), 4]
+
+
 def test_child_without_a_consumer_raises_instead_of_blocking():
     a, b = LocalIterator([1, 2, 3]).duplicate(2)
     assert next(a) == 1

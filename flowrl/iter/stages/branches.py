@@ -123,6 +123,9 @@ class Union(Stage):
                 self._end_branch(index)
                 idle.clear()
                 continue
+            except Exception:
+                self._end_turn(index)  # the next pull continues with the other branches
+                raise
             if item is NOT_READY:
                 if index == turn and self._keeps_turn(turn):
                     self._kept_turn = turn
@@ -131,10 +134,7 @@ class Union(Stage):
                     idle.clear()  # it took items, which makes room for its siblings
                 idle.add(index)
                 continue
-            if self._ordered:
-                self._credit[index] -= 1
-            else:
-                self._turn = index
+            self._end_turn(index)
             if self._is_output[index]:
                 self._last = self.parents[index]
                 self.items += 1
@@ -146,6 +146,13 @@ class Union(Stage):
                 return NOT_READY
         self._end_others()
         raise StopIteration
+
+    def _end_turn(self, index: int) -> None:
+        """Count an item of a branch, or its error."""
+        if self._ordered:
+            self._credit[index] -= 1
+        else:
+            self._turn = index
 
     def _end_others(self) -> None:
         """End the branches whose items are not returned, with the items that are buffered for
