@@ -18,7 +18,7 @@ from flowrl.data.checkpoint import read_manifest
 from flowrl.errors import install_hint
 from flowrl.setting_aliases import canonical_names
 from flowrl.settings import ConfigError
-from flowrl.trainer.config import FOLDERS, AlgorithmConfig
+from flowrl.trainer.config import AlgorithmConfig, absolute_folders
 from flowrl.trainer.plan_files import is_plan_file
 from flowrl.trainer.registry import algorithm_class, algorithm_names
 
@@ -85,7 +85,8 @@ class AlgorithmTrainable(tune.Trainable):
             ConfigError: the settings are invalid.
         """
         cls = self.get_algorithm_class()
-        settings = _with_absolute_paths(canonical_names(config))
+        settings = canonical_names(config)
+        settings |= _absolute_paths(settings)
         self._algorithm = cls.config_class.from_dict(settings).build_as(cls)
 
     def step(self) -> dict[str, Any]:
@@ -116,17 +117,14 @@ class AlgorithmTrainable(tune.Trainable):
         self._algorithm.stop()
 
 
-def _with_absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
-    """Return settings with absolute paths, because a trial runs in a folder of its own."""
-    start = os.environ.get("TUNE_ORIG_WORKING_DIR")
-    paths = {name: config[name] for name in (*FOLDERS, "plan") if isinstance(config.get(name), str)}
-    if start is None:
-        return config
-    return config | {
-        name: os.path.join(start, os.path.expanduser(path))
-        for name, path in paths.items()
-        if ":" not in path and (name != "plan" or is_plan_file(path))
-    }
+def _absolute_paths(config: dict[str, Any]) -> dict[str, str]:
+    """Return the settings that are paths as absolute ones: a trial runs in a folder of its own."""
+    start = os.environ.get("TUNE_ORIG_WORKING_DIR", "")  # set by Tune in the trial's process
+    paths = absolute_folders(config, start)
+    plan = str(config.get("plan"))
+    if is_plan_file(plan):
+        paths["plan"] = os.path.abspath(os.path.join(start, plan))
+    return paths
 
 
 def trainable(algorithm: Any) -> type[AlgorithmTrainable]:

@@ -84,6 +84,11 @@ class BenchmarkRow:
         text = json.dumps(trained_with, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
+    def has_settings_of(self, result: dict[str, Any], library: str = "flowrl") -> bool:
+        """Return whether a result is of the row's present settings; old ones have no checksum."""
+        checksum = self.checksum(library)
+        return bool(result.get("settings", checksum) == checksum)
+
     def result_files(self, folder: Path, library: str = "flowrl") -> list[Path]:
         """Return the files with the results of a library, by seed."""
         found = {

@@ -103,7 +103,7 @@ def train_flowrl(row: BenchmarkRow, seed: int, run_dir: Path) -> Outcome:
 def learning_curve(run_dir: Path) -> list[tuple[int, float, float, int]]:
     """Return the points of `Outcome.curve` of a run: of each result that has a mean return."""
     with open(run_dir / "progress.csv", newline="") as file:
-        rows = [
+        points = [
             (
                 int(row["timesteps_total"]),
                 float(row["episode_reward_mean"] or "nan"),
@@ -112,7 +112,7 @@ def learning_curve(run_dir: Path) -> list[tuple[int, float, float, int]]:
             )
             for row in csv.DictReader(file)
         ]
-    return [point for point in rows if math.isfinite(point[1])]
+    return [point for point in points if math.isfinite(point[1])]
 
 
 def result_of(

@@ -49,9 +49,8 @@ def score_text(scores: Sequence[float]) -> str:
 def read_results(row: BenchmarkRow, folder: Path, library: str = "flowrl") -> list[dict[str, Any]]:
     """Return the results of a row with a library, by seed, without those of other settings."""
     files = row.result_files(folder, library)
-    checksum = row.checksum(library) if files else ""
     results = [json.loads(path.read_text(encoding="utf-8")) for path in files]
-    return [result for result in results if result.get("settings", checksum) == checksum]
+    return [result for result in results if row.has_settings_of(result, library)]
 
 
 COLUMNS = (

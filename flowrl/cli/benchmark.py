@@ -107,12 +107,12 @@ def _missing_runs(
     """
     for library in libraries:
         for file in row.result_files(results, library):
-            _is_trained(row, file, library)
+            _check_result(row, file, library)
     missing = [
         (row, seed, library)
         for seed in range(seeds)
         for library in libraries
-        if not _is_trained(row, results / row.file_name(seed, library), library)
+        if not (results / row.file_name(seed, library)).exists()
     ]
     existing = seeds * len(libraries) - len(missing)
     if existing:
@@ -120,22 +120,18 @@ def _missing_runs(
     return missing
 
 
-def _is_trained(row: BenchmarkRow, file: Path, library: str) -> bool:
-    """Return whether a run has a result.
+def _check_result(row: BenchmarkRow, file: Path, library: str) -> None:
+    """Check that a result is of the present settings of its row.
 
     Raises:
         ConfigError: the result is of another length, or of other settings.
     """
-    if not file.exists():
-        return False
     result = json.loads(file.read_text(encoding="utf-8"))
-    is_same = result.get("settings", row.checksum(library)) == row.checksum(library)
-    if not is_same or result["env_steps"] < row.env_steps:
+    if not row.has_settings_of(result, library) or result["env_steps"] < row.env_steps:
         raise ConfigError(
             f"benchmark: {file} is of a training with other settings or fewer env steps: remove it "
             "and the folder of its run to train again, or choose other folders (--results, --runs)"
         )
-    return True
 
 
 def _train(

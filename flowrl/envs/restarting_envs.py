@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 
 from flowrl.envs.env_state import (
     find_rng,
@@ -324,12 +325,12 @@ class RestartingEnvs:
     def _replay(self, index: int, state: dict[str, Any], matches: Callable[[Any], bool]) -> bool:
         env, env_state = self.envs[index], state["env_states"][index]
         reset = state["resets"][index]
-        actions = unpack_actions(state["action_logs"][index])
         try:
+            actions = unpack_actions(state["action_logs"][index])
             if env_state is not None and has_whole_state(env):
                 env.reset()  # wrappers require it before the first step
                 if env_state["rng"] is not None:
-                    self._create_rng(index)
+                    self._rng_of(index)
                 self._resets[index], self.action_logs[index] = None, []
                 self._unlogged_steps[index] = state["unlogged_steps"][index] + len(actions)
                 return set_env_state(env, env_state)
@@ -347,7 +348,7 @@ class RestartingEnvs:
         """Repeat a reset and actions; return whether the last observation matches."""
         env, (seed, rng_state) = self.envs[index], reset
         if rng_state is not None:
-            rng = self._create_rng(index)
+            rng = self._rng_of(index)
             if rng is None:
                 return False
             restore_stream(rng, rng_state)
@@ -357,9 +358,9 @@ class RestartingEnvs:
         self._resets[index], self.action_logs[index] = reset, actions
         return matches(observation)
 
-    def _create_rng(self, index: int) -> Any:
-        """Return the random generator of an environment, which a reset with a seed creates; None if
-        it has none."""
+    def _rng_of(self, index: int) -> np.random.Generator | None:
+        """Return the random generator of an environment; a reset with a seed creates it if there is
+        none yet. None if the environment has none."""
         env = self.envs[index]
         if find_rng(env) is None:
             env.reset(seed=derive_seed(self._seed, "env", index))

@@ -369,13 +369,18 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
         return (algorithm or self._algorithm_class())(self)
 
 
-def absolute_folders(config: Any) -> dict[str, str]:
-    """Return the settings of a config that name folders, as absolute paths."""
+def absolute_folders(config: Any, start: str = "") -> dict[str, str]:
+    """Return the settings of a config that name folders, as absolute paths.
+
+    Args:
+        config: an AlgorithmConfig, or its settings by name.
+        start: the folder in which relative paths begin; "" is the current one.
+    """
     folders = {name: config.get(name) for name in FOLDERS}
     return {
-        name: str(Path(folder).expanduser().absolute())
+        name: str(Path(start, Path(folder).expanduser()).absolute())
         for name, folder in folders.items()
-        if folder is not None and not str(folder).startswith("minari:")
+        if folder is not None and not str(folder).startswith("minari:") and "://" not in str(folder)
     }
 
 

@@ -490,12 +490,8 @@ class CountsSteps(gym.Wrapper):
 
 
 @pytest.mark.parametrize(
-    "env",
-    [
-        SavesState, GetStateTakesArgument, StateCannotBeSaved, DrawsInSteps,
-        CountsSteps,
-    ],
-)  # fmt: skip
+    "env", [SavesState, GetStateTakesArgument, StateCannotBeSaved, DrawsInSteps, CountsSteps]
+)
 @pytest.mark.parametrize("horizon", [None, 9])
 def test_environments_with_get_state_resume(tmp_path, env, horizon):
     settings = {"num_envs_per_worker": 2, "train_batch_size": 22, "seed": 4, "horizon": horizon}

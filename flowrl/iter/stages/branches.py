@@ -94,7 +94,7 @@ class Union(Stage):
         # a branch that was not ready
         self._credit = [0.0] * len(branches)
         self._done = [False] * len(branches)
-        self._has_ended = self._outputs_have_ended()
+        self._has_ended = self._outputs_have_ended()  # kept, because each pull reads it
         self._turn = -1
         self._kept_turn: int | None = None  # the branch to wait for
         self._yielded = False  # returned NOT_READY though a branch was ready

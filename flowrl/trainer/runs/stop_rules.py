@@ -111,9 +111,9 @@ class StopRules:
         if self.timesteps is not None:
             ends = ""
             if has_schedule_in_percent(config) and total_timesteps is not None:
-                ends = f" (schedules in percent end at {total_timesteps:,})"
-                if total_timesteps == self.timesteps:
-                    ends = " (where schedules in percent end)"
+                is_end = total_timesteps == self.timesteps
+                end = f"schedules in percent end at {total_timesteps:,}"
+                ends = f" ({'where schedules in percent end' if is_end else end})"
             limits.append(f"{format_count(self.timesteps, 'env step')}{ends}")
         if self.reward is not None:
             limits.append(f"mean return {self.reward:g}")

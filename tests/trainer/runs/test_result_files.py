@@ -117,13 +117,15 @@ def test_events_can_be_read_by_tensorboard(tmp_path):
 
     files = ResultFiles(tmp_path, "classic")
     for iteration in (1, 2):
-        files.append(result_at(iteration, loss=0.5 * iteration, missing=float("nan")))
+        values = {"loss": 0.5 * iteration, "missing": float("nan"), "my loss": 3}
+        files.append(result_at(iteration, **values))
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("info/loss")] == [
         (10, 0.5), (20, 1.0),
     ]  # fmt: skip
     assert "info/missing" not in events.Tags()["scalars"]
+    assert [event.value for event in events.Scalars("info/my_loss")] == [3.0, 3.0]
 
 
 def test_removed_results_are_removed_from_the_events(tmp_path):
