@@ -25,6 +25,7 @@ RULES: list[Callable[[CheckedPlan], Iterator[PlanProblem]]] = [
     operators.no_return,
     operators.in_place_change,
     settings.unused_settings,
+    settings.unused_settings_of_policies,
 ]
 
 

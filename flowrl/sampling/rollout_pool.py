@@ -42,20 +42,36 @@ class LocalRolloutPool(Pool):
     Args:
         local_worker: returns the worker.
         weight_sync: records the progress of a learner thread that trains the worker's policies.
+        global_vars: passed to the policies before each fragment; see
+            `Policy.on_global_var_update`.
     """
 
     keeps_state = True
 
-    def __init__(self, local_worker: Callable[[], RolloutWorker], weight_sync: WeightSync):
+    def __init__(
+        self,
+        local_worker: Callable[[], RolloutWorker],
+        weight_sync: WeightSync,
+        global_vars: dict[str, Any],
+    ):
         super().__init__(lambda: [local_worker()], 1)
         self._weight_sync = weight_sync
+        self._global_vars = global_vars
 
     def result(self, ref: Any) -> Reply:
         if self._weight_sync.learner is None:
+            self._update_policies(ref.worker)
             return super().result(ref)
         with ref.worker.lock:  # the learner makes no step meanwhile
             self._weight_sync.observe_learner()
+            self._update_policies(ref.worker)
             return super().result(ref)
+
+    def _update_policies(self, worker: RolloutWorker) -> None:
+        timestep = self._global_vars["timestep"]
+        for policy in worker.policy_map.values():
+            if policy.timestep != timestep:
+                policy.on_global_var_update(self._global_vars)
 
 
 class RolloutPool(ActorPool):

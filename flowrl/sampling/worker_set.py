@@ -411,7 +411,7 @@ class WorkerSet:
             if self.num_workers:
                 self._pool = RolloutPool(self, self.config.recreate_failed_workers)
             else:
-                self._pool = LocalRolloutPool(self.local_worker, self.weight_sync)
+                self._pool = LocalRolloutPool(self.local_worker, self.weight_sync, self.global_vars)
         shards = [
             Shard(self._pool, index, adds_joined_workers=True) for index in range(len(self._pool))
         ]

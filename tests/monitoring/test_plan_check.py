@@ -27,6 +27,7 @@ from flowrl.ops import (
     UpdateTargetNetwork,
 )
 from flowrl.ops.staleness import StalenessLimit
+from flowrl.policies.policy_spec import PolicySpec
 from flowrl.replay import MultiAgentReplayBuffer, ReplayBuffer
 from flowrl.sampling import WorkerSet
 from flowrl.trainer.plan_settings import plan_config
@@ -418,6 +419,59 @@ def test_unused_setting_names_the_line_that_sets_it(tmp_path):
     number = text[: text.index("target_network_update_freq=")].count("\n") + 1
     assert problem.line == f"{path}:{number}"
     assert problem.text.startswith("target_network_update_freq=64 has no effect")
+
+
+@pytest.mark.parametrize(
+    ("plan", "name", "value"),
+    [
+        ("ppo", "num_sgd_iter", 7),
+        ("ppo", "sgd_minibatch_size", 32),
+        ("impala", "num_sgd_iter", 7),
+        ("dqn", "target_network_update_freq", 7),
+        ("dqn", "learning_starts", 2000),
+        ("sac", "replay_buffer_capacity", 60_000),
+    ],
+)
+def test_setting_of_one_policy_that_the_plan_reads_for_all_policies(plan, name, value):
+    policies = {"a": PolicySpec(config={name: value}), "b": None}
+    config = plan_config(plan).updated(
+        num_workers=0, policies=policies, policy_mapping_fn=lambda *args, **kwargs: "a"
+    )
+    with config.build(plan=plan) as algorithm:
+        problems = check_plan(algorithm.plan.stage, algorithm.workers)
+    (problem,) = [one for one in problems if one.rule == "unused_setting_of_policy"]
+    assert f"{name}={value} in the config of 'a' has no effect" in problem.text
+    assert problem.line.endswith(f"{plan}.py:{problem.line.rpartition(':')[2]}")
+
+
+@pytest.mark.parametrize("as_record", [False, True], ids=["mapping", "record"])
+def test_settings_of_one_policy_that_it_reads_itself_are_used(as_record):
+    own = {"lr": 1e-3, "clip_param": 0.1, "lambda_": 0.9, "kl_coeff": 0.5, "gamma": 0.5}
+    own |= {"grad_clip": 3.0, "normalize_observations": True}
+    own = PPOConfig(**own) if as_record else own
+    settings = {**SMALL, "sgd_minibatch_size": 0}
+    config = PPOConfig(
+        **settings,
+        policies={"a": PolicySpec(config=own)},
+        policy_mapping_fn=lambda *args, **kwargs: "a",
+    )
+    with config.build(plan="ppo") as algorithm:
+        assert check_plan(algorithm.plan.stage, algorithm.workers) == []
+
+
+@pytest.mark.parametrize("plan", ["ppo_dqn", "three_way"])
+def test_settings_of_one_policy_that_the_plan_reads_for_it_are_used(plan):
+    with plan_config(plan).build(plan=plan) as algorithm:
+        assert check_plan(algorithm.plan.stage, algorithm.workers) == []
+
+
+def test_own_number_of_passes_is_used_by_operators_without_one():
+    policies = {"a": PolicySpec(config={"num_sgd_iter": 2})}
+    settings = {**SMALL, "sgd_minibatch_size": 0, "policy_mapping_fn": lambda *args, **kwargs: "a"}
+    config = PPOConfig(**settings, policies=policies)
+    assert problems_of(plan_with_sgd_settings(), config) == {}
+    found = problems_of(plan_with_sgd_settings(num_sgd_iter=10), config)
+    assert list(found) == ["unused_setting_of_policy"]
 
 
 @pytest.mark.parametrize("name", ["num_sgd_iter", "sgd_minibatch_size"])

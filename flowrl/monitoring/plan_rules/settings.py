@@ -1,4 +1,4 @@
-"""A rule about settings that were changed, but that neither the plan nor its policies read."""
+"""Rules about settings that were changed, but that neither the plan nor its policies read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import linecache
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from types import FunctionType
 from typing import Any
@@ -17,6 +17,9 @@ from flowrl.learners.thread import LearnerThread
 from flowrl.monitoring.operator_source import is_own
 from flowrl.monitoring.plan_rules.plan import CheckedPlan, PlanProblem
 from flowrl.ops.training_step import TrainingStep
+from flowrl.policies.config import PolicyConfig
+from flowrl.policies.policy_spec import specs_of
+from flowrl.setting_aliases import canonical_names
 
 _OF_PLANS = ("num_sgd_iter", "sgd_minibatch_size")  # all algorithms have them, few plans read them
 
@@ -53,6 +56,55 @@ def unused_settings(plan: CheckedPlan) -> Iterator[PlanProblem]:
         )
 
 
+def unused_settings_of_policies(plan: CheckedPlan) -> Iterator[PlanProblem]:
+    """Settings in the config of a PolicySpec that differ from those of the run, although the plan
+    reads only the settings of the run.
+
+    The rule searches the same places as `unused_settings`, except for attributes of the second
+    argument of the plan function, which has the settings of the run.
+    """
+    config, lines = plan.workers.config, _lines_of(plan)
+    changed = {}
+    for policy_id, spec in specs_of(config.policies).items():
+        policy = plan.policies.get(policy_id)
+        if policy is not None and isinstance(policy.config, PolicyConfig):
+            given = _settings_in(spec.config) & set(_settings_of_algorithm(policy.config))
+            names = [name for name in sorted(given) if policy.config[name] != config.get(name)]
+            if names:
+                changed[policy_id] = names
+    if not changed:
+        return
+    try:
+        read = {name for file in lines for name in _read_at(file, lines[file], plan.end.line)}
+    except (OSError, SyntaxError):  # the plan was written in a shell
+        return
+    by_operators = _read_by_operators(plan)
+    for policy_id, names in changed.items():
+        policy = plan.policies[policy_id]
+        found = set(read)
+        for cls in type(policy).__mro__:
+            found |= _read_in_module(cls.__module__, with_settings=False)
+        of_config = {name for name in found if not hasattr(policy, name)}
+        found |= _read_by_methods(of_config, type(policy.config)) | by_operators
+        for name in names:
+            if name not in found:
+                yield PlanProblem(
+                    "unused_setting_of_policy",
+                    plan.end.line,
+                    f"policies: {name}={policy.config[name]!r} in the config of {policy_id!r} has "
+                    "no effect: the plan uses the value of the run for all policies: set it in "
+                    f'the config of the run, or use config.for_policy("{policy_id}").{name} in the '
+                    "plan",
+                )
+
+
+def _settings_in(config: Any) -> set[str]:
+    """Return the names of the settings that the config of a PolicySpec contains."""
+    if isinstance(config, PolicyConfig):
+        return set(config.model_fields_set)
+    return set(canonical_names(dict(config))) if isinstance(config, Mapping) else set()
+
+
 def _settings_of_algorithm(config: Any) -> Iterator[str]:
     """Yield the settings that were set explicitly and that not every plan uses."""
     for name in sorted(config.model_fields_set):
@@ -70,9 +122,14 @@ def _lines_of(plan: CheckedPlan) -> dict[str, set[int]]:
     return lines
 
 
-def _read_at(file: str, lines: set[int]) -> frozenset[str]:
+def _read_at(file: str, lines: set[int], plan_line: str = "") -> frozenset[str]:
     """Return the names that the outermost functions at some lines of a file read, the functions
     that they use, and the modules from which they import names.
+
+    Args:
+        file, lines: the file and its lines.
+        plan_line: `file:line` in a plan function, whose second argument is the config of the run:
+            names that are read from it are left out.
 
     Raises:
         OSError: the file has no text.
@@ -81,19 +138,21 @@ def _read_at(file: str, lines: set[int]) -> frozenset[str]:
     text = "".join(linecache.getlines(file))
     if not text:
         raise OSError(f"{file} has no text")
-    read, modules = _read_by_functions(text, frozenset(lines))
+    plan_file, _, number = plan_line.rpartition(":")
+    line = int(number) if plan_file == file else 0
+    read, modules = _read_by_functions(text, frozenset(lines), line)
     return read.union(*map(_read_in_module, modules))
 
 
 @lru_cache(maxsize=200)
-def _read_by_functions(text: str, lines: frozenset[int]) -> tuple[frozenset[str], frozenset[str]]:
+def _read_by_functions(
+    text: str, lines: frozenset[int], plan_line: int
+) -> tuple[frozenset[str], frozenset[str]]:
     """Return the names that the outermost functions at some lines of a text, and the functions that
     they use, read, and the modules outside of flowrl from which they import names."""
     statements = _parsed(text).body
     functions: list[ast.stmt] = [
-        statement
-        for statement in statements
-        if any(statement.lineno <= line <= (statement.end_lineno or 0) for line in lines)
+        statement for statement in statements if any(_contains(statement, line) for line in lines)
     ]
     definitions = {
         statement.name: statement
@@ -104,13 +163,20 @@ def _read_by_functions(text: str, lines: frozenset[int]) -> tuple[frozenset[str]
     read: set[str] = set()
     modules: set[str] = set()
     for function in functions:  # grows
-        read |= _names_read(function)
+        config = ""
+        if isinstance(function, ast.FunctionDef) and _contains(function, plan_line):
+            config = function.args.args[1].arg if len(function.args.args) > 1 else ""
+        read |= _names_read(function, config)
         for name in {one.id for one in ast.walk(function) if isinstance(one, ast.Name)}:
             if name in definitions and definitions[name] not in functions:
                 functions.append(definitions[name])
             elif not module_of.get(name, "flowrl").startswith("flowrl"):
                 modules.add(module_of[name])
     return frozenset(read), frozenset(modules)
+
+
+def _contains(statement: ast.stmt, line: int) -> bool:
+    return statement.lineno <= line <= (statement.end_lineno or 0)
 
 
 def _imported_names(statements: Iterable[ast.stmt]) -> Iterator[tuple[str, str]]:
@@ -130,20 +196,26 @@ def _parsed(text: str) -> ast.Module:
 
 
 @lru_cache(maxsize=200)
-def _read_in_text(text: str) -> frozenset[str]:
-    """Return the names that a text reads, see `_names_read`."""
-    return frozenset(_names_read(_parsed(text)))
+def _read_in_text(text: str, without: frozenset[str] = frozenset()) -> frozenset[str]:
+    """Return the names that a text reads, see `_names_read`, without some of its classes."""
+    found: set[str] = set()
+    for statement in _parsed(text).body:
+        if not (isinstance(statement, ast.ClassDef) and statement.name in without):
+            found |= _names_read(statement)
+    return frozenset(found)
 
 
-def _names_read(node: ast.AST) -> set[str]:
-    """Return the attributes that the code reads, and its strings except for keys of dicts."""
+def _names_read(node: ast.AST, but_of: str = "") -> set[str]:
+    """Return the attributes that the code reads, except for those of the name `but_of`, and its
+    strings except for keys of dicts."""
     found: set[str] = set()
     keys: set[int] = set()
     for part in ast.walk(node):  # a dict comes before its keys
         if isinstance(part, ast.Dict):
             keys.update(id(key) for key in part.keys)
         elif isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Load):
-            found.add(part.attr)
+            if not (isinstance(part.value, ast.Name) and part.value.id == but_of):
+                found.add(part.attr)
         elif isinstance(part, ast.Constant) and isinstance(part.value, str):
             found.add("" if id(part) in keys else part.value)
     return found
@@ -193,12 +265,24 @@ def _modules(plan: CheckedPlan) -> list[str]:
     return list(dict.fromkeys(modules))
 
 
-def _read_in_module(module: str) -> frozenset[str]:
-    """Return the names that a module reads; none for modules in C."""
+def _read_in_module(module: str, with_settings: bool = True) -> frozenset[str]:
+    """Return the names that a module reads, or that it reads outside of its classes of settings;
+    none for modules in C."""
     try:
-        return _read_in_text(inspect.getsource(sys.modules[module]))
+        names = vars(sys.modules[module])
+        text = inspect.getsource(sys.modules[module])
     except (OSError, KeyError, TypeError):
         return frozenset()
+    settings = (
+        frozenset()
+        if with_settings
+        else frozenset(
+            name
+            for name, value in names.items()
+            if isinstance(value, type) and issubclass(value, PolicyConfig)
+        )
+    )
+    return _read_in_text(text, settings)
 
 
 def _line_that_sets(name: str, files: Iterable[str]) -> str | None:
