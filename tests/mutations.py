@@ -27,6 +27,7 @@ TIMEOUT_S = 300
 
 RETURNS = "policies/returns.py"
 PPO = "algorithms/ppo.py"
+KL_PENALTY = "algorithms/kl_penalty.py"
 DQN = "algorithms/dqn.py"
 KERNELS = "policies/learning/kernels/"
 SUM_TREE = "replay/sum_tree.py"
@@ -50,6 +51,7 @@ RETURNS_OF_EPISODES = "sampling/episode_returns.py"
 TESTS = {
     RETURNS: ["policies/test_returns.py"],
     PPO: ["algorithms/test_ppo.py"],
+    KL_PENALTY: ["algorithms/test_ppo.py", "algorithms/test_kl_penalty.py"],
     DQN: ["algorithms/test_dqn.py"],
     KERNELS + "policy_gradient.py": ["policies/test_kernels.py"],
     KERNELS + "q_learning.py": ["algorithms/test_dqn.py", "policies/test_categorical_q.py"],
@@ -165,7 +167,7 @@ MUTATIONS = [
     Mutation("PPO: smaller value loss", PPO,
              "torch.maximum((values - targets) ** 2, (clipped - targets) ** 2)",
              "torch.minimum((values - targets) ** 2, (clipped - targets) ** 2)"),
-    Mutation("PPO: KL coefficient falls when it should rise", PPO,
+    Mutation("PPO: KL coefficient falls when it should rise", KL_PENALTY,
              "return min(2 * kl_coeff, MAX_KL_COEFF)", "return min(0.5 * kl_coeff, MAX_KL_COEFF)"),
     Mutation("PPO kernel: gradient of clipped ratios", KERNELS + "policy_gradient.py",
              "dist.logp_gradient(np.where(surrogate <= clipped, surrogate, 0) / -count)",

@@ -5,17 +5,18 @@ The loss is PPO's clipped surrogate objective with V-trace advantages and a targ
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
+from pydantic import model_validator
 
-from flowrl.algorithms.ppo import KL_COEFF_STATE, KLCoeff, adapted, clipped_surrogate
+from flowrl.algorithms.kl_penalty import KLCoeff, KLPenalty
+from flowrl.algorithms.ppo import clipped_surrogate
 from flowrl.algorithms.vtrace import VTraceConfig, VTracePolicy
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.target_network import TargetNetwork
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import Fraction, NotNegativeInt, Positive
-from flowrl.state_schema import check_state
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import PlanSetting, PlanSource
 
@@ -44,20 +45,28 @@ class APPOConfig(VTraceConfig):
     """Polyak coefficient of target updates, target = tau * online + (1 - tau) * target; 1
     copies the online weights."""
 
+    @model_validator(mode="after")
+    def _check_kl_penalty(self) -> Self:
+        has_minibatches = 0 < self.sgd_minibatch_size < self.train_batch_size
+        copies_always = self.tau == 1 and self.target_network_update_freq <= self.train_batch_size
+        if self.kl_coeff and self.num_sgd_iter == 1 and not has_minibatches and copies_always:
+            raise ValueError(
+                "kl_coeff: the target network equals the online network in every update, so that "
+                "the penalty is 0: set num_sgd_iter, sgd_minibatch_size, tau, or a "
+                "target_network_update_freq above train_batch_size"
+            )
+        return self
+
     def build(self, plan: PlanSource | None = None) -> APPO:
         return self._build(plan)
 
 
-class APPOTorchPolicy(TargetNetwork, VTracePolicy):
+class APPOTorchPolicy(KLPenalty, TargetNetwork, VTracePolicy):
     """A policy that is trained with a clipped surrogate objective on trajectories of older
     policies."""
 
     config_class = APPOConfig
     config: APPOConfig
-
-    def __init__(self, observation_space: Any, action_space: Any, config: Any):
-        super().__init__(observation_space, action_space, config)
-        self.kl_coeff = self.config.kl_coeff
 
     def loss(self, batch: TensorBatch) -> torch.Tensor:
         """Return IMPACT's loss (section 3), averaged over rows [B].
@@ -94,16 +103,8 @@ class APPOTorchPolicy(TargetNetwork, VTracePolicy):
         """Adapt the KL coefficient."""
         kl = self.learner.mean_over_group(stats.get("kl")) if self.kl_coeff else None
         if kl is not None:
-            self.kl_coeff = adapted(self.kl_coeff, kl, self.config.kl_target)
+            self.adapt_kl_coeff(kl)
         return {"cur_kl_coeff": self.kl_coeff}
-
-    def get_state(self) -> dict[str, Any]:
-        return {**super().get_state(), "kl_coeff": self.kl_coeff}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        check_state(state, KL_COEFF_STATE, "the state of APPO")
-        super().set_state(state)
-        self.kl_coeff = float(state["kl_coeff"])
 
 
 class APPO(Algorithm):

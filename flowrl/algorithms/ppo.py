@@ -7,18 +7,14 @@ from typing import Annotated, Any, ClassVar
 import torch
 from pydantic import Field
 
+from flowrl.algorithms.kl_penalty import KLCoeff, KLPenalty
 from flowrl.algorithms.on_policy import OnPolicyConfig, OnPolicyPolicy
 from flowrl.policies.config import MAX_SGD_ITER
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch
-from flowrl.settings import Count, NotNegative, NotNegativeInt, Positive
-from flowrl.state_schema import Amount, Fields, check_state
+from flowrl.settings import Count, NotNegativeInt, Positive
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import PlanSetting, PlanSource
-
-MAX_KL_COEFF = 1e6
-KLCoeff = Annotated[NotNegative, Field(le=MAX_KL_COEFF)]
-KL_COEFF_STATE: Fields = {"kl_coeff": Annotated[Amount, Field(le=MAX_KL_COEFF)]}
 
 
 class PPOConfig(OnPolicyConfig):
@@ -47,15 +43,11 @@ class PPOConfig(OnPolicyConfig):
         return self._build(plan)
 
 
-class PPOTorchPolicy(OnPolicyPolicy):
+class PPOTorchPolicy(KLPenalty, OnPolicyPolicy):
     """A policy that is trained with PPO's clipped surrogate objective."""
 
     config_class = PPOConfig
     config: PPOConfig
-
-    def __init__(self, observation_space: Any, action_space: Any, config: Any):
-        super().__init__(observation_space, action_space, config)
-        self.kl_coeff = self.config.kl_coeff
 
     def loss(self, batch: TensorBatch) -> torch.Tensor:
         """Return the loss of equation 9 of the paper, averaged over rows [B], plus the KL penalty
@@ -112,7 +104,7 @@ class PPOTorchPolicy(OnPolicyPolicy):
         batch_stats = {} if batch is None else self.describe(batch)
         if self.kl_coeff:
             kl = self.learner.mean_over_group(batch_stats.get("kl"))
-            self.kl_coeff = adapted(self.kl_coeff, kl or 0.0, self.config.kl_target)
+            self.adapt_kl_coeff(kl or 0.0)
         clip = self.scheduled(self.config.clip_param)
         return {**batch_stats, "cur_kl_coeff": self.kl_coeff, "cur_clip_param": clip}
 
@@ -142,28 +134,11 @@ class PPOTorchPolicy(OnPolicyPolicy):
         targets = rows["value_targets"]
         return kl, dist.entropy(), targets, targets - values
 
-    def get_state(self) -> dict[str, Any]:
-        return {**super().get_state(), "kl_coeff": self.kl_coeff}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        check_state(state, KL_COEFF_STATE, "the state of PPO")
-        super().set_state(state)
-        self.kl_coeff = float(state["kl_coeff"])
-
 
 def clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, clip: float) -> torch.Tensor:
     """Return the objective to maximize (equation 7 of the paper), the mean over rows [B]."""
     clipped = ratio.clamp(1 - clip, 1 + clip)
     return torch.minimum(advantages * ratio, advantages * clipped).mean()
-
-
-def adapted(kl_coeff: float, kl: float, kl_target: float) -> float:
-    """Return the next coefficient of the KL penalty (section 4 of the paper); 0 stays 0."""
-    if kl > 1.5 * kl_target:
-        return min(2 * kl_coeff, MAX_KL_COEFF)
-    if kl_coeff and kl < kl_target / 1.5:
-        return max(0.5 * kl_coeff, 1e-6)
-    return kl_coeff
 
 
 class PPO(Algorithm):

@@ -278,10 +278,21 @@ class Columns(dict[str, Any]):
         return self
 
     def __delitem__(self, key: str) -> None:
+        self._check_is_stored(key)
         super().__delitem__(_ALIASES.get(key, key))
 
+    def _check_is_stored(self, key: str) -> None:
+        if key == "dones" and key in self and not super().__contains__(key):
+            raise KeyError("dones is computed: remove terminateds or truncateds instead")
+
     def pop(self, key: str, *default: Any) -> Any:
-        """Remove a column and return it."""
+        """Remove a column and return it, or the default if the batch does not have the column.
+
+        Raises:
+            KeyError: there is no such column and no default, or the column is `dones` and computed
+                from others.
+        """
+        self._check_is_stored(key)
         column = super().pop(_ALIASES.get(key, key), *default)
         return np.asarray(column) if isinstance(column, IndexedColumn) else column
 
@@ -331,7 +342,7 @@ def _concat_column(name: str, batches: Sequence[Columns]) -> Any:
     if len(parts) < len(batches):
         like, present = parts[0], iter(parts)
         parts = [
-            next(present) if dict.__contains__(batch, name) else _zeros(batch.count, like)
+            next(present) if dict.__contains__(batch, name) else _zeros(batch._padded_count(), like)
             for batch in batches
         ]
     if isinstance(parts[0], np.ndarray):

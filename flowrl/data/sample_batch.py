@@ -160,7 +160,8 @@ class SampleBatch(Columns):
                 f"rows {start}:{stop} contain part of a sequence only: slice a batch with seq_lens "
                 "between sequences, or split it with flowrl.data.sequences.sequence_minibatches()"
             )
-        inside = np.flatnonzero((starts >= start) & (ends <= stop))
+        is_before_stop = (starts < stop) | (stop == self.count)  # for sequences without rows
+        inside = np.flatnonzero((starts >= start) & (ends <= stop) & is_before_stop)
         sequences = slice(int(inside[0]), int(inside[-1]) + 1)
         if self.zero_padded and self.max_seq_len is not None:
             start, stop = sequences.start * self.max_seq_len, sequences.stop * self.max_seq_len
@@ -174,8 +175,10 @@ class SampleBatch(Columns):
         """Apply `fn` to each array; arrays with a row per sequence: leaf[sequences], if given."""
 
         def pick(leaf: np.ndarray) -> np.ndarray:
-            return leaf[sequences]
+            # right_zero_pad(exclude_states=False) leaves one state per row
+            return leaf[sequences] if len(leaf) == num_sequences else fn(leaf)
 
+        num_sequences = 0 if sequences is None else len(self[self.SEQ_LENS])
         columns = {}
         for name, column in self.stored():
             per_sequence = sequences is not None and name.startswith(PER_SEQUENCE)

@@ -5,7 +5,8 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from flowrl.algorithms.ppo import PPO, PPOTorchPolicy, adapted, clipped_surrogate
+from flowrl.algorithms.kl_penalty import adapted
+from flowrl.algorithms.ppo import PPO, PPOTorchPolicy, clipped_surrogate
 from flowrl.data import SampleBatch
 
 BOX = spaces.Box(-1, 1, (3,), np.float32)

@@ -13,6 +13,7 @@ from flowrl.data import SampleBatch
 from flowrl.ops import ParallelRollouts
 from flowrl.policies import ModelV2, ViewRequirement
 from flowrl.policies.torch_policy import TensorBatch
+from flowrl.settings import ConfigError
 from tests.policies.test_returns import reference_vtrace
 
 CLIPS = {"gamma": 0.9, "clip_rho": 1.2, "clip_c": 0.8, "clip_pg_rho": 1.1, "lambda_": 0.95}
@@ -112,7 +113,8 @@ def test_impala_loss_matches_a_reference_implementation():
 
 
 def test_appo_loss_matches_a_reference_implementation():
-    config = small(APPOConfig, plan="appo", kl_coeff=0.4, clip_param=0.1, clip_sampled_ratio=1.05)
+    settings = {"kl_coeff": 0.4, "clip_param": 0.1, "clip_sampled_ratio": 1.05, "num_sgd_iter": 2}
+    config = small(APPOConfig, plan="appo", **settings)
     with config.build() as algorithm:
         batch = SampleBatch.concat_samples(ParallelRollouts(algorithm.workers).take(3))
         policy = algorithm.get_policy()
@@ -151,6 +153,18 @@ def test_appo_adapts_and_saves_its_kl_coefficient_and_target():
         assert other.kl_coeff == state["kl_coeff"]  # the learner thread changes that of `policy`
         for name, array in state["target"].items():
             np.testing.assert_array_equal(other.get_state()["target"][name], array)
+
+
+def test_kl_penalty_of_appo_needs_updates_that_differ_from_the_target_network():
+    with pytest.raises(ConfigError, match="kl_coeff: the target network equals the online network"):
+        APPOConfig(kl_coeff=0.2)
+    with pytest.raises(ConfigError, match="kl_coeff"):
+        APPOConfig(kl_coeff=0.2, train_batch_size=500, target_network_update_freq=500)
+    for used in (
+        {"num_sgd_iter": 2}, {"tau": 0.5}, {"train_batch_size": 500, "sgd_minibatch_size": 100},
+        {"train_batch_size": 500, "target_network_update_freq": 501},
+    ):  # fmt: skip
+        assert APPOConfig(kl_coeff=0.2, **used).kl_coeff == 0.2
 
 
 def test_minibatches_contain_whole_trajectories():

@@ -10,6 +10,7 @@ from hypothesis.extra.numpy import arrays
 
 from flowrl.data import MultiAgentBatch, SampleBatch, concat_samples
 from flowrl.data.indexed_columns import NOTHING, IndexedColumn
+from flowrl.data.sequences import without_padding
 
 
 def batch_of(n, start=0):
@@ -214,6 +215,44 @@ def test_sequences_slice_and_pad():
         batch_of(3).right_zero_pad(4)
     with pytest.raises(ValueError, match="add up"):
         SampleBatch(obs=np.arange(6), seq_lens=[2, 3])
+
+
+def test_padded_batches_with_different_columns_are_concatenated():
+    parts = [SampleBatch(obs=np.arange(1, 4), seq_lens=[1, 2]) for _ in range(2)]
+    parts[0]["x"] = np.arange(4, 7)
+    joined = SampleBatch.concat_samples([part.right_zero_pad(2) for part in parts])
+    assert joined["x"].tolist() == [4, 0, 5, 6, 0, 0, 0, 0]
+    assert joined[3:6]["x"].tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_states_of_every_row_are_sliced_like_rows(padded):
+    batch = SampleBatch(obs=np.arange(1, 6), seq_lens=[2, 3], state_in_0=np.arange(1, 6))
+    if padded:
+        batch = batch.right_zero_pad(4, exclude_states=False)
+        assert without_padding(batch)["state_in_0"].tolist() == [1, 2, 3, 4, 5]
+    part = batch[2:5]
+    assert part["state_in_0"].tolist() == part["obs"].tolist()
+    assert part["seq_lens"].tolist() == [3]
+
+
+def test_sequences_without_rows_are_in_one_slice():
+    lens = [0, 2, 0, 3, 0]
+    batch = SampleBatch(obs=np.arange(5), seq_lens=lens, state_in_0=np.arange(5))
+    parts = [batch[:2], batch[2:]]
+    assert [part["seq_lens"].tolist() for part in parts] == [[0, 2], [0, 3, 0]]
+    assert [part["state_in_0"].tolist() for part in parts] == [[0, 1], [2, 3, 4]]
+
+
+def test_computed_dones_cannot_be_removed():
+    batch = SampleBatch(terminateds=[True, False], truncateds=[False, False])
+    for remove in (lambda: batch.pop("dones"), lambda: batch.pop("dones", None)):
+        with pytest.raises(KeyError, match="remove terminateds or truncateds instead"):
+            remove()
+    with pytest.raises(KeyError, match="remove terminateds or truncateds instead"):
+        del batch["dones"]
+    assert SampleBatch(dones=[True]).pop("dones").tolist() == [True]
+    assert SampleBatch(obs=[1]).pop("dones", 3) == 3
 
 
 def test_slices_that_would_cut_a_sequence_are_rejected():

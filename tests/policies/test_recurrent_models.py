@@ -100,9 +100,9 @@ def test_gradient_is_the_same_with_padding_and_sequence_by_sequence():
         return (errors**2).sum() / 10
 
     expected = gradient(loss_of(batch))
-    padded = pad_batch_to_sequences_of_same_size(batch, 6)
-    assert len(padded["obs"]) == 24
-    torch.testing.assert_close(gradient(loss_of(padded)), expected, atol=1e-6, rtol=0)
+    for padded in (pad_batch_to_sequences_of_same_size(batch, 6), batch.right_zero_pad(6)):
+        assert len(padded["obs"]) == 24
+        torch.testing.assert_close(gradient(loss_of(padded)), expected, atol=1e-6, rtol=0)
     losses = []
     start = 0
     for i, length in enumerate(lens):

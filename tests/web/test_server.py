@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -157,5 +158,19 @@ def test_server_survives_a_run_that_is_removed_and_created_again(tmp_path):
         os.rename(run, tmp_path / "elsewhere")
         write_run(run, [1.0, 2.0, 3.0])
         assert server.get("/api/runs/0")["env_steps"] == 300
+    finally:
+        server.stop()
+
+
+def test_deleted_run_is_shown_as_ended(tmp_path):
+    for name in ("a", "b"):
+        write_run(tmp_path / name, [1.0, 2.0])
+    server = Server(tmp_path)
+    try:
+        server.get("/api/runs/1")
+        shutil.rmtree(tmp_path / "b")
+        assert [run["name"] for run in server.get("/api/runs")] == ["a", "b"]
+        assert server.get("/api/runs/1")["running"] is False
+        assert server.get("/api/runs/0")["env_steps"] == 200
     finally:
         server.stop()

@@ -11,7 +11,7 @@ import torch
 
 from flowrl.data import SampleBatch
 from flowrl.data.indexed_columns import IndexedColumn
-from flowrl.data.sequences import without_masked_rows
+from flowrl.data.sequences import without_masked_rows, without_padding
 
 
 class InputDict(dict[str, Any]):
@@ -29,8 +29,8 @@ class InputDict(dict[str, Any]):
 class TensorBatch(InputDict):
     """Columns of a SampleBatch as tensors that share its memory, created on first access.
 
-    Rows with `loss_mask` False (padding, the burn-in of sequences) are removed from every column,
-    and sequences are shortened accordingly.
+    Padding, and rows with `loss_mask` False (the burn-in of sequences), are removed from every
+    column, and sequences are shortened accordingly.
 
     Args:
         batch: the rows.
@@ -49,7 +49,7 @@ class TensorBatch(InputDict):
             batch, burn_in = without_masked_rows(batch)
             if burn_in is not None:
                 self.burn_in = TensorBatch(burn_in, device)
-        self._batch = batch
+        self._batch = without_padding(batch)
 
     @property
     def count(self) -> int:

@@ -171,8 +171,11 @@ def best_checkpoint(checkpoints: list[Path], order: str = "max") -> Path | None:
 
 
 def is_in_use(run_dir: Path) -> bool:
-    """Return whether a `RunDirectory` has locked a run directory."""
-    folder = os.open(run_dir, os.O_RDONLY)
+    """Return whether a `RunDirectory` has locked a run directory; False if it was deleted."""
+    try:
+        folder = os.open(run_dir, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
     try:
         fcntl.flock(folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
