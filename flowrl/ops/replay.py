@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from flowrl.data import Batch, BatchRef, MultiAgentBatch, SampleBatch
 from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
 from flowrl.iter.errors import call_in_stage
-from flowrl.iter.stage import sources_to_list, with_sources
+from flowrl.iter.stage import sources_to_list, walk, with_sources
 from flowrl.ops.replay_actors import PendingDraw, ReplayActors
 from flowrl.ops.train import TrainedItem, check_trained
 from flowrl.replay import MultiAgentReplayBuffer
@@ -247,6 +247,12 @@ def alternate_stores_and_draws(stages: Iterable[Stage]) -> None:
     for store, draw in itertools.product(stores, draws):
         if store.buffer is draw.buffer:
             store.alternates = draw.alternates = True
+
+
+def has_alternating_operator(branch: Stage) -> bool:
+    """Return whether a branch stores to a buffer, or draws from one, in turn with another branch."""
+    operators = [getattr(stage, "fn", stage) for stage in walk(branch)]
+    return any(getattr(operator, "alternates", False) for operator in operators)
 
 
 class UpdateReplayPriorities:

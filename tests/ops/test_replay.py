@@ -60,6 +60,20 @@ def test_storing_and_drawing_keep_the_training_intensity(mode, intensity):
     assert "Replay(MultiAgentReplayBuffer(replay_batch_size=4" in plan.explain()
 
 
+def test_branches_that_alternate_are_pulled_only_when_they_are_due(monkeypatch):
+    buffer = make(learning_starts=500)
+    store = source().for_each(StoreToReplayBuffer(local_buffer=buffer))
+    draws = Replay(local_buffer=buffer)
+    asked = []
+    is_due = draws.stage._is_due
+    monkeypatch.setattr(draws.stage, "_is_due", lambda: asked.append(is_due()) or asked[-1])
+    plan = Concurrently([store, draws], mode="round_robin", output_indexes=[1])
+    plan.take(5)
+    del asked[:]
+    plan.take(20)
+    assert asked == [True] * 20
+
+
 def test_draws_stop_at_the_ratio_after_the_stored_stream_ends():
     buffer = make()
     store = source(3).for_each(StoreToReplayBuffer(local_buffer=buffer))
