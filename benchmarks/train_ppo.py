@@ -236,7 +236,7 @@ def main() -> None:
             seconds[name].append(result["seconds"] if reached else float("inf"))
             steps[name].append(result["steps"])
             print(f"# seed {seed}, {name}: {result}", flush=True)
-    columns = "env steps/s", "flowrl / this row", "seconds to 475", "flowrl takes ×"
+    columns = "env steps/s", "flowrl / this row", "seconds to return 475", "flowrl takes ×"
     print(f"| | {' | '.join(columns)} | env steps to 475 |")
     print("|---|---:|---:|---:|---:|---:|")
     for name in pythons:

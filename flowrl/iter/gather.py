@@ -91,7 +91,7 @@ class Gather(Stage):
         self.title = f"{self.name} {shards.name}"
         self.shards = shards
         self.resumable = shards.replayable
-        # received items are not sampled again
+        # shards do not send received items again
         self._restores_items = shards.replayable or shards.keeps_state
         self.on_error = check_on_error(on_error)
         self.skipped = 0
@@ -291,7 +291,7 @@ class Gather(Stage):
         raise failed from error
 
     def _check_timeouts(self) -> None:
-        """Kill the shards whose reply or start is overdue, unless it is ready and only unread."""
+        """Kill shards whose reply or start is overdue, unless the reply is ready but unread."""
         now = time.monotonic()
         if not self._has_timeouts or not self.shards.remote:
             return

@@ -305,7 +305,7 @@ class LocalIterator(Generic[T]):
                 )
 
     def take(self, n: int) -> list[T]:
-        """Return the next n items, fewer if the stream ends. An error loses the items before it."""
+        """Return the next n items, fewer if the stream ends. An error discards them."""
         if n < 0:
             raise ValueError(f"take(n): n must be at least 0, got {n}")
         items: list[T] = []

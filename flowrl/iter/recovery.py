@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from flowrl.iter.ray_runtime import death_errors
 from flowrl.iter.stage import Source
 
-STARTING_S = 60.0  # more for the first reply: importing torch on a loaded machine took 20 s
+STARTING_S = 60.0  # added to the first timeout: importing torch took 20 s on a loaded machine
 
 
 @dataclass(frozen=True)

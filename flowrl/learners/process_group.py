@@ -53,7 +53,9 @@ class ProcessGroup:
         try:
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
         except (RuntimeError, ValueError) as error:
-            raise ProcessGroupError(f"process {rank} of {size} found no group: {error}") from error
+            raise ProcessGroupError(
+                f"process {rank} of {size} cannot join the group: {error}"
+            ) from error
 
     def all_reduce(self, values: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduce a tensor over all processes in place, and return it.

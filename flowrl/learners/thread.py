@@ -262,7 +262,7 @@ class LearnerThread:
                     self._idle_s += time.perf_counter() - started
 
     def _step(self) -> bool:
-        """Make one pass over one batch; return False if no batch or no room for a result exists."""
+        """Train on the next batch; return False without a batch or room for a result."""
         if not self._take_batches():
             return False
         buffer = self._minibatches

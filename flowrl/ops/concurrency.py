@@ -195,10 +195,10 @@ class Dequeue(LocalIterator[Any]):
 
 
 class UpdateSpan(NamedTuple):
-    """One update of a learner thread.
+    """One batch of a learner thread.
 
     Attributes:
-        ended_at: end of the update, in seconds since 1970.
+        ended_at: end of the training on it, in seconds since 1970.
         learn_s: duration [s].
         rows: rows of the batch.
     """

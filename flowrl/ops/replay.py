@@ -203,7 +203,7 @@ class ReplayActorsStage(ReplayStage):
     def _request(self) -> None:
         """Request batches until `num_async` are in flight.
 
-        One request asks a shard for half of them, so another shard draws while they are trained on.
+        Each request draws half of them from one shard; other shards draw meanwhile.
         """
         per_request = max(1, self._num_async // 2)
         limit = self._num_async - per_request
@@ -250,7 +250,7 @@ def alternate_stores_and_draws(stages: Iterable[Stage]) -> None:
 
 
 def has_alternating_operator(branch: Stage) -> bool:
-    """Return whether a branch stores to a buffer, or draws from one, in turn with another branch."""
+    """Return whether a branch stores to a buffer or draws from it in turn with another branch."""
     operators = [getattr(stage, "fn", stage) for stage in walk(branch)]
     return any(getattr(operator, "alternates", False) for operator in operators)
 

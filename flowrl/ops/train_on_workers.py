@@ -113,7 +113,7 @@ class TrainOnWorkersStage(Stage):
         host = ray.util.get_node_ip_address()
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self.learn.store_address = host, self._store.port
-        # the group must be known before the new worker asks
+        # publish the group before the new worker reads it
         if self.workers.config.recovery.rounds_wait:
             self.workers.on_recreate.append(self._on_recreate)
         self._form_group()
@@ -180,7 +180,7 @@ class TrainOnWorkersStage(Stage):
                     continue  # a new group was formed: request these workers again
                 return updates
             if self._store is not None and all(update.state is None for update in updates):
-                self._drop(zip(updates, self.parents[0].sources, strict=True))  # its worker died
+                self._drop(zip(updates, self.parents[0].sources, strict=True))  # rank 0 died
                 self._restart_group()
                 continue
             self.items += 1

@@ -1,7 +1,7 @@
 """Operators that select which workers receive new weights, and how often.
 
 The next request to a selected worker carries the newest weights, unless the worker has them.
-Without one of these operators each request to each worker does.
+By default, all workers receive them.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from flowrl.data.sample_batch import SampleBatch
 
 OBS, NEXT_OBS = SampleBatch.OBS, SampleBatch.NEXT_OBS
 DONE_FLAGS = ("terminateds", "truncateds")
-NOT_STORED = ("unroll_id", "env_id", "infos")  # ids are unique in their fragment only
+NOT_STORED = ("unroll_id", "env_id", "infos")  # details of sampling, and info dicts
 
 # columns with one number per row -> numpy kinds of their dtypes, description
 FLAT_KINDS = {

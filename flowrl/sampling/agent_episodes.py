@@ -197,7 +197,7 @@ class AgentEpisodes:
         Args:
             env_index: the environment.
             observations, infos: by agent.
-            counts: whether the observations are part of the filters' statistics.
+            counts: whether to add the observations to the filters' statistics.
         """
         episode = self.running[env_index] = RunningEpisode(
             self.new_record(env_index, next(self.ids))

@@ -69,7 +69,7 @@ class LaneRows:
             columns.share("obs", "raw_obs")
         else:
             columns.allocate("obs", space.shape or (), np.dtype(np.float32))
-            # observations that are not in the statistics of the filter
+            # observations to add to the filter's statistics
             columns.allocate("unseen", (), np.dtype(bool))
         if self.shows_agents:
             columns.allocate("time", (), np.dtype(np.int64))
@@ -115,7 +115,7 @@ class LaneRows:
             agent_id, agent_index, episode: the agent.
             check: the check of its observations.
             observation: the observation.
-            counts: whether the observation is part of the filter's statistics.
+            counts: whether to add the observation to the filter's statistics.
         """
         free = self.free.setdefault(env, [])
         if not free:

@@ -52,8 +52,8 @@ class Segments:
             of its lane, bool [S].
         envs: environment of each, [S].
         agents: index of the agent in its episode, [S].
-        initial_states: initial states of each one's episode, [S, …] each; None if they are those of
-            the lanes.
+        initial_states: initial states of the segments, arrays [S, …]; None if they are those of the
+            lanes.
         are_open: whether there is one segment for each lane, with all rows, and all are open.
     """
 

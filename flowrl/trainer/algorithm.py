@@ -83,7 +83,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         Args:
             env_or_config: an environment (see the setting `env`; an environment object is copied,
                 and never stepped itself); an AlgorithmConfig; or a mapping
-                of settings that differ from the defaults. Of a record of another class, the
+                of settings that differ from the defaults. Of a record of a base class, only
                 settings that were set explicitly are used.
             settings: settings of `config_class`, which replace those of `env_or_config`.
 
@@ -438,8 +438,8 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
                 played to their end.
             video_dir: folder for mp4 videos of the first `evaluation_video_episodes` episodes,
                 named evaluation-<iteration>-0.mp4, … (needs the extra `video`).
-            seed: seed of the episodes; None for the setting `seed`, or entropy of the machine if
-                that is None.
+            seed: seed of the episodes; None for the setting `seed`, which is drawn if it was not
+                set.
 
         Returns:
             `episode_reward_mean`, `_min`, `_max`, `_std`, `episode_len_mean` [env steps],
