@@ -256,17 +256,11 @@ class Gather(Stage):
         self._end_journal(f"shard {shard.index} of {self.shards.name} died or did not reply")
         if shard.dead_incarnation is not None or self.shards.incarnation(shard.index) > incarnation:
             return  # another request to the same worker has reported it
-        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
-        constructed = not getattr(error, "actor_init_failed", False)
-        if constructed:
-            death = f"{type(error).__name__}: {lines[0].strip()}"
-        else:  # the line after the traceback, whose lines are indented; notes follow
-            indented = [i for i, line in enumerate(lines[:-1]) if line.startswith(" ")]
-            death = lines[indented[-1] + 1 if indented else -1].strip()
+        death = _describe_death(error)
         shard.deaths = shard.deaths + 1 if death == shard.last_death else 1
         shard.last_death = death
         recovery = shard.recovery
-        if not constructed:
+        if _constructor_raised(error):
             self._fail_shard(shard, "its constructor raised", error)
         if shard.deaths >= recovery.max_identical_deaths:
             self._fail_shard(shard, f"it died {shard.deaths} times in a row in the same way", error)
@@ -443,3 +437,18 @@ def _count(name: str) -> None:
     metrics = current_metrics()
     if metrics is not None:
         metrics.counters[name] += 1
+
+
+def _constructor_raised(error: BaseException) -> bool:
+    """Return whether an actor died in its constructor."""
+    return bool(getattr(error, "actor_init_failed", False))
+
+
+def _describe_death(error: BaseException) -> str:
+    """Return one line of Ray's error for an actor that died."""
+    lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+    if not _constructor_raised(error):
+        return f"{type(error).__name__}: {lines[0].strip()}"
+    # the line after the traceback, whose lines are indented; notes follow
+    indented = [i for i, line in enumerate(lines[:-1]) if line.startswith(" ")]
+    return lines[indented[-1] + 1 if indented else -1].strip()

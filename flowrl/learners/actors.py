@@ -187,7 +187,7 @@ class LearnerGroup(Learner):
             with worker.lock:
                 load_learning_state(worker.policy_map, replies[0][1])
                 self._actor_versions = self._local_versions()
-            updates = _merge_updates([updates for updates, _ in replies])
+            updates = _merge_shares([updates for updates, _ in replies])
             for policy_id, stats in callback_stats.items():
                 updates[policy_id].stats.update(stats)
             return updates
@@ -338,8 +338,9 @@ def _get_all_or_first_error(refs: list[Any]) -> list[Any]:
     return results
 
 
-def _merge_updates(by_learner: list[Updates]) -> Updates:
-    """Return the updates of a group as one: statistics averaged, row statistics concatenated."""
+def _merge_shares(by_learner: list[Updates]) -> Updates:
+    """Return the updates of learners that shared a batch as one: statistics are averaged, row
+    statistics concatenated."""
     merged: Updates = {}
     for policy_id, first in by_learner[0].items():
         # a learner without rows reports only some of the statistics

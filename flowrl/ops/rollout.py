@@ -11,7 +11,7 @@ import numpy as np
 
 from flowrl.data import Batch, BatchRef, MultiAgentBatch, SampleBatch
 from flowrl.iter import LocalIterator, Source, _get_shared_metrics
-from flowrl.iter.metrics import count_bytes_between_nodes, current_metrics
+from flowrl.iter.metrics import MetricsContext, count_bytes_between_nodes, current_metrics
 from flowrl.iter.stage import sources_to_list, with_sources
 from flowrl.ops.aggregation import leave_in_store
 from flowrl.ops.offline import WriteParquet
@@ -168,27 +168,30 @@ class CountRollouts:
         # the rollouts may be those of another plan than the algorithm's, with its own counters
         steps = max(self.workers.global_vars["timestep"], metrics.counters["num_env_steps_sampled"])
         self.workers.global_vars["timestep"] = steps
-        plan = PlanMetrics.of(metrics)
-        worker = self.workers.local_worker()
         for source in sources:
-            plan.add_episodes(source.shard, source.tags.get("episodes", ()))
-            plan.sampler_timings[source.shard] = source.tags.get("timings", {})
-            for filters in source.tags.get("filters", ()):
-                with worker.lock:
-                    self.workers.weight_sync.observe_learner()
-                    for policy_id, policy_filters in filters.items():
-                        worker.policy_map[policy_id].merge_filter_updates(policy_filters)
-            health = WorkerHealth(
-                source.tags.get("env_restarts", 0), source.tags.get("faulty_episodes", 0)
-            )
-            plan.worker_health[source.shard, source.incarnation] = health
-            if health.env_restarts and metrics.journal is not None and self._has_time_limits:
-                metrics.journal.end("an environment failed or exceeded its time limit")
+            self._record_tags(source, metrics)
         if self._fetch_started is not None:
             timer = metrics.timers[self.timer_name]
             timer.push(time.perf_counter() - self._fetch_started)
             timer.push_units_processed(batch.env_steps())
         return batch
+
+    def _record_tags(self, source: Source, metrics: MetricsContext) -> None:
+        """Record what a worker has reported with a fragment: episodes, timings, statistics of
+        filters, failures of environments."""
+        tags, plan = source.tags, PlanMetrics.of(metrics)
+        plan.add_episodes(source.shard, tags.get("episodes", ()))
+        plan.sampler_timings[source.shard] = tags.get("timings", {})
+        worker = self.workers.local_worker()
+        for filters in tags.get("filters", ()):
+            with worker.lock:
+                self.workers.weight_sync.observe_learner()
+                for policy_id, policy_filters in filters.items():
+                    worker.policy_map[policy_id].merge_filter_updates(policy_filters)
+        health = WorkerHealth(tags.get("env_restarts", 0), tags.get("faulty_episodes", 0))
+        plan.worker_health[source.shard, source.incarnation] = health
+        if health.env_restarts and metrics.journal is not None and self._has_time_limits:
+            metrics.journal.end("an environment failed or exceeded its time limit")
 
     def _count_transfers(self, sources: tuple[Source, ...], items: list[Any]) -> None:
         """Count the env steps of each worker, and the bytes that were sent by other nodes."""

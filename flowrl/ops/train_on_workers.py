@@ -157,26 +157,12 @@ class TrainOnWorkersStage(Stage):
                 raise self._failed_shard  # pulling again would block: the other workers wait for it
             if self._store is not None and self._members != self._current_members():
                 self._restart_group()  # no member waits for the workers that left or died
-            self._discard_old_generations()
-            try:
-                # without blocking: a dead worker is replaced while the others wait for it
-                updates = self._pull_up(False)
-            except ShardFailedError as error:
-                self._failed_shard = error
-                raise
-            except ProcessGroupError as error:
-                self._group_failures += 1
-                if self._group_failures > MAX_GROUP_FAILURES:
-                    raise
-                log.warning("the workers' group broke; forming a new one: %s", error)
-                if error.group_name == str(self._group_number):
-                    self._restart_group()
+            self._discard_updates_of_old_groups()
+            updates = self._pull_updates()
+            if updates is None:
                 continue
-            except Exception:
-                self._group_failures += 1
-                raise
             if updates is NOT_READY:
-                if self._discard_old_generations():
+                if self._discard_updates_of_old_groups():
                     continue  # a new group was formed: request these workers again
                 return updates
             if self._store is not None and all(update.state is None for update in updates):
@@ -186,7 +172,28 @@ class TrainOnWorkersStage(Stage):
             self.items += 1
             return self._finish_round(updates, self.parents[0].sources)
 
-    def _discard_old_generations(self) -> bool:
+    def _pull_updates(self) -> Any:
+        """Return the updates of a round, or NOT_READY; None if the group broke and a new one was
+        formed."""
+        try:
+            # without blocking: a dead worker is replaced while the others wait for it
+            return self._pull_up(False)
+        except ShardFailedError as error:
+            self._failed_shard = error
+            raise
+        except ProcessGroupError as error:
+            self._group_failures += 1
+            if self._group_failures > MAX_GROUP_FAILURES:
+                raise
+            log.warning("the workers' group broke; forming a new one: %s", error)
+            if error.group_name == str(self._group_number):
+                self._restart_group()
+            return None
+        except Exception:
+            self._group_failures += 1
+            raise
+
+    def _discard_updates_of_old_groups(self) -> bool:
         """Discard updates of earlier groups, so that their workers are requested again.
 
         Returns:

@@ -24,7 +24,7 @@ class ReplayedWorkers(Protocol):
     def new_worker(self, worker_index: int) -> RolloutWorker:
         """Return a new worker with a number from 1."""
 
-    def weights_for(self, index: int) -> Any | None:
+    def take_weights(self, index: int) -> Any | None:
         """Return the weights that a worker must load before it samples; None if it needs none."""
 
 
@@ -61,7 +61,7 @@ class ReplayedPool(Pool):
         return list(self._workers or ())
 
     def submit(self, index: int, request: ShardRequest) -> Any:
-        sent = _Request(self.handle(index), self._set.weights_for(index), request)
+        sent = _Request(self.handle(index), self._set.take_weights(index), request)
         self._requests.append(sent)
         return sent
 

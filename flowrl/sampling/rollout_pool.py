@@ -32,7 +32,7 @@ class RemoteWorkers(Protocol):
     def recreate(self, index: int) -> Any:
         """Return a new actor that replaces a failed one."""
 
-    def weights_for(self, index: int) -> Any | None:
+    def take_weights(self, index: int) -> Any | None:
         """Return the weights that a worker must load before it samples; None if it needs none."""
 
 
@@ -105,11 +105,11 @@ class RolloutPool(ActorPool):
 
     def submit(self, index: int, request: ShardRequest) -> Any:
         actor = self.handle(index)
-        return actor.apply.remote(_serve, self._workers_of.weights_for(index), request)
+        return actor.apply.remote(_serve, self._workers_of.take_weights(index), request)
 
     def next_item_submitter(self, index: int, stream_handle: int) -> Callable[[], Any]:
-        actor, weights_for = self.handle(index), self._workers_of.weights_for
-        return lambda: actor.apply.remote(_serve_next, weights_for(index), stream_handle)
+        actor, take_weights = self.handle(index), self._workers_of.take_weights
+        return lambda: actor.apply.remote(_serve_next, take_weights(index), stream_handle)
 
     def stop(self) -> None:
         """Do nothing: the set stops its workers."""

@@ -153,35 +153,33 @@ class Views(ActingViews):
         """
         reach = np.minimum(ages, rows + columns.known)
         at = columns.lookback + rows
+
+        def values_at(name: str, view: View, shift: int) -> Any:
+            """Return the values [m, …] of one shift of a view."""
+            if view.source == "obs" and shift == 0:
+                return observations
+            column = columns.get(view.source)
+            if column is None and is_state(view):
+                return initial_states(view.source)
+            if column is None:  # nothing is recorded yet
+                fill = self._fill(name, view, None)
+                return map_leaves(lambda leaf: np.repeat(leaf[None], len(rows), 0), fill)
+            if view.source == "obs":
+                back = np.minimum(-shift, reach)
+                values = map_leaves(lambda leaf: leaf[at - back, lanes], column)
+                (first,) = (back == 0).nonzero()
+                write(values, first, map_leaves(lambda leaf: leaf[first], observations))
+                return values
+            values = map_leaves(lambda leaf: leaf[np.maximum(at + shift, 0), lanes], column)
+            outside = reach < -shift
+            if outside.any():
+                states = initial_states(view.source)[outside] if is_state(view) else None
+                write(values, outside, self._fill(name, view, column) if states is None else states)
+            return values
+
         inputs: dict[str, Any] = {}
         for name, view in self._acting.items():
-            parts = []
-            for shift in view.shifts:
-                if view.source == "obs" and shift == 0:
-                    parts.append(observations)
-                    continue
-                column = columns.get(view.source)
-                if column is None and is_state(view):
-                    values = initial_states(view.source)
-                elif column is None:  # nothing is recorded yet
-                    fill = self._fill(name, view, None)
-                    values = map_leaves(lambda f: np.repeat(f[None], len(rows), 0), fill)
-                elif view.source == "obs":
-                    back = np.minimum(-shift, reach)
-                    values = map_leaves(lambda a, back=back: a[at - back, lanes], column)
-                    (first,) = (back == 0).nonzero()
-                    write(values, first, map_leaves(lambda a, f=first: a[f], observations))
-                else:
-                    outside = reach < -shift
-                    values = map_leaves(
-                        lambda a, shift=shift: a[np.maximum(at + shift, 0), lanes], column
-                    )
-                    if outside.any():
-                        fill = self._fill(name, view, column)
-                        if is_state(view):
-                            fill = initial_states(view.source)[outside]
-                        write(values, outside, fill)
-                parts.append(values)
+            parts = [values_at(name, view, shift) for shift in view.shifts]
             inputs[name] = (
                 optree.tree_map(lambda *leaves: np.stack(leaves, 1), *parts)
                 if view.is_window

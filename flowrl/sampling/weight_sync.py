@@ -163,7 +163,7 @@ class WeightSync:
             {pid: policy.filter_state_dict() for pid, policy in policies.items()},
         )
 
-    def payload_for(self, index: int, from_node: str | None, to_node: str | None) -> Any | None:
+    def take_payload(self, index: int, from_node: str | None, to_node: str | None) -> Any | None:
         """Return what a worker must load before it samples, and mark it as sent.
 
         Times `update`: the preparation of each new version of the weights.
@@ -244,7 +244,7 @@ class WeightSync:
 
 
 def load_weights(worker: RolloutWorker, payload: tuple[Any, ...] | None) -> None:
-    """Load what `WeightSync.payload_for` returned into a worker; runs on its actor."""
+    """Load what `WeightSync.take_payload` returned into a worker; runs on its actor."""
     if payload is not None:
         worker.set_weights(*payload)
 

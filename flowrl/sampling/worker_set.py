@@ -294,7 +294,7 @@ class WorkerSet:
         if not actors:
             return
 
-        payloads = [(actor, self.weights_for(index)) for index, actor in enumerate(actors)]
+        payloads = [(actor, self.take_weights(index)) for index, actor in enumerate(actors)]
         ray_health.get(
             [
                 actor.apply.remote(load_weights, payload)
@@ -303,12 +303,12 @@ class WorkerSet:
             ]
         )
 
-    def weights_for(self, index: int) -> Any | None:
+    def take_weights(self, index: int) -> Any | None:
         """Return the weights that a remote worker must load before it samples, or None.
 
         The caller must send them: the worker counts as up to date afterwards.
         """
-        return self.weight_sync.payload_for(index, self.node, self.nodes.get(index, self.node))
+        return self.weight_sync.take_payload(index, self.node, self.nodes.get(index, self.node))
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -382,7 +382,7 @@ class WorkerSet:
                 self.weight_sync.forget(index)
                 refs.append(worker.apply.remote(restart_worker))
                 continue
-            payload = self.weights_for(index)
+            payload = self.take_weights(index)
             if RolloutWorker.versions_in(state) != versions:
                 self.weight_sync.forget(index)  # its next request carries the newest weights
             refs.append(worker.apply.remote(resume_worker, payload, state))

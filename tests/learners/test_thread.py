@@ -265,21 +265,21 @@ def test_workers_receive_only_published_weights(ray_session):
         learner = LearnerThread(workers)
         learner.start()
         before = weights(algorithm)
-        first, versions, *_ = workers.weights_for(0)
+        first, versions, *_ = workers.take_weights(0)
         with workers.local_worker().lock:
             workers.local_worker().policy.learn_on_batch(batch)  # not published
-        assert workers.weights_for(0) is None
+        assert workers.take_weights(0) is None
         for name, weight in before.items():
             np.testing.assert_array_equal(first["default_policy"][name], weight)
         learner.inqueue.put(batch)
         learner.outqueue.get(timeout=30)
-        sent, newer, *_ = workers.weights_for(0)
+        sent, newer, *_ = workers.take_weights(0)
         assert newer["default_policy"] == versions["default_policy"] + 2
         for name, weight in weights(algorithm).items():
             np.testing.assert_array_equal(sent["default_policy"][name], weight)
         learner.stop()
         workers.local_worker().policy.learn_on_batch(batch)
-        assert workers.weights_for(0)[1]["default_policy"] == newer["default_policy"] + 1
+        assert workers.take_weights(0)[1]["default_policy"] == newer["default_policy"] + 1
 
 
 def test_checkpoint_contains_the_queued_batches(tmp_path):
@@ -379,7 +379,7 @@ def test_workers_get_the_weights_of_operators_beside_the_thread():
         plan = Concurrently([feed, Dequeue(learner)], mode="async", output_indexes=[1])
         plan.take(1)
         LocalIterator(batches[1:]).for_each(TrainOneStep(workers)).take(2)
-        payload = workers.weight_sync.payload_for(0, None, None)
+        payload = workers.weight_sync.take_payload(0, None, None)
         for name, weight in weights(algorithm).items():
             np.testing.assert_array_equal(payload[0]["default_policy"][name], weight)
         assert payload[1] == {"default_policy": workers.local_worker().policy.version}

@@ -96,20 +96,20 @@ def test_gradient_operators_train_in_a_plan(num_workers):
 
 def test_only_the_sources_of_gradients_get_new_weights():
     with make(2) as workers:
-        initial = [workers.weights_for(i) for i in range(2)]
+        initial = [workers.take_weights(i) for i in range(2)]
         assert all(payload is not None for payload in initial)
         batch = SampleBatch.concat_samples([workers.local_worker().sample()])
         compute, apply = ComputeGradients(workers), ApplyGradients(workers, update_all=False)
         gradients = compute(batch)
         gradients.sources = (Source(1),)
         apply(gradients)
-        assert workers.weights_for(0) is None
-        assert workers.weights_for(1) is not None
-        assert workers.weights_for(1) is None
+        assert workers.take_weights(0) is None
+        assert workers.take_weights(1) is not None
+        assert workers.take_weights(1) is None
         gradients.sources = (Source(0),)
         apply(gradients)
-        assert workers.weights_for(1) is None
-        _, versions, *_ = workers.weights_for(0)
+        assert workers.take_weights(1) is None
+        _, versions, *_ = workers.take_weights(0)
         assert versions == workers.weight_sync.versions()
 
 
@@ -163,15 +163,15 @@ def test_stale_gradients_are_dropped_and_counted(ray_session):
 def test_worker_of_dropped_gradients_gets_new_weights(ray_session):
     with make(2) as workers:
         for index in range(2):
-            assert workers.weights_for(index) is not None
+            assert workers.take_weights(index) is not None
         workers.weight_sync.update_only([])
         policy = workers.local_worker().policy
         policy.set_weights(policy.get_weights())  # a new version
         stale = Gradients({}, {}, {}, 8)
         stale.sources = (Source(1, tags={"weights_versions": {"default_policy": 0}}),)
         assert not DropStale(workers, 0)(stale)
-        assert workers.weights_for(0) is None
-        assert workers.weights_for(1) is not None
+        assert workers.take_weights(0) is None
+        assert workers.take_weights(1) is not None
 
 
 def test_nonfinite_gradients_are_skipped_only_with_the_setting():

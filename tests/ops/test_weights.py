@@ -19,7 +19,7 @@ def workers(ray_session, metrics):
     config = A2CConfig(env="CartPole-v1", num_workers=3, rollout_fragment_length=8, seed=0)
     with config.build() as algorithm:
         for index in range(3):  # all workers receive the first version
-            assert algorithm.workers.weights_for(index) is not None
+            assert algorithm.workers.take_weights(index) is not None
         yield algorithm.workers
 
 
@@ -43,7 +43,7 @@ def test_large_weights_are_one_object_per_version(workers, monkeypatch):
     monkeypatch.setattr(ray, "put", lambda value: refs.append(put(value)) or refs[-1])
     for _ in range(3):
         learn(workers)
-        assert {workers.weights_for(index) for index in range(3)} == {refs[-1]}
+        assert {workers.take_weights(index) for index in range(3)} == {refs[-1]}
     assert len(refs) == 3
     workers.sync_weights()
     assert len(refs) == 3
@@ -56,7 +56,7 @@ def learn(workers):
 
 def receivers(workers):
     """Return the indices of the workers that would receive weights with their next request."""
-    return [index for index in range(3) if workers.weights_for(index) is not None]
+    return [index for index in range(3) if workers.take_weights(index) is not None]
 
 
 def test_all_contributors_receive_new_weights(workers, metrics):
@@ -120,5 +120,5 @@ def test_workers_keep_their_weights_until_the_first_broadcast(workers):
     for _ in range(6):
         workers.local_worker().policy.version += 1
         broadcast(Batch(0))
-        sent.append(any(name for name in (workers.weights_for(0) or ({},))[0]))
+        sent.append(any(name for name in (workers.take_weights(0) or ({},))[0]))
     assert sent == [False, False, True, False, False, True]

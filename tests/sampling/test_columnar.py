@@ -287,10 +287,10 @@ def test_workers_sample_and_receive_weights_without_an_algorithm(ray_session):
 
 def test_weights_are_sent_once_per_version():
     workers = WorkerSet("CartPole-v1", ObservedValue, num_workers=2)
-    assert workers.weights_for(0) is not None
-    assert workers.weights_for(0) is None
+    assert workers.take_weights(0) is not None
+    assert workers.take_weights(0) is None
     workers.local_worker().policy.version += 1
-    assert workers.weights_for(0) is not None
+    assert workers.take_weights(0) is not None
     workers.num_workers = 0
 
 

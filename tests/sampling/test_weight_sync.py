@@ -17,12 +17,12 @@ def trained():
 
 
 def needs_weights(sync, worker):
-    return sync.payload_for(worker, None, None) is not None
+    return sync.take_payload(worker, None, None) is not None
 
 
 def test_each_worker_gets_a_version_once(trained):
     algorithm, sync = trained
-    weights, versions, _, _ = sync.payload_for(0, None, None)
+    weights, versions, _, _ = sync.take_payload(0, None, None)
     assert versions == {"default_policy": algorithm.get_policy().version}
     for name, weight in algorithm.get_policy().get_weights().items():
         np.testing.assert_array_equal(weights["default_policy"][name], weight)
@@ -36,7 +36,7 @@ def test_each_worker_gets_a_version_once(trained):
 def test_replaced_worker_gets_the_weights_again(trained):
     _, sync = trained
     for worker in (0, 1):
-        sync.payload_for(worker, None, None)
+        sync.take_payload(worker, None, None)
     sync.forget(0)
     assert [needs_weights(sync, worker) for worker in (0, 1)] == [True, False]
     sync.invalidate()
@@ -47,13 +47,13 @@ def test_workers_get_the_time_of_schedules_without_new_weights(trained):
     algorithm, _ = trained
     time = {"timestep": 0}
     sync = WeightSync(algorithm.workers.local_worker, time)
-    sync.payload_for(0, None, None)
+    sync.take_payload(0, None, None)
     time["timestep"] = 50
-    payload = sync.payload_for(0, None, None)
+    payload = sync.take_payload(0, None, None)
     assert payload == ({}, None, None, {"timestep": 50})
-    assert sync.payload_for(0, None, None) is None
+    assert sync.take_payload(0, None, None) is None
     sync.forget(0)
-    assert sync.payload_for(0, None, None)[3] == {"timestep": 50}
+    assert sync.take_payload(0, None, None)[3] == {"timestep": 50}
     worker = algorithm.workers.local_worker()
     before = worker.policy.version
     load_weights(worker, payload)
@@ -63,7 +63,7 @@ def test_workers_get_the_time_of_schedules_without_new_weights(trained):
 def test_only_selected_workers_get_a_new_version(trained):
     algorithm, sync = trained
     for worker in (0, 1):
-        sync.payload_for(worker, None, None)
+        sync.take_payload(worker, None, None)
     algorithm.train()
     sync.update_only([1])
     assert [needs_weights(sync, worker) for worker in (0, 1, 2)] == [False, True, True]
@@ -77,8 +77,8 @@ def test_only_selected_workers_get_a_new_version(trained):
 def test_published_weights_do_not_change_until_the_next_publication(trained):
     algorithm, sync = trained
     sync.publish()
-    published = sync.payload_for(0, None, None)[1]
+    published = sync.take_payload(0, None, None)[1]
     algorithm.train()
     assert not needs_weights(sync, 0)
     sync.publish()
-    assert sync.payload_for(0, None, None)[1] != published
+    assert sync.take_payload(0, None, None)[1] != published
