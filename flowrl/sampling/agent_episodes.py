@@ -187,24 +187,28 @@ class AgentEpisodes:
         self.failed.clear()
         self.is_steady = [False] * len(self.running)
         for env_index, (observations, infos) in enumerate(first):
-            self.begin(env_index, observations, infos, counts=False)
+            self.begin(env_index, observations, infos, counts_in_filter=False)
 
     def begin(
-        self, env_index: int, observations: dict[AgentID, Any], infos: Any, counts: bool = True
+        self,
+        env_index: int,
+        observations: dict[AgentID, Any],
+        infos: Any,
+        counts_in_filter: bool = True,
     ) -> None:
         """Start an episode with these observations.
 
         Args:
             env_index: the environment.
             observations, infos: by agent.
-            counts: whether to add the observations to the filters' statistics.
+            counts_in_filter: whether to add the observations to the filters' statistics.
         """
         episode = self.running[env_index] = RunningEpisode(
             self.new_record(env_index, next(self.ids))
         )
         for agent, observation in observations.items():
             info = (infos or {}).get(agent)
-            self._start_agent(env_index, episode, agent, observation, info, counts)
+            self._start_agent(env_index, episode, agent, observation, info, counts_in_filter)
         self.changed.add(env_index)
         self.records.call("on_episode_start", env_index, episode)
 
@@ -223,7 +227,7 @@ class AgentEpisodes:
         agent: AgentID,
         observation: Any,
         info: Any,
-        counts: bool = True,
+        counts_in_filter: bool = True,
     ) -> None:
         """Start an agent's trajectory with its first observation."""
         record = episode.record.record(agent)
@@ -232,7 +236,7 @@ class AgentEpisodes:
         self.checks.check_structure(env_index, agent, observation)
         check = self.check_of(agent)
         trajectory = episode.agents[agent] = lanes.start(
-            env_index, agent, record.agent_index, episode, check, observation, counts
+            env_index, agent, record.agent_index, episode, check, observation, counts_in_filter
         )
         if self.has_agent_views:
             episode.history.setdefault(agent, []).append(trajectory)
@@ -296,7 +300,7 @@ class AgentEpisodes:
         self._remove(episode)
         self.checks.forget(env_index)
         self.is_steady[env_index] = False
-        self.begin(env_index, step.start, step.start_infos, counts=False)
+        self.begin(env_index, step.start, step.start_infos, counts_in_filter=False)
 
     def _remove(self, episode: RunningEpisode) -> None:
         """Remove the rows of a running episode that are in no fragment."""
@@ -312,7 +316,7 @@ class AgentEpisodes:
             error = RuntimeError(f"sub-environment {env_index} could not be restored")
             self._batches.drop(episode, error)
             self._remove(episode)
-        self.begin(env_index, observations, infos, counts=False)
+        self.begin(env_index, observations, infos, counts_in_filter=False)
 
     def last_observations(self) -> list[dict[AgentID, Any]]:
         """Return the latest observation of each agent in each environment."""

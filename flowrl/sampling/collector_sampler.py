@@ -32,7 +32,7 @@ from flowrl.sampling.views import Views
 from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.settings import ConfigError
 
-_NOT_IN_ROWS = ("raw_obs", "obs", "unseen", "terminateds", "truncateds", "dones")
+_NOT_IN_ROWS = ("raw_obs", "obs", "pending_stats", "terminateds", "truncateds", "dones")
 
 
 class Collectors:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -220,12 +221,8 @@ class ColumnSampler:
             self.settings,
         )
         views, tracker, callbacks = self._views, self._tracker, self._callbacks
-        normalize, shows_columns = policy.observation_filter, views.shows_columns
-        act, act_on_views = policy.compute_actions, policy.compute_actions_from_input_dict
-        if self._defers_values:
-            act = policy.compute_actions_only
-        if not settings.explore:
-            act, act_on_views = partial(act, explore=False), partial(act_on_views, explore=False)
+        normalize, acts_on_obs_only = policy.observation_filter, views.acts_on_obs_only
+        act, act_on_views = self._acting_functions()
         whole, nested, envs = self._whole, self._nested, vector_env.num_envs
         replace, shows_dones = settings.on_invalid_step == "replace", "dones" in views.sources
         lookback, first, t = columns.lookback, self._used, self._used
@@ -243,7 +240,7 @@ class ColumnSampler:
                 obs[at] = normalize(raw[at])
             act_start = clock()
             try:
-                if shows_columns:
+                if acts_on_obs_only:
                     outputs = act(obs[at] if nested is None else columns.row("obs", t))
                 else:
                     outputs = act_on_views(views.inputs(columns, t, t - tracker.resets))
@@ -276,7 +273,7 @@ class ColumnSampler:
                 columns["life_lost"][at] = self._lost_lives.after(step.infos)
             soft: Any = ()
             if len(step.ended) or len(step.skipped) or step.failed or settings.soft_horizon:
-                soft = self._note(t, step, states)
+                soft = self._record_ends(t, step, states)
             if callbacks is not None:
                 callbacks.step(t, step, self._infos, soft, vector_env.resets_in_next_step)
             t += 1
@@ -290,6 +287,16 @@ class ColumnSampler:
         self.timings["inference_s"] += acting
         self.timings["collection_s"] += clock() - start - stepping - acting
 
+    def _acting_functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Return the functions that compute actions, from observations and from views."""
+        policy = self.policy
+        act, act_on_views = policy.compute_actions, policy.compute_actions_from_input_dict
+        if self._defers_values:
+            act = policy.compute_actions_only
+        if self.settings.explore:
+            return act, act_on_views
+        return partial(act, explore=False), partial(act_on_views, explore=False)
+
     def _inputs_from(self, t: int) -> list[Any]:
         """Return the columns that the environments write; clear ends of episodes from row t on."""
         arrays = [self._columns[name] for name in INPUTS]
@@ -297,11 +304,11 @@ class ColumnSampler:
             ends[self._columns.lookback + t :] = False
         return arrays
 
-    def _note(self, t: int, step: VectorStep, states: Any) -> Any:
-        """Note which episodes ended after row t; return those that passed a soft horizon."""
+    def _record_ends(self, t: int, step: VectorStep, states: Any) -> Any:
+        """Record which episodes ended after row t; return those that passed a soft horizon."""
         failed = [env for env, _ in step.failed] if step.failed else ()
         self.faulty_episodes += len(failed)
-        soft = self._tracker.note(t, step.ended, step.final, step.skipped, failed)
+        soft = self._tracker.record_ends(t, step.ended, step.final, step.skipped, failed)
         for envs in (step.ended, step.skipped, failed) if states else ():
             if len(envs):
                 self._states.restart(envs)

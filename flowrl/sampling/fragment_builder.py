@@ -18,12 +18,12 @@ from flowrl.data.lazy_columns import LazyColumn
 from flowrl.policies.policy import Policy
 from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.segments import Event, Segments
-from flowrl.sampling.views import Views, not_for_training
+from flowrl.sampling.views import Views, columns_to_drop
 from flowrl.sampling.worker_config import WorkerConfig
 
 _OBJECT = np.dtype(object)
 _ROWS_AT_A_TIME = 1024  # for which values are computed; their layers fit into the processor's cache
-_NOT_IN_BATCHES = ("raw_obs", "dones", "unseen", "time")  # batches derive dones
+_NOT_IN_BATCHES = ("raw_obs", "dones", "pending_stats", "time")  # batches derive dones
 
 
 class FragmentBuilder:
@@ -100,12 +100,12 @@ class FragmentBuilder:
             else:
                 rows[name] = optree.tree_map(lambda array: by_lane(array, order), column)
         rows = {**self._ids(segments), **rows}
-        if not views.shows_columns:
+        if not views.acts_on_obs_only:
             rows.update(views.columns(columns, used, segments, last))
             lengths_of_sequences = views.sequence_lengths(segments)
             if lengths_of_sequences is not None:
                 rows["seq_lens"] = lengths_of_sequences
-        for name in not_for_training(self.policy.view_requirements, rows):
+        for name in columns_to_drop(self.policy.view_requirements, rows):
             rows.pop(name, None)
         make = partial(_dicts, rows.pop("infos", None), count)
         if infos is not None:
@@ -224,7 +224,7 @@ class FragmentBuilder:
             (cut,) = (~terminated).nonzero()
             if len(cut):
                 observations = map_leaves(lambda array: array[cut], last)
-                if views.shows_columns:
+                if views.acts_on_obs_only:
                     found = policy.compute_values(observations)
                 else:
                     inputs = views.inputs_after(columns, segments.select(cut), observations)

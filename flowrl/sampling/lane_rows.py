@@ -70,7 +70,7 @@ class LaneRows:
         else:
             columns.allocate("obs", space.shape or (), np.dtype(np.float32))
             # observations to add to the filter's statistics
-            columns.allocate("unseen", (), np.dtype(bool))
+            columns.allocate("pending_stats", (), np.dtype(bool))
         if self.shows_agents:
             columns.allocate("time", (), np.dtype(np.int64))
             for name in FLAGS:
@@ -84,8 +84,8 @@ class LaneRows:
         self.free: dict[int, list[int]] = {}
         for lane in reversed(range(len(self.rows))):
             self.free.setdefault(int(self.envs[lane]), []).append(lane)
-        if "unseen" in self.columns.arrays:
-            self.columns["unseen"][:] = False
+        if "pending_stats" in self.columns.arrays:
+            self.columns["pending_stats"][:] = False
         self.segments: list[Segment] = []
         self.wait([])
 
@@ -106,7 +106,7 @@ class LaneRows:
         episode: RunningEpisode,
         check: ObservationCheck,
         observation: Any,
-        counts: bool,
+        counts_in_filter: bool,
     ) -> Trajectory:
         """Start an agent's trajectory with its first observation.
 
@@ -115,7 +115,7 @@ class LaneRows:
             agent_id, agent_index, episode: the agent.
             check: the check of its observations.
             observation: the observation.
-            counts: whether to add the observation to the filter's statistics.
+            counts_in_filter: whether to add the observation to the filter's statistics.
         """
         free = self.free.setdefault(env, [])
         if not free:
@@ -126,7 +126,7 @@ class LaneRows:
         trajectory = Trajectory(
             self.policy_id, lane, agent_id, agent_index, episode, check, row, states
         )
-        self._write(trajectory, observation, counts)
+        self._write(trajectory, observation, counts_in_filter)
         return trajectory
 
     def add_lane(self, env: int) -> int:
@@ -136,7 +136,9 @@ class LaneRows:
         self.rows, self.envs = np.append(self.rows, 0), np.append(self.envs, env)
         return len(self.rows) - 1
 
-    def _write(self, trajectory: Trajectory, observation: Any, counts: bool = True) -> None:
+    def _write(
+        self, trajectory: Trajectory, observation: Any, counts_in_filter: bool = True
+    ) -> None:
         """Write the latest observation of a trajectory."""
         observation = trajectory.check.copy(observation)
         if self._replaces:
@@ -144,8 +146,8 @@ class LaneRows:
         lane = trajectory.lane
         at = self.columns.lookback + self.rows[lane], lane
         write(self.columns["raw_obs"], at, observation)
-        if "unseen" in self.columns.arrays:
-            self.columns["unseen"][at] = counts
+        if "pending_stats" in self.columns.arrays:
+            self.columns["pending_stats"][at] = counts_in_filter
         if self.shows_agents:
             self.columns["time"][at] = self.time
 
@@ -224,9 +226,9 @@ class LaneRows:
     def drop(self, trajectory: Trajectory) -> None:
         """End a trajectory, and drop its rows that are in no segment."""
         lane = trajectory.lane
-        if "unseen" in self.columns.arrays:
+        if "pending_stats" in self.columns.arrays:
             rows = slice(trajectory.begin, int(self.rows[lane]) + 1)
-            self.columns["unseen"][self.columns.lookback :][rows, lane] = False
+            self.columns["pending_stats"][self.columns.lookback :][rows, lane] = False
         trajectory.end = trajectory.begin
         self.ensure_room()
         # skip the current row: a kept segment that a soft horizon ended reads it as its next
@@ -237,9 +239,9 @@ class LaneRows:
     def drop_segments(self, episode: RunningEpisode) -> None:
         """Drop the segments of an episode."""
         for segment in self.segments:
-            if segment.episode is episode and "unseen" in self.columns.arrays:
+            if segment.episode is episode and "pending_stats" in self.columns.arrays:
                 rows = slice(segment.begin, segment.end)
-                self.columns["unseen"][self.columns.lookback :][rows, segment.lane] = False
+                self.columns["pending_stats"][self.columns.lookback :][rows, segment.lane] = False
         self.segments = [segment for segment in self.segments if segment.episode is not episode]
 
     def observation(self, trajectory: Trajectory) -> Any:
@@ -275,8 +277,8 @@ class LaneRows:
         self.rows[index] += 1
         after = at[0] + 1, index
         write(columns["raw_obs"], after, observations)
-        if "unseen" in columns.arrays:
-            columns["unseen"][after] = True
+        if "pending_stats" in columns.arrays:
+            columns["pending_stats"][after] = True
         if self.shows_agents:
             columns["time"][after] = self.time
             for name in FLAGS:
@@ -314,9 +316,9 @@ class LaneRows:
     def update_filter(self) -> None:
         """Add the observations that policies act on to the statistics of the filter."""
         normalize, columns = self.policy.observation_filter, self.columns
-        if normalize is not None and columns["unseen"].any():
-            normalize.new_stats.update(columns["raw_obs"][columns["unseen"]])
-            columns["unseen"][:] = False
+        if normalize is not None and columns["pending_stats"].any():
+            normalize.new_stats.update(columns["raw_obs"][columns["pending_stats"]])
+            columns["pending_stats"][:] = False
 
     def reward_of(self, segment: Segment) -> float:
         """Return the sum of rewards of a segment."""

@@ -21,7 +21,7 @@ from flowrl.sampling.fragment_builder import clipped_rewards
 from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.sample_collector import SampleCollector
 from flowrl.sampling.segment_postprocessing import SegmentPostprocessing
-from flowrl.sampling.views import not_for_training
+from flowrl.sampling.views import columns_to_drop
 from flowrl.settings import ConfigError
 
 _ALIASES = {
@@ -417,7 +417,7 @@ class SimpleListCollector(SampleCollector):
         if longest := views.max_seq_len:
             lengths = [min(longest, count - begin) for begin in range(0, count, longest)]
             rows["seq_lens"] = np.array(lengths, np.int32)
-        for name in not_for_training(views.requirements, rows):
+        for name in columns_to_drop(views.requirements, rows):
             rows.pop(name, None)
         return SampleBatch.unchecked(rows)
 

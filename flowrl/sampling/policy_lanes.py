@@ -81,7 +81,7 @@ class PolicyLanes(LaneRows):
         rows = self.rows[lanes]
         at = columns.lookback + rows, lanes
         obs = map_leaves(lambda array: array[at], columns["obs"])
-        if views.shows_columns:
+        if views.acts_on_obs_only:
             return self._store_outputs(self._compute_actions(obs, **self._options))
         inputs = views.inputs_at(
             columns, rows, lanes, rows - self._resets, obs, self._initial_states

@@ -183,7 +183,7 @@ class SegmentTracker:
         first, self.next_id = self.next_id, self.next_id + len(envs)
         self.episode_ids[envs] = np.arange(first, self.next_id)
 
-    def note(self, row: int, ended: Any, finals: Any, skipped: Any, failed: Any) -> Any:
+    def record_ends(self, row: int, ended: Any, finals: Any, skipped: Any, failed: Any) -> Any:
         """Note what followed a row; return the environments that passed a soft horizon.
 
         Args:

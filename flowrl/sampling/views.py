@@ -28,7 +28,7 @@ from flowrl.settings import ConfigError
 REQUIRED_COLUMNS = ("rewards", "dones", "terminateds", "truncateds")  # of every train batch
 
 
-def not_for_training(requirements: Mapping[str, ViewRequirement], columns: Any) -> list[str]:
+def columns_to_drop(requirements: Mapping[str, ViewRequirement], columns: Any) -> list[str]:
     """Return the columns that train batches do not contain."""
     excluded = [
         name
@@ -67,8 +67,8 @@ class Views(ActingViews):
             `agents_training`.
 
     Attributes:
-        shows_columns: whether every view is the column of the same name, so that the policy acts on
-            `obs` alone.
+        acts_on_obs_only: whether every view is the column of the same name, so that the policy acts
+            on `obs` alone.
         agents_acting, agents_training: the views of other agents for acting and training.
 
     Raises:
@@ -90,7 +90,7 @@ class Views(ActingViews):
             shift = shifts if views["obs"].is_window else shifts[0]
             views["new_obs"] = ViewRequirement("obs", views["obs"].space, shift)
         self._training = {n: View(n, v) for n, v in views.items() if v.used_for_training}
-        self.shows_columns = list(self._acting) == ["obs"] and not views and not self.of_agents
+        self.acts_on_obs_only = list(self._acting) == ["obs"] and not views and not self.of_agents
         check_repeats(self._training)
         of_agents = self.of_agents
         self.agents_acting = {
@@ -107,7 +107,7 @@ class Views(ActingViews):
     def defers_values(self) -> bool:
         """Whether values are computed at the end of a fragment: the policy supports it, and no view
         reads values before, including views of other policies' agents."""
-        return self.shows_columns and not self._has_agents and self.policy.defers_values
+        return self.acts_on_obs_only and not self._has_agents and self.policy.defers_values
 
     @property
     def replaces_observations(self) -> bool:
