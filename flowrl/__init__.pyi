@@ -417,7 +417,7 @@ class _OffPolicyConfigTraining(_AlgorithmConfigTraining, total=False):
     replay_buffer_dir: str | None
     """Folder for memory-mapped files with the rows of the buffer, on a local disk of the machine that has the buffer; for buffers larger than memory. None keeps the rows in memory."""
     replay_mode: Literal["independent", "lockstep"]
-    """Draw the rows of each policy independently, or draw env steps with the rows of all policies."""
+    """Draw the rows of each policy independently, or draw env steps with the rows of all policies. A row of an agent that did not act in every step belongs to the step that completed it."""
     num_replay_shards: int
     """Number of Ray actors that share the replay buffer, in plans with replay actors; 0 keeps the buffer in the process of the plan."""
     replay_buffer_shards_colocated_with_driver: bool

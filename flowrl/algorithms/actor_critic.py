@@ -102,6 +102,11 @@ class ActorCriticPolicy(TargetNetwork):
         config = self.config_from(config)
         if isinstance(action_space, spaces.Box):
             is_unit = (action_space.low == -1).all() and (action_space.high == 1).all()
+            if action_space.dtype.kind != "f":
+                raise ConfigError(
+                    f"{name} computes continuous actions, not integers of {action_space}: use a "
+                    "Discrete space in the environment"
+                )
             if not is_bounded(action_space):
                 raise ConfigError(f"{name} needs bounded actions, not {action_space}")
             if not (config.normalize_actions or is_unit):

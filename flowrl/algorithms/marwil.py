@@ -3,6 +3,8 @@ which weights all rows equally (Pomerleau 1989)."""
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -19,6 +21,8 @@ from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import ConfigError, Count, NotNegative, NotNegativeInt, Positive
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import PlanSetting, PlanSource
+
+log = logging.getLogger("flowrl")
 
 MAX_EXPONENT = 5.0  # of the weights, so that no row dominates a batch
 
@@ -87,7 +91,7 @@ def returns_of(rows: SampleBatch, gamma: float) -> np.ndarray:
     """Return the discounted sum [rows] of the rewards from each row to the end of its trajectory.
 
     Consecutive rows of one `unroll_id` are consecutive steps. A trajectory that was not recorded up
-    to its end has no rewards after its last row.
+    to its end has no rewards after its last row; a warning says so once if most are cut.
 
     Raises:
         OfflineDataError: the rows of a trajectory are not consecutive.
@@ -105,9 +109,19 @@ def returns_of(rows: SampleBatch, gamma: float) -> np.ndarray:
             "unknown: sort the rows by unroll_id and t before they are written"
         )
     ends = ends | lasts
+    if 2 * len(open_ids) > ends.sum():
+        _warn_of_cut_trajectories()
     rewards = np.asarray(rows["rewards"], np.float32)[:, None]
     returns = discounted_returns(rewards, ends[:, None], np.zeros(1, np.float32), gamma)
     return returns[:, 0]
+
+
+@cache  # once
+def _warn_of_cut_trajectories() -> None:
+    log.warning(
+        "most of the recorded trajectories end with a fragment, not with an episode, so their "
+        'returns lack later rewards: record with batch_mode="complete_episodes"'
+    )
 
 
 class MARWILTorchPolicy(TorchPolicy):

@@ -32,8 +32,8 @@ class OffPolicyConfig(AlgorithmConfig):
     """Folder for memory-mapped files with the rows of the buffer, on a local disk of the machine
     that has the buffer; for buffers larger than memory. None keeps the rows in memory."""
     replay_mode: Literal["independent", "lockstep"] = "independent"
-    """Draw the rows of each policy independently, or draw env steps with the rows of all
-    policies."""
+    """Draw the rows of each policy independently, or draw env steps with the rows of all policies.
+    A row of an agent that did not act in every step belongs to the step that completed it."""
     num_replay_shards: NotNegativeInt = 2
     """Number of Ray actors that share the replay buffer, in plans with replay actors; 0 keeps the
     buffer in the process of the plan."""
@@ -93,19 +93,20 @@ class OffPolicyConfig(AlgorithmConfig):
             return PrioritizedReplayBuffer(
                 capacity,
                 alpha=self.prioritized_replay_alpha,
-                beta=self._beta(),
+                beta=self._beta(num_shards),
                 eps=self.prioritized_replay_eps,
                 **settings,
             )
         except OSError as error:
             raise ConfigError(f"replay_buffer_dir: it cannot be written: {error}") from error
 
-    def _beta(self) -> float | list[tuple[float, float]]:
-        """Return `prioritized_replay_beta` with percentages replaced by rows."""
+    def _beta(self, num_shards: int) -> float | list[tuple[float, float]]:
+        """Return `prioritized_replay_beta` with percentages replaced by rows, for a shard that
+        stores one of `num_shards` equal parts of the rows."""
         beta = self.prioritized_replay_beta
         if not isinstance(beta, list):
             return beta
-        return [(env_step(step, self.total_timesteps), value) for step, value in beta]
+        return [(env_step(step, self.total_timesteps) / num_shards, value) for step, value in beta]
 
     def buffer_settings(self, policy_id: str, shard: int) -> dict[str, Any]:
         """Return the arguments of a ReplayBuffer, without its capacity."""

@@ -15,6 +15,7 @@ from flowrl.envs.registry import SpacesOnlyEnv
 from flowrl.errors import check_installed
 from flowrl.offline.minari import MinariDataset
 from flowrl.offline.parquet import OfflineDataError, parquet_files, read_policy_id
+from flowrl.offline.sources import ParquetSource
 from flowrl.ops import ReadMinari, ReadParquet
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import ConfigError, setting
@@ -107,7 +108,12 @@ class OfflineConfig(AlgorithmConfig):
         else:
             check_installed("pyarrow", f"input_={self.input_!r}", extra="offline")
             files = self._open(parquet_files, self.input_)
-            self._open(read_policy_id, files[0])
+            if not any(self._open(read_policy_id, path) == self.input_policy_id for path in files):
+                others = ParquetSource(self.input_, self.input_policy_id).describe_other_policies()
+                raise ConfigError(
+                    f"input_policy_id: {self.input_} has no rows of policy "
+                    f"{self.input_policy_id!r}{others}"
+                )
 
     def _open(self, function: Callable[[Any], T], source: Any) -> T:
         try:

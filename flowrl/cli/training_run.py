@@ -113,7 +113,7 @@ def resume_run(
     if not stop.is_set():
         stop = saved_stop
     stop.check(config)
-    stop = stop.with_defaults(config)
+    given, stop = stop, stop.with_defaults(config)
     algorithm = _build(config, saved.algorithm)
     if algorithm is None:
         return 1
@@ -135,9 +135,10 @@ def resume_run(
             return 1
         reached = reached_limit(algorithm, stop, run_dir)
         if reached is not None:
-            print(
-                f"already reached: {reached}. Set a new limit: --stop-reward, --stop-timesteps, …"
-            )
+            hint = "Set a new limit: --stop-reward, --stop-timesteps, …"
+            if given.is_set() and stop != given:
+                hint = "Schedules in percent end there: set --stop-timesteps, too"
+            print(f"already reached: {reached}. {hint}")
             return 0
         if run is None:
             run = _new_run(new_run_dir, type(algorithm).__name__.lower(), config)
@@ -215,7 +216,7 @@ def _train(
             path = shlex.quote(format_path(run.path))
             print(f"resume:        {program_name()} resume {path}{trust}", file=sys.stderr)
         return 1
-    print(describe_end(end, algorithm.last_result))
+    print(describe_end(end, algorithm))
     is_complete = not end.exit_code
     if command[:1] == ["flowrl"]:
         _print_next_commands(algorithm.config, run.path, end.checkpoint, command, end.needs_limit)

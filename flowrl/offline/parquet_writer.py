@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -116,10 +117,18 @@ class ParquetWriter:
         self._next_number[policy_id] = number + 1
         del self._pending[policy_id], self._pending_rows[policy_id]
 
-    def newer_files(self) -> list[Path]:
+    @property
+    def tag(self) -> str:
+        """The part of the names of its files that other writers do not have."""
+        return self._tag
+
+    def newer_files(self, tags: Collection[str] | None = None) -> list[Path]:
         """Return the files of this run that others wrote after the loaded state.
 
         A resumed run records their rows again.
+
+        Args:
+            tags: the tags of the writers; None for all that wrote files of this run.
         """
         if self._loaded is None:
             return []
@@ -129,7 +138,7 @@ class ParquetWriter:
             if name is None:
                 continue
             policy_id, tag, number = name.groups()
-            if tag == self._tag:
+            if tag == self._tag or (tags is not None and tag not in tags):
                 continue
             next_number = self._loaded.get(tag, {}).get(unquote(policy_id), 0)
             if int(number) >= next_number and _is_of_run(path, self._run):

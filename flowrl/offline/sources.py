@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
 
 from flowrl.data.sample_batch import SampleBatch
 from flowrl.offline.minari import MinariDataset
@@ -12,6 +15,7 @@ from flowrl.offline.parquet import (
     parquet_files,
     read_parquet,
     read_policy_id,
+    read_run_id,
 )
 from flowrl.policies.policy import Policy
 
@@ -63,7 +67,9 @@ class ParquetSource:
 
     def read(self, part: Any) -> SampleBatch:
         policy_id, rows = read_parquet(part)
-        return rows if policy_id == self.policy_id else SampleBatch()
+        if policy_id != self.policy_id:
+            return SampleBatch()
+        return with_unique_episode_ids(rows, read_run_id(part))
 
     def to_policy_actions(self, rows: SampleBatch, policy: Policy) -> SampleBatch:
         return rows  # recorded as the policy returned them
@@ -105,7 +111,7 @@ class MinariSource:
         return self.dataset.parts()
 
     def read(self, part: Any) -> SampleBatch:
-        return self.dataset.read(part)
+        return with_unique_episode_ids(self.dataset.read(part), self.dataset_id)
 
     def to_policy_actions(self, rows: SampleBatch, policy: Policy) -> SampleBatch:
         space = self.dataset.action_space
@@ -123,3 +129,19 @@ class MinariSource:
 
     def __str__(self) -> str:
         return f"minari:{self.dataset_id}"
+
+
+def with_unique_episode_ids(rows: SampleBatch, run: str) -> SampleBatch:
+    """Return rows whose `eps_id` differs from those of other runs and of running environments.
+
+    Environments number episodes from 0 in every run, but a replay buffer links rows by `eps_id`.
+
+    Args:
+        rows: recorded rows.
+        run: id of the run that recorded them.
+    """
+    if "eps_id" not in rows or rows["eps_id"].dtype.kind not in "iu":
+        return rows
+    digest = hashlib.blake2b(run.encode(), digest_size=8).digest()
+    negative = np.int64(int.from_bytes(digest, "little", signed=True) | -(2**63))
+    return rows.with_columns(eps_id=rows["eps_id"].astype(np.int64) ^ negative)

@@ -31,6 +31,7 @@ class WriteParquet:
 
     The state contains the rows that are not written yet; they are written when the plan stops. A
     resumed plan starts new files; `remove_newer_files()` deletes those newer than its checkpoint.
+    `tag` is in the names of the files; no other operator has it.
 
     Args:
         folder: folder of the files, on the machine that runs the plan.
@@ -53,6 +54,7 @@ class WriteParquet:
 
     def __init__(self, folder: Path | str, rows_per_file: int = 50_000):
         self._writer = ParquetWriter(folder, rows_per_file)
+        self._has_loaded = False  # a state, and no batch since then
 
     def __call__(self, batch: Any) -> Any:
         if not isinstance(batch, (SampleBatch, MultiAgentBatch)):
@@ -60,12 +62,22 @@ class WriteParquet:
                 f"WriteParquet takes batches, got {type(batch).__name__}: chain it after "
                 "ParallelRollouts"
             )
+        if self._has_loaded:
+            self._has_loaded = False
+            self._warn_of_newer_files()
         self._writer.add(batch)
         return batch
 
-    def remove_newer_files(self) -> None:
-        """Delete the files that were written after the loaded state was saved."""
-        for path in self._writer.newer_files():
+    @property
+    def tag(self) -> str:
+        return self._writer.tag
+
+    def remove_newer_files(self, tags: Collection[str]) -> None:
+        """Delete the files that operators with these tags wrote after the loaded state was saved.
+
+        The training since then writes their rows again.
+        """
+        for path in self._writer.newer_files(tags):
             path.unlink()
 
     def stop(self) -> None:
@@ -77,6 +89,9 @@ class WriteParquet:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._writer.load_state_dict(state)
+        self._has_loaded = True
+
+    def _warn_of_newer_files(self) -> None:
         files = self._writer.newer_files()
         if files:
             log.warning(

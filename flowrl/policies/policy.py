@@ -14,7 +14,7 @@ from flowrl.policies.filters import ObservationFilter, RewardScaler
 from flowrl.policies.learning.epochs import run_epochs, shuffled_minibatches
 from flowrl.policies.prediction import ActsOnObservations
 from flowrl.policies.schedules import value_at
-from flowrl.policies.views import ViewRequirement, find_mismatch, find_out_of_range
+from flowrl.policies.views import ViewRequirement, find_masked, find_mismatch, find_out_of_range
 from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.settings import ConfigError
 from flowrl.state_schema import Fields, Natural, check_state
@@ -163,7 +163,8 @@ class Policy(ActsOnObservations):
         if problem is None and "new_obs" in batch:
             problem = find_mismatch(self.observation_space, batch["new_obs"], "new_obs")
         problem = problem or find_mismatch(self.action_space, batch["actions"], "actions")
-        return problem or find_out_of_range(self.action_space, batch["actions"], "actions")
+        problem = problem or find_out_of_range(self.action_space, batch["actions"], "actions")
+        return problem or find_masked(self.action_space, batch["obs"], batch["actions"])
 
     def get_initial_state(self) -> list[np.ndarray]:
         """Return the recurrent states at the start of an episode, without batch axis; empty for a

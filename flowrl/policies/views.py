@@ -12,6 +12,8 @@ from gymnasium import spaces
 
 from flowrl.settings import ConfigError
 
+MASK = "action_mask"  # leaf of a Dict observation: which actions are allowed
+
 _RANGE = re.compile(r"\s*(-?\d+)\s*:\s*(-?\d+)\s*(?::\s*(\d+)\s*)?")
 
 
@@ -252,6 +254,26 @@ def find_out_of_range(space: spaces.Space, actions: Any, name: str) -> str | Non
             )
     problems = (find_out_of_range(*child) for child in children)
     return next((problem for problem in problems if problem), None)
+
+
+def find_masked(space: spaces.Space, observations: Any, actions: Any) -> str | None:
+    """Describe an action of a policy that the leaf `action_mask` of its observation forbids.
+
+    Args:
+        space: the action space.
+        observations, actions: arrays [B, …] for which `find_mismatch` returns None.
+    """
+    if not isinstance(observations, dict) or MASK not in observations:
+        return None
+    if not isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
+        return None
+    sizes = np.array([space.n]) if isinstance(space, spaces.Discrete) else space.nvec.reshape(-1)
+    columns = actions.reshape(len(actions), -1) + np.cumsum(sizes) - sizes
+    allowed = np.take_along_axis(np.asarray(observations[MASK]).astype(bool), columns, 1).all(1)
+    rows = np.flatnonzero(~allowed)
+    if not len(rows):
+        return None
+    return f"actions: {actions[rows[0]]} in row {rows[0]} is forbidden by its {MASK}"
 
 
 def _brief(values: Any) -> str:

@@ -32,7 +32,7 @@ class MultiAgentReplayBuffer:
         policies: ids of the policies to store; rows of others are rejected. None: all policies.
         mode: "independent" draws the rows of each policy independently. "lockstep" draws env steps
             with the rows of all policies, in the same order, for centralized critics; `eps_id` and
-            `t` identify the env step.
+            `t` identify the env step, which is the one that completed a row if it spans several.
 
     Attributes:
         buffers: policy id -> ReplayBuffer.

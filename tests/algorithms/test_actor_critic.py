@@ -443,6 +443,8 @@ def test_masked_actions_are_ignored():
         (SACTorchPolicy, spaces.MultiDiscrete([2, 2]), {}, "SAC is for Box and Discrete actions"),
         (TD3TorchPolicy, DISCRETE, {}, "TD3 is for Box actions, not Discrete"),
         (SACTorchPolicy, spaces.Box(-np.inf, np.inf, (1,)), {}, "SAC needs bounded actions"),
+        (SACTorchPolicy, spaces.Box(0, 1, (1,), np.int64), {}, "SAC computes continuous actions"),
+        (TD3TorchPolicy, spaces.Box(0, 1, (1,), np.uint8), {}, "TD3 computes continuous actions"),
         (TD3TorchPolicy, spaces.Box(-2, 2, (1,)), {"normalize_actions": False},
          "normalize_actions: TD3 computes actions in"),
         (SACTorchPolicy, BOX, {"model": {"use_lstm": True}}, "without memory"),

@@ -496,6 +496,11 @@ def test_replay_settings_reach_the_buffers():
     buffer = config.new_buffer()
     assert (buffer.capacity, buffer.n_step, buffer.gamma) == (101, 4, 0.9)
     assert (buffer.alpha, buffer.beta, buffer.eps) == (0.3, 0.2, 0.5)
+    shard = config.new_buffer(num_shards=5)  # it stores a fifth of the rows
+    obs = np.zeros((1, 2))
+    batch = SampleBatch(obs=obs, new_obs=obs, actions=[0], rewards=[0.0], terminateds=[True])
+    shard.add(batch.with_columns(eps_id=np.array([0]), t=np.array([0])))
+    assert shard.beta == pytest.approx(0.5)
     with pytest.raises(
         ConfigError, match="num_replay_shards is for plans whose buffer is on actor"
     ):

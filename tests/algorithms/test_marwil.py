@@ -12,6 +12,7 @@ from flowrl.algorithms.marwil import (
     BCConfig,
     MARWILConfig,
     MARWILTorchPolicy,
+    _warn_of_cut_trajectories,
     returns_of,
 )
 from flowrl.data import SampleBatch
@@ -111,6 +112,20 @@ def random_batch(count=16):
             "value_targets": rng.normal(5, 3, count).astype(np.float32),
         }
     )
+
+
+def test_most_returns_without_later_rewards_are_a_warning(caplog):
+    rows = {"terminateds": np.zeros(6, bool), "truncateds": np.zeros(6, bool)}
+    rows |= {"rewards": np.ones(6, np.float32), "unroll_id": np.arange(6) // 2}
+    rows["terminateds"][[1, 3]] = True
+    _warn_of_cut_trajectories.cache_clear()
+    returns_of(SampleBatch(rows), 0.5)
+    assert not caplog.records
+    rows["terminateds"][3] = False
+    for _ in range(2):
+        returns_of(SampleBatch(rows), 0.5)
+    (record,) = caplog.records
+    assert 'record with batch_mode="complete_episodes"' in record.getMessage()
 
 
 @pytest.mark.parametrize("beta", [0.0, 1.0, 3.0])

@@ -186,10 +186,10 @@ def test_input_policy_id_selects_the_recorded_policy(folder, tmp_path):
     config = BCConfig(
         **SMALL, lr=3e-3, input_=str(tmp_path), observation_space=BOX, action_space=TWO
     )
-    with (
-        config.build() as algorithm,
-        pytest.raises(OfflineDataError, match=r"only of 'left', 'right': set .*input_policy_id"),
-    ):
+    message = r"only of 'left', 'right': set .*input_policy_id"
+    with pytest.raises(ConfigError, match=message):
+        config.validate()
+    with config.build() as algorithm, pytest.raises(OfflineDataError, match=message):
         algorithm.train()
     obs = np.array([[0.9, 0, 0], [-0.9, 0, 0]], np.float32)
     for policy_id, expected in (("left", [1, 0]), ("right", [0, 1])):
@@ -238,3 +238,19 @@ def test_cql_clips_recorded_actions_to_the_action_space(tmp_path):
     with config.build() as algorithm:
         batch = next(iter(config.batches(algorithm.workers)))
     assert float(np.abs(batch["actions"]).max()) == 1.0
+
+
+def test_actions_that_the_recorded_mask_forbids_are_rejected(tmp_path):
+    space = spaces.Dict({"action_mask": spaces.MultiBinary(2), "x": BOX})
+    mask = np.array([[1, 1], [0, 1]], np.int8)
+    rows = SampleBatch(
+        obs={"action_mask": mask, "x": np.zeros((2, 3), np.float32)},
+        actions=np.array([1, 0]),
+    )
+    write_parquet(tmp_path / "rows.parquet", rows, "default_policy")
+    config = BCConfig(**SMALL, input_=str(tmp_path), observation_space=space, action_space=TWO)
+    with (
+        config.build() as algorithm,
+        pytest.raises(OfflineDataError, match="actions: 0 in row 1 is forbidden"),
+    ):
+        algorithm.train()

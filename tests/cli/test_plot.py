@@ -69,6 +69,10 @@ def test_results_without_the_metric_are_left_out(tmp_path):
     assert curve.runs[0][1].tolist() == [0, 1, 2, 3]
     with pytest.raises(ConfigError, match="'nothing'"):
         learning_curves([run], "nothing")
+    offline = write_run(tmp_path / "b", [None, None])
+    with pytest.raises(ConfigError) as raised:
+        learning_curves([offline], "episode_reward_mean")
+    assert "Did you mean 'episode_reward_mean'" not in str(raised.value)
 
 
 def test_folders_of_runs_are_searched(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 from flowrl import Algorithm
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.cli.training_run import _trust_flag
+from flowrl.offline.parquet import parquet_files, read_parquet
 from flowrl.trainer.runs.result_files import event_files
 from tests.cli.helpers import ENVIRONMENT_PLAN, SEEDED, read_results, read_settings
 
@@ -33,7 +34,8 @@ def test_schedule_in_percent_follows_a_larger_limit(cli, tmp_path):
     assert rates == {64: pytest.approx(scheduled(0)), 128: pytest.approx(scheduled(0.5))}
     code, out, _ = cli("resume", "r", "--stop-iters", "9")
     assert code == 0
-    assert "already reached: 128 env steps" in out
+    assert "already reached: 128 env steps. Schedules in percent end there" in out
+    assert "set --stop-timesteps, too" in out
     code, out, err = cli("resume", "r", "--stop-timesteps", "512")
     assert code == 0, err
     assert "repeat:" not in out  # the first command ends at other limits
@@ -231,3 +233,30 @@ def test_refused_resumption_is_not_noted(cli, tmp_path):
     assert code == 0
     assert "already reached" in out
     assert (tmp_path / "r/events.jsonl").read_text() == before
+
+
+def test_resumed_run_replaces_only_what_it_recorded_itself(cli, tmp_path, caplog):
+    def num_rows():
+        return sum(read_parquet(path)[1].count for path in parquet_files(tmp_path / "e"))
+
+    def resume(run_dir, steps):
+        caplog.clear()
+        code, out, err = cli("resume", run_dir, "--stop-timesteps", str(steps))
+        assert code == 0, out + err
+        return caplog.text
+
+    flags = ["--stop-timesteps", "64", "--run-dir", "r", "--output", "e"]
+    assert cli("train", "a2c", *SEEDED, *flags, "--checkpoint-num-to-keep", "5")[0] == 0
+    shutil.copytree(tmp_path / "r", tmp_path / "copy")
+    assert num_rows() == 64
+    assert "newer than this checkpoint" in resume("copy", 128)  # the rows of the original are kept
+    assert num_rows() == 64 + 128
+    assert "newer than this checkpoint" in resume("r", 192)  # the rows of the copy are kept
+    assert num_rows() == 192 + 128
+    for checkpoint in sorted((tmp_path / "r/checkpoints").iterdir())[1:]:
+        shutil.rmtree(checkpoint)  # as if the run had been killed
+    resume("r", 192)
+    assert num_rows() == 192 + 128
+    shutil.move(tmp_path / "r", tmp_path / "moved")
+    resume("moved", 256)
+    assert num_rows() == 256 + 128

@@ -77,6 +77,7 @@ def test_restore_keeps_files_of_other_runs_and_warns_of_newer_ones(tmp_path, cap
     assert len(recorded_steps(tmp_path / "2")) == len(before) + 80
     with recording_config(tmp_path / "1").build() as algorithm:
         algorithm.restore(tmp_path / "c")
+        algorithm.train()
     assert "1 files" in caplog.text
 
 

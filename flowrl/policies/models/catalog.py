@@ -15,13 +15,13 @@ from flowrl.policies.models.attention import AttentionNetwork
 from flowrl.policies.models.base import ModelV2
 from flowrl.policies.models.fcnet import FullyConnectedNetwork
 from flowrl.policies.models.flatten import check_supported, nested_size
-from flowrl.policies.models.masked import MASK, MaskedModel
+from flowrl.policies.models.masked import MaskedModel
 from flowrl.policies.models.module_model import ModuleModel
 from flowrl.policies.models.network_memory import check_network_memory
 from flowrl.policies.models.recurrent import RecurrentNetwork
 from flowrl.policies.models.torso import TorsoNetwork
 from flowrl.policies.torch_random import torch_seed
-from flowrl.policies.views import ViewRequirement
+from flowrl.policies.views import MASK, ViewRequirement
 from flowrl.setting_values import nearest
 from flowrl.settings import ConfigError, imported
 

@@ -14,10 +14,8 @@ from flowrl.policies.config import ModelConfig
 from flowrl.policies.exploration import MASKED_OUTPUT
 from flowrl.policies.models.base import ModelV2, State
 from flowrl.policies.models.tensor_batch import InputDict
-from flowrl.policies.views import ViewRequirement
+from flowrl.policies.views import MASK, ViewRequirement
 from flowrl.settings import ConfigError
-
-MASK = "action_mask"
 
 
 class MaskedModel(ModelV2):

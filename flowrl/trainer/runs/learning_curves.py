@@ -87,7 +87,14 @@ def learning_curves(run_dirs: Sequence[Path], metric: str = "episode_reward_mean
             curves += [mean_curve(name, one) for one in groups_of_values]
     if not curves:
         results = [result for run_dir in run_dirs for result in read_results(run_dir)[-1:]]
-        known = list(dict.fromkeys(name for one in results for name, _ in flatten_result(one)))
+        known = list(
+            dict.fromkeys(
+                name
+                for one in results
+                for name, value in flatten_result(one)
+                if isinstance(value, (int, float)) and math.isfinite(value)
+            )
+        )
         hint = metric_hint(metric, known)
         raise ConfigError(f"plot: no result of these runs has a finite {metric!r}.{hint}")
     return curves

@@ -4,7 +4,8 @@
   source), setup.json (the manifest of a checkpoint at the start)
 - result.json and progress.csv: one line per result; progress.csv is rewritten when a result has new
   columns. TensorBoard events have the same values.
-- events.jsonl: start, resumption and end of the run; activity.jsonl: measurements of the plan
+- events.jsonl: start, resumption and end of the run; activity.jsonl: measurements of the plan;
+  writers.jsonl: the operators that wrote experience, with `output`
 - journal.msgpack: the order of an asynchronous run, for `flowrl replay`; trace.json: with `trace_s`
 - checkpoints/NUMBER, where NUMBER is the iteration; replaced-N: checkpoints and results that a
   resumed run has replaced
@@ -22,6 +23,7 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -43,10 +45,11 @@ from flowrl.trainer.runs.saved_run import (
 from flowrl.whole_files import write_whole
 
 EVENTS = "events.jsonl"
+WRITERS = "writers.jsonl"
 TRACE = "trace.json"
 REPORT = "report.html"
 # files that a run removes from the run that it overwrites; the others are written again
-_REMOVED_FILES = (JOURNAL, EVENTS, ACTIVITIES, TRACE, REPORT)
+_REMOVED_FILES = (JOURNAL, EVENTS, WRITERS, ACTIVITIES, TRACE, REPORT)
 
 
 class RunDirectory:
@@ -78,7 +81,14 @@ class RunDirectory:
                 on_error.callback(os.close, self._lock)
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 on_error.callback(self._remove_if_new)
-                for name in (".result.json", ".progress.csv", CHECKPOINTS, EVENTS, JOURNAL):
+                for name in (
+                    ".result.json",
+                    ".progress.csv",
+                    CHECKPOINTS,
+                    EVENTS,
+                    WRITERS,
+                    JOURNAL,
+                ):
                     self._check_no_link(name)
                 if not resume:
                     for file in filter(Path.is_file, (path / name for name in _REMOVED_FILES)):
@@ -184,6 +194,26 @@ class RunDirectory:
         event = {"time": time.time(), "kind": kind, "text": text, "stage": stage}
         with suppress(OSError), open(self.path / EVENTS, "a", encoding="utf-8") as file:
             file.write(json.dumps(event) + "\n")
+
+    def add_writer_tags(self, tags: Sequence[str]) -> None:
+        """Append the tags of the operators that write experience in this run; see WriteParquet."""
+        if tags:
+            entry = {"run_dir": str(self.path.resolve()), "tags": tags}
+            with open(self.path / WRITERS, "a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+
+    def writer_tags(self) -> set[str]:
+        """Return the tags of the operators that wrote experience in this folder, also before it was
+        moved; if it is a copy, without those of the original."""
+        if not (self.path / WRITERS).exists():
+            return set()
+        here, tags = str(self.path.resolve()), set[str]()
+        for line in (self.path / WRITERS).read_text("utf-8").splitlines():
+            with suppress(ValueError, TypeError, KeyError):  # a damaged line
+                entry = json.loads(line)
+                if entry["run_dir"] == here or not Path(entry["run_dir"]).exists():
+                    tags |= set(entry["tags"])
+        return tags
 
     def _remove_old_checkpoints(self, config: Any) -> None:
         checkpoints = list_checkpoints(self.path)

@@ -154,6 +154,7 @@ def _open_files(algorithm: Any, run: RunDirectory, files: ExitStack) -> Recordin
     Returns:
         the journal.
     """
+    run.add_writer_tags([writer.tag for writer in _writers(algorithm)])
     recording = Recording(algorithm, run.path)
     listeners, activity_log = algorithm.monitor.listeners, ActivityLog(run.path)
     listeners.append(activity_log.append)
@@ -316,8 +317,9 @@ def prepare_to_resume(algorithm: Any, run: RunDirectory, stop: StopRules, total:
     """Make a run directory ready for a resumed training.
 
     What the run wrote after the algorithm's iteration is removed, because it is written again; if
-    there are newer checkpoints, they are kept with their results in another folder. The new limits
-    replace the old ones.
+    there are newer checkpoints, they are kept with their results in another folder. Experience that
+    a copy of the run directory, or the original of a copy, has recorded is not removed. The new
+    limits replace the old ones.
 
     Args:
         algorithm: the algorithm, with the state of a checkpoint.
@@ -333,9 +335,14 @@ def prepare_to_resume(algorithm: Any, run: RunDirectory, stop: StopRules, total:
         print(
             f"the checkpoints and results after iteration {algorithm.iteration} are kept in {kept}"
         )
-    for stage in walk(algorithm.plan.stage):
-        if isinstance(operator := getattr(stage, "fn", None), WriteParquet):
-            operator.remove_newer_files()
+    for writer in _writers(algorithm):
+        writer.remove_newer_files(run.writer_tags())
+
+
+def _writers(algorithm: Any) -> list[WriteParquet]:
+    """Return the operators of a plan that write experience."""
+    operators = [getattr(stage, "fn", None) for stage in walk(algorithm.plan.stage)]
+    return [operator for operator in operators if isinstance(operator, WriteParquet)]
 
 
 def saved_stop_rules(run_dir: Path, config: Any) -> StopRules:
@@ -441,7 +448,7 @@ def _train_in_run(
     if run is None:
         end = train_until(algorithm, stop, None, display)
         if display != "none":
-            print(describe_end(end, algorithm.last_result))
+            print(describe_end(end, algorithm))
         return end
     path = run.path
     try:
@@ -454,7 +461,7 @@ def _train_in_run(
     finally:
         run.close()
     if display != "none":
-        end_text = describe_end(end, algorithm.last_result)
+        end_text = describe_end(end, algorithm)
         print(f"{end_text}; run directory: {format_path(path)}")
         if end.checkpoint is not None:
             for way in ways_to_continue(algorithm, path, end.checkpoint, "flowrl", end.needs_limit):
@@ -462,13 +469,9 @@ def _train_in_run(
     return end
 
 
-def describe_end(end: RunEnd, result: Mapping[str, Any] | None) -> str:
-    """Return how a run ended, in words.
-
-    Args:
-        end: how it ended.
-        result: its last result.
-    """
+def describe_end(end: RunEnd, algorithm: Any) -> str:
+    """Return how a run of an algorithm ended, in words."""
+    result = algorithm.last_result
     ended = "stopped" if end.exit_code else "reached"
     text = f"{ended}: {end.reason}, after {end.seconds:.1f} s"
     if result is None:
@@ -477,6 +480,9 @@ def describe_end(end: RunEnd, result: Mapping[str, Any] | None) -> str:
     if restarts:
         failures = format_count(restarts, "environment failure")
         text += f". {failures}: see the warnings above"
+    elif not algorithm.config.samples:
+        if (mean := result.get("evaluation", {}).get("episode_reward_mean")) is not None:
+            text += f". Mean return of the last evaluation: {mean:,.1f}"
     elif result.get("episodes_total") == 0 and not end.exit_code:
         text += (
             ". No episode has ended, so there are no returns: train longer, or set horizon if the "

@@ -12,7 +12,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from flowrl import A2C, PPO, Algorithm, ConfigError
+from flowrl import A2C, BC, PPO, Algorithm, ConfigError
 from flowrl.cli.main import main
 from flowrl.data.checkpoint import CheckpointError
 from flowrl.sampling.callbacks import DefaultCallbacks
@@ -482,6 +482,23 @@ def test_end_of_a_run_without_episodes_names_a_limit(capsys):
     with PPO(Endless, train_batch_size=64, sgd_minibatch_size=64) as algorithm:
         algorithm.learn(64, run_dir=None)
     assert "No episode has ended, so there are no returns" in capsys.readouterr().out
+
+
+def test_end_of_an_offline_run_names_the_last_evaluation(tmp_path, capsys):
+    small = {"train_batch_size": 64, "sgd_minibatch_size": 64, "output": str(tmp_path)}
+    with PPO("CartPole-v1", **small) as algorithm:
+        algorithm.train()
+    settings = {"input_": str(tmp_path), "train_batch_size": 32}
+    settings["min_sample_timesteps_per_iteration"] = 32
+    with BC("CartPole-v1", **settings) as algorithm:
+        algorithm.learn(32, run_dir=None)
+    out = capsys.readouterr().out
+    assert "reached: 32 env steps" in out
+    assert "No episode" not in out
+    settings |= {"evaluation_interval": 1, "evaluation_duration": 1}
+    with BC("CartPole-v1", **settings) as algorithm:
+        algorithm.learn(32, run_dir=None)
+    assert "Mean return of the last evaluation: " in capsys.readouterr().out
 
 
 class InterruptAtEnd(DefaultCallbacks):
