@@ -1,5 +1,6 @@
 """A run resumed from a checkpoint is identical to the uninterrupted run."""
 
+import contextlib
 import json
 import logging
 import os
@@ -317,7 +318,11 @@ def test_dead_worker_loses_only_its_own_episodes(tmp_path, ray_session, caplog):
     )
     with config.build() as algorithm:
         algorithm.train()
-        ray_session.kill(algorithm.workers.remote_workers()[0])
+        actor = algorithm.workers.remote_workers()[0]
+        ray_session.kill(actor)
+        with contextlib.suppress(ray_session.exceptions.RayActorError):
+            while True:  # kill() returns before the actor is dead
+                ray_session.get(actor.apply.remote(lambda worker: None))
         with caplog.at_level(logging.WARNING, "flowrl"):
             algorithm.save(tmp_path / "c")
         assert "worker 1 returned no state" in caplog.text
