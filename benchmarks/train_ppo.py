@@ -237,7 +237,7 @@ def main() -> None:
             steps[name].append(result["steps"])
             print(f"# seed {seed}, {name}: {result}", flush=True)
     columns = "env steps/s", "flowrl / this row", "seconds to return 475", "flowrl takes ×"
-    print(f"| | {' | '.join(columns)} | env steps to 475 |")
+    print(f"| | {' | '.join(columns)} | env steps to return 475 |")
     print("|---|---:|---:|---:|---:|---:|")
     for name in pythons:
         print(

@@ -17,7 +17,7 @@ from flowrl.iter.stages.branches import Union
 from flowrl.iter.waiting import Signal, queue_signal
 from flowrl.learners.thread import LearnedBatch, LearnerThread, LearnFailure
 from flowrl.ops.plan_metrics import Info, record_updates
-from flowrl.ops.replay import alternate_stores_and_draws, has_alternating_operator
+from flowrl.ops.replay import alternate_stores_and_draws, share_a_buffer
 
 LIVENESS_S = 1.0  # seconds between two calls of `check` by an idle Dequeue
 
@@ -99,7 +99,7 @@ class ConcurrentlyStage(Union):
     def start(self, seed: str | None) -> None:
         super().start(seed)
         alternate_stores_and_draws(walk(self))
-        self._branches_alternate = all(map(has_alternating_operator, self.parents))
+        self._branches_alternate = share_a_buffer(self.parents)
 
 
 class Enqueue:

@@ -249,10 +249,14 @@ def alternate_stores_and_draws(stages: Iterable[Stage]) -> None:
             store.alternates = draw.alternates = True
 
 
-def has_alternating_operator(branch: Stage) -> bool:
-    """Return whether a branch stores to a buffer or draws from it in turn with another branch."""
-    operators = [getattr(stage, "fn", stage) for stage in walk(branch)]
-    return any(getattr(operator, "alternates", False) for operator in operators)
+def share_a_buffer(branches: Iterable[Stage]) -> bool:
+    """Return whether all branches store to one buffer or draw from it; see
+    `alternate_stores_and_draws`."""
+    buffers = []
+    for branch in branches:
+        operators: list[Any] = [getattr(stage, "fn", stage) for stage in walk(branch)]
+        buffers.append({id(op.buffer) for op in operators if getattr(op, "alternates", False)})
+    return bool(set.intersection(*buffers))
 
 
 class UpdateReplayPriorities:

@@ -22,7 +22,8 @@ class PolicySpec:
         observation_space, action_space: spaces of one agent; None uses those of an agent that is
             mapped to the policy.
         config: settings that differ from the run's, as a mapping, or the complete config of
-            another algorithm.
+            another algorithm. A plan may read some settings from the run only: a warning at the
+            start names those that have no effect here.
     """
 
     policy_class: Any = None

@@ -268,9 +268,11 @@ def find_masked(space: spaces.Space, observations: Any, actions: Any) -> str | N
     if not isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
         return None
     sizes = np.array([space.n]) if isinstance(space, spaces.Discrete) else space.nvec.reshape(-1)
+    mask = np.asarray(observations[MASK]).astype(bool)
+    if mask.shape != (len(actions), sizes.sum()):  # a custom model gives it another meaning
+        return None
     columns = actions.reshape(len(actions), -1) + np.cumsum(sizes) - sizes
-    allowed = np.take_along_axis(np.asarray(observations[MASK]).astype(bool), columns, 1).all(1)
-    rows = np.flatnonzero(~allowed)
+    rows = np.flatnonzero(~np.take_along_axis(mask, columns, 1).all(1))
     if not len(rows):
         return None
     return f"actions: {actions[rows[0]]} in row {rows[0]} is forbidden by its {MASK}"

@@ -172,9 +172,10 @@ class Views(ActingViews):
                 return values
             values = map_leaves(lambda leaf: leaf[np.maximum(at + shift, 0), lanes], column)
             outside = reach < -shift
-            if outside.any():
-                states = initial_states(view.source)[outside] if is_state(view) else None
-                write(values, outside, self._fill(name, view, column) if states is None else states)
+            if outside.any() and is_state(view):
+                write(values, outside, initial_states(view.source)[outside])
+            elif outside.any():
+                write(values, outside, self._fill(name, view, column))
             return values
 
         inputs: dict[str, Any] = {}

@@ -11,6 +11,7 @@ from flowrl.algorithms.cql import CQLConfig
 from flowrl.algorithms.marwil import BC, BCConfig, MARWILConfig
 from flowrl.data import SampleBatch
 from flowrl.offline.parquet import OfflineDataError, read_parquet, write_parquet
+from flowrl.policies.views import find_masked
 from flowrl.settings import ConfigError
 from flowrl.trainer.evaluation import EvaluationWorkers
 from flowrl.trainer.runs.stop_rules import StopRules
@@ -254,3 +255,11 @@ def test_actions_that_the_recorded_mask_forbids_are_rejected(tmp_path):
         pytest.raises(OfflineDataError, match="actions: 0 in row 1 is forbidden"),
     ):
         algorithm.train()
+
+
+def test_mask_of_several_actions_has_one_part_for_each():
+    space, mask = spaces.MultiDiscrete([2, 3]), np.array([[1, 0, 1, 1, 0]], np.int8)
+    assert find_masked(space, {"action_mask": mask}, np.array([[0, 1]])) is None
+    for forbidden in ([1, 1], [0, 2]):
+        assert "is forbidden" in find_masked(space, {"action_mask": mask}, np.array([forbidden]))
+    assert find_masked(space, {"action_mask": mask[:, :2]}, np.array([[1, 1]])) is None

@@ -74,6 +74,19 @@ def test_branches_that_alternate_are_pulled_only_when_they_are_due(monkeypatch):
     assert asked == [True] * 20
 
 
+def test_branches_with_buffers_of_their_own_keep_their_turns():
+    def branch(name):
+        buffer = make(learning_starts=8)
+        store = source().for_each(StoreToReplayBuffer(local_buffer=buffer))
+        draw = Replay(local_buffer=buffer).for_each(lambda batch: name)
+        return Concurrently([store, draw], mode="round_robin", output_indexes=[1])
+
+    both = Concurrently([branch("a"), branch("b")], mode="round_robin", round_robin_weights=[1, 2])
+    assert both.take(9) == ["a", "b", "b"] * 3
+    assert not both.stage._branches_alternate
+    assert all(part._branches_alternate for part in both.stage.parents)
+
+
 def test_draws_stop_at_the_ratio_after_the_stored_stream_ends():
     buffer = make()
     store = source(3).for_each(StoreToReplayBuffer(local_buffer=buffer))

@@ -91,9 +91,9 @@ class Union(Stage):
         ]
         self._items_taken = [0] * len(branches)  # from `_children`, at the last call
         # items that each branch may still return in its turn; negative if it was pulled instead of
-        # a branch that was not ready, unless the branches decide themselves whose turn it is
+        # a branch that was not ready
         self._credit = [0.0] * len(branches)
-        self._branches_alternate = False
+        self._branches_alternate = False  # a replay buffer decides whose turn it is
         self._done = [False] * len(branches)
         self._has_ended = self._outputs_have_ended()  # kept, because each pull reads it
         self._turn = -1
@@ -152,8 +152,8 @@ class Union(Stage):
         """Count an item of a branch, or its error."""
         if self._ordered:
             self._credit[index] -= 1
-            if self._branches_alternate and self._credit[index] < 0:
-                self._credit[index] = 0.0  # no additional turns, in which no item would be due
+            if self._branches_alternate:  # an additional turn of the other would have no item
+                self._credit[index] = max(self._credit[index], 0.0)
         else:
             self._turn = index
 

@@ -273,16 +273,12 @@ def _read_in_module(module: str, with_settings: bool = True) -> frozenset[str]:
         text = inspect.getsource(sys.modules[module])
     except (OSError, KeyError, TypeError):
         return frozenset()
-    settings = (
-        frozenset()
-        if with_settings
-        else frozenset(
-            name
-            for name, value in names.items()
-            if isinstance(value, type) and issubclass(value, PolicyConfig)
-        )
-    )
-    return _read_in_text(text, settings)
+    settings = [
+        name
+        for name, value in names.items()
+        if isinstance(value, type) and issubclass(value, PolicyConfig)
+    ]
+    return _read_in_text(text, frozenset(() if with_settings else settings))
 
 
 def _line_that_sets(name: str, files: Iterable[str]) -> str | None:
