@@ -118,17 +118,22 @@ class OffPolicyConfig(AlgorithmConfig):
         }
 
     def replay_buffer(self, policies: Collection[str] | None = None) -> MultiAgentReplayBuffer:
-        """Create the replay buffer of a plan, for these policies; None: for all policies.
+        """Create the replay buffer of a plan.
+
+        Args:
+            policies: ids of the policies whose rows are stored; None for all policies.
 
         Raises:
-            ConfigError: a setting of replay actors is set; when the first rows of a policy are
-                stored: its algorithm does not learn from replay.
+            ConfigError: a setting that only replay actors use is set. Later, when the first rows of
+                a policy are stored: the algorithm of the policy does not learn from replay.
         """
         ids = policies or specs_of(self.policies)
         configs = [self, *(self.for_policy(policy_id) for policy_id in ids if self.policies)]
         for config in configs:
             for name in REPLAY_ACTOR_SETTINGS if isinstance(config, OffPolicyConfig) else ():
-                if getattr(config, name) not in (0, type(config).model_fields[name].default):
+                value = getattr(config, name)
+                in_process = name == "num_replay_shards" and value == 0
+                if value != type(config).model_fields[name].default and not in_process:
                     raise ConfigError(
                         f"{name} is for plans whose buffer is on actors (flowrl train "
                         "dqn_distributed): leave it out"

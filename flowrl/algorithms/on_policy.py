@@ -53,8 +53,8 @@ class OnPolicyPolicy(TorchPolicy):
 
     @property
     def defers_values(self) -> bool:
-        """Whether the model is a FullyConnectedNetwork without shared layers that acts with numpy,
-        and no method that it or the policy acts with is replaced."""
+        """Whether values can be computed after sampling: the model is a FullyConnectedNetwork
+        without shared layers that acts with numpy, and no method for acting is overridden."""
         cls = type(self)
         is_own = all(getattr(cls, name) is getattr(TorchPolicy, name) for name in _ACTING)
         model = self.acting_model

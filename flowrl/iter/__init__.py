@@ -1,4 +1,4 @@
-"""The engine: lazy streams and the stages that move items through them, independent of RL.
+"""The engine: lazy streams, and the stages that move items of any type through them.
 
 - `local.py`, `parallel.py`: LocalIterator and ParallelIterator, which users chain.
 - `stage.py`: the base class of all stages. `stages/`: the stages.

@@ -22,8 +22,8 @@ class GatherSync(Gather):
 
     No request is in flight between two pulls, so changes by the consumer (new weights) reach every
     worker before its next item: the lag is 0. If a shard dies, the request is repeated in the same
-    round and the items of the other shards are kept; or, without `Recovery.rounds_wait`, rounds
-    have no item of the shard until the first one that begins after its replacement has started.
+    round and the items of the other shards are kept; without `Recovery.rounds_wait`, rounds leave
+    the shard out until its replacement has started.
 
     Args:
         shards: the shards to read.
@@ -42,7 +42,7 @@ class GatherSync(Gather):
         self.yields_lists = not flat
         self._flat = flat
         self._round: dict[int, tuple[Any, Source]] = {}  # shard -> item
-        self._round_s = 0.0  # that the last round was waited for
+        self._round_s = 0.0  # duration of the last round in seconds
 
     def pull(self, block: bool) -> Any:
         while True:
@@ -71,7 +71,7 @@ class GatherSync(Gather):
         return [self._round.pop(index) for index in indexes]
 
     def _run_round(self, block: bool) -> bool:
-        """Request and receive items; return whether the round has one of every member."""
+        """Request and receive items; return whether the round has one of every shard."""
         if not self.shards.remote:
             self._complete_local_round()
             return True

@@ -68,7 +68,7 @@ class _WrittenLog:
     def __init__(self) -> None:
         self._entries: deque[tuple[int, str, int]] = deque()
         self._num_expected = 0
-        self._numbers: dict[str, int] = {}  # of the names
+        self._numbers: dict[str, int] = {}  # name of an observation -> its number in the file
         self.is_closed = False
 
     def observe(self, name: str, value: int, expected: int = 0) -> int:

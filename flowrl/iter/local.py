@@ -431,7 +431,10 @@ class LocalIterator(Generic[T]):
             RuntimeError: the plan has started.
         """
         if self._profiler is not None:
-            raise RuntimeError("load the state before its first pull: build the plan again")
+            raise RuntimeError(
+                "cannot load a state: this plan has started. Build the plan again, and load the "
+                "state before the first pull"
+            )
         by_name = stages_by_name(self.stage, with_state=True)
         if not isinstance(state, dict) or not {"metrics", "stages"} <= set(state):
             raise ValueError("this is not the result of state_dict() of a plan")

@@ -215,9 +215,10 @@ class ParallelIterator(Generic[T]):
             num_async: requests in flight per shard.
             ask_again: when to send a shard its next request. "after": at the pull that follows its
                 item, when the consumer has processed the item. "before": before the item is
-                returned, so the shard works meanwhile. An item is at most `num_async - 1`
-                ("after") or `num_async` ("before") items of its shard old. With `batch_ms`, these
-                limits count replies, of any number of items.
+                returned, so the shard works meanwhile. Between the request of an item and its
+                return, at most `num_async - 1` ("after") or `num_async` ("before") other items of
+                the same shard are returned. With `batch_ms`, these limits count replies, of any
+                number of items.
             on_error: "raise", Skip(max), or Retry(times), for exceptions in the code of a shard.
                 Retry requests the shard again, and the item that failed is lost; to retry items,
                 chain `for_each(fn, on_error=Retry(n))`.

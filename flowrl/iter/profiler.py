@@ -63,7 +63,7 @@ class Profiler:
         self._weight = 1
         self._pulls = 0
         self._timed_pulls = 0
-        self._timed_stages = 0  # pulls of single stages in them
+        self._timed_stages = 0  # timed pulls, counted for each stage
         self._random = random.Random(0)
         self._parents_s = 0.0  # in the parents of the stage being timed
         # the stages that are being pulled: start, and seconds in other parents before

@@ -48,7 +48,7 @@ class _Watch:
     def __init__(self, sockets: dict[str, str]):
         self.sockets = sockets
         self.lost: str | None = None  # the message
-        self._cluster_id: str | None = None  # that the GCS had first
+        self._cluster_id: str | None = None  # of the GCS at its first answer
         self._raylet_exit = _exit_event_of(sockets["raylet"])
         threading.Thread(target=self._run, name="flowrl-ray-watch", daemon=True).start()
 

@@ -23,7 +23,7 @@ from flowrl.state_schema import Amount, Fields, Positive, check_own_state, check
 
 log = logging.getLogger("flowrl")
 
-JOIN_TIMEOUT_S = 30.0  # that stop() waits for the running update
+JOIN_TIMEOUT_S = 30.0  # maximum time for which stop() waits for the running update
 
 
 _WAITING: Fields = {"batch": Batch, "sources": list[Any]}

@@ -96,10 +96,18 @@ class Concurrently(LocalIterator[Any]):
 class ConcurrentlyStage(Union):
     """The stage of Concurrently."""
 
+    _shares_buffer = False  # whether all branches store to one replay buffer or draw from it
+
     def start(self, seed: str | None) -> None:
         super().start(seed)
         alternate_stores_and_draws(walk(self))
-        self._branches_alternate = share_a_buffer(self.parents)
+        self._shares_buffer = share_a_buffer(self.parents)
+
+    def _end_turn(self, index: int) -> None:
+        super()._end_turn(index)
+        if self._shares_buffer and self._ordered:
+            # the buffer decides whose turn it is: an additional turn of a sibling has no item
+            self._credit[index] = max(self._credit[index], 0.0)
 
 
 class Enqueue:

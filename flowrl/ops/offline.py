@@ -118,8 +118,8 @@ class ReadParquet(LocalIterator[SampleBatch]):
         batch_size: rows per batch.
         columns: required columns.
         policy_id: id of the policy that collected the rows; files of other policies are skipped.
-            The plan's policy with this id trains on the rows; if the plan has only one policy, that
-            one does. If its id is not the default, batches are MultiAgentBatches.
+            The plan's policy with this id trains on the rows, or its only policy. Batches are
+            MultiAgentBatches unless the trained policy has the default id.
         prepare: function from the rows of a file, in recorded order, to the rows to return; None
             returns the rows unchanged.
         seed: seed of the random order; None seeds from the operating system.
@@ -364,7 +364,7 @@ class ReadStage(Stage):
         while self._parts_read < state["parts_read"]:
             if not self._parts:
                 raise OfflineDataError(
-                    f"{self.source}: {state['parts_read']} files were read before this checkpoint, "
+                    f"{self.source}: {state['parts_read']} parts were read before this checkpoint, "
                     f"but there are only {self._parts_read} now"
                 )
             self._load_next_part()

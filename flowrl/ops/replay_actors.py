@@ -95,14 +95,14 @@ class ReplayActors:
     Args:
         make: shard number -> new MultiAgentReplayBuffer, whose own replay ratio is ignored.
         num_shards: number of actors.
-        batch_rows: rows that the replay ratio counts for a batch until it is received.
+        batch_rows: expected rows per batch; the replay ratio counts them until the batch arrives.
         learning_starts, training_intensity: see ReplayRatio; for all shards together.
         seed: seed of the random choice of shards; None seeds from the operating system.
         colocated: place the actors on the node of this process; if False, on any node.
         address: address of the Ray cluster, used if this process is not connected to one.
 
     Attributes:
-        journal: that of the plan; if it repeats a recorded run, the shards are in this process.
+        journal: the plan's journal; if it repeats a recorded run, the shards are in this process.
 
     Raises:
         ValueError: num_shards or batch_rows is below 1; see ReplayRatio.

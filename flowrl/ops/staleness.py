@@ -98,12 +98,12 @@ class StalenessLimit:
 
         requested < done + (max_batches + 1) * batch_size
 
-    where `requested` is the number of env steps requested so far, and `done` the number that was
-    trained on or dropped when the oldest untrained fragment was requested. The request of a
-    fragment fixes its weights. Between this request and the training on the fragment, at most
-    `max_batches` train batches are trained on. Exception: a fragment is always requested if none is
-    in flight and those received do not fill a train batch. The limit also holds for fragments of
-    the slowest worker. It is the staleness control of AReaL (Fu et al. 2025, arXiv 2505.24298).
+    where `requested` is the number of env steps requested so far, and `done` the number that had
+    been trained on or dropped when the oldest fragment that is not trained on yet was requested. A
+    fragment has the weights of its request, so at most `max_batches` train batches are trained on
+    between its request and its own training, even if it comes from the slowest worker. Exception: a
+    fragment is always requested if none is in flight and those received do not fill a train batch.
+    It is the staleness control of AReaL (Fu et al. 2025, arXiv 2505.24298).
     Counts `num_sampling_waits`.
 
     Use it in plans with one source of fragments that train on each fragment once. It counts the env

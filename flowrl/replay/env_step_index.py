@@ -15,8 +15,7 @@ from flowrl.state_schema import Fields, Natural, check_own_state
 class EnvStepIndex:
     """The rows of each policy in each env step, by step ids that count up.
 
-    A step is removed with the first of its rows that a buffer overwrites. All rows of a step are in
-    one batch.
+    A step is removed when a buffer overwrites any of its rows. All rows of a step are in one batch.
 
     Args:
         capacity: maximum number of steps, and rows of each policy's buffer.

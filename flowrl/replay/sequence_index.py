@@ -27,8 +27,8 @@ class Sequences(NamedTuple):
 class SequenceIndex:
     """Rows of the sequences or episodes in a ring buffer, by item ids that count up.
 
-    An item is removed with the first of its rows. Sequences share their burn-in rows with the
-    previous sequence; recurrent states are stored for the first row of each sequence only.
+    An item is removed when its first row is overwritten. Sequences share their burn-in rows with
+    the previous sequence; recurrent states are stored for the first row of each sequence only.
 
     Args:
         kind: "sequences" or "episodes".

@@ -42,11 +42,11 @@ def override(cls: type) -> Callable[[F], F]:
 class DefaultCallbacks:
     """Base class of callbacks; every method does nothing. Override the ones that you need.
 
-    Each worker creates one object, without arguments: what a callback needs are attributes of the
-    class. Arguments are passed by name, and later versions may add some: end each signature with
-    `**kwargs`. The calls of an episode are `on_episode_start`,
-    `on_episode_step` after each step, and `on_episode_end`. Overriding one of these or
-    `on_sub_environment_created` does not change the sampled rows.
+    Each worker creates one instance, without arguments: put configuration into class attributes.
+    Arguments are passed by name, and later versions may add some: end each signature with
+    `**kwargs`. The calls of an episode are `on_episode_start`, `on_episode_step` after each step,
+    and `on_episode_end`. Overriding one of these or `on_sub_environment_created` does not change
+    the sampled rows.
     """
 
     def on_sub_environment_created(

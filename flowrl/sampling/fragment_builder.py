@@ -22,7 +22,8 @@ from flowrl.sampling.views import Views, columns_to_drop
 from flowrl.sampling.worker_config import WorkerConfig
 
 _OBJECT = np.dtype(object)
-_ROWS_AT_A_TIME = 1024  # for which values are computed; their layers fit into the processor's cache
+# rows per call that computes values: the outputs of the layers fit into the processor's cache
+_ROWS_AT_A_TIME = 1024
 _NOT_IN_BATCHES = ("raw_obs", "dones", "pending_stats", "time")  # batches derive dones
 
 

@@ -1,7 +1,8 @@
 """SimpleListCollector: stores rows in lists by agent, and builds batches segment by segment.
 
-A trajectory has one more observation than rows, and keeps as many returned rows as the views look
-back. Rows are cut into segments at the end of each episode and before a batch is returned.
+A trajectory of n rows has n + 1 observations. After a batch is returned, it keeps the last rows
+that views may still show. Rows are cut into segments at the end of each episode and before a batch
+is returned.
 """
 
 from __future__ import annotations

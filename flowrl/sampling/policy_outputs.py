@@ -28,8 +28,8 @@ class PolicyOutputs:
     Args:
         policy: the policy.
         columns: receives `actions`, `state_out_0`, … and the extra outputs of the policy.
-        check: the check of observations; actions for invalid ones are replaced by zeros, because
-            the rows are dropped, or raise an error, at the end of the fragment.
+        check: finds invalid observations, whose actions are replaced by zeros: at the end of the
+            fragment, their rows are dropped or raise an error.
         check_actions: check the actions of every step, not only of the first one of a fragment.
         name: the policy, for messages.
         actor: returns what the n-th action is for, for messages.
@@ -48,8 +48,7 @@ class PolicyOutputs:
         self._check_actions = check_actions
         self._name, self._actor = name, actor
         self._at_first_step = True  # of a fragment
-        # of the outputs in this fragment; None for a nest of arrays
-        self._dtype: Any = None
+        self._dtype: Any = None  # of the actions in this fragment; None if they are nested
         self._extra: list[tuple[str, Any]] = []
 
     def allocate(self, expected: int, outputs: Any, continues: bool) -> None:

@@ -81,7 +81,7 @@ class WeightSync:
 
     Args:
         local_worker: returns the worker whose policies learn.
-        global_vars: sent along with the weights, and without them when they have changed; see
+        global_vars: sent with the weights, or alone if only they have changed; see
             `Policy.on_global_var_update`.
 
     Attributes:

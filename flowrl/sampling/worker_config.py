@@ -142,10 +142,10 @@ class WorkerConfig(PolicyConfig):
     after its current fragment, for environments that leak memory; None for no limit. Its episodes
     start again."""
     max_num_env_restarts: NotNegativeInt = setting(5, group="fault_tolerance", in_evaluation=True)
-    """Consecutive failures of one environment after which its error stops the run. Completing an
-    episode starts the count again, and so does a fragment, unless the next failure is at the same
-    step. The limit is a hundred times as large for failures after 100 steps of an episode, except
-    timeouts and failures at the step of the previous one."""
+    """Consecutive failures of one environment after which its error stops the run. The count
+    restarts when an episode or a fragment is completed, unless the next failure after a fragment is
+    at the same step as the last one. For failures after step 100 of an episode, the limit is 100
+    times as large, except for timeouts and for failures at the same step as the previous one."""
     env_step_timeout_s: Positive | None = setting(None, group="fault_tolerance")
     """Seconds that a step of one environment may take. A longer step is a failure of the
     environment, which is created again. The limit interrupts only the main thread, and only calls

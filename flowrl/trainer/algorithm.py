@@ -81,10 +81,9 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         """Build the algorithm; nothing is sampled before the first `train()`.
 
         Args:
-            env_or_config: an environment (see the setting `env`; an environment object is copied,
-                and never stepped itself); an AlgorithmConfig; or a mapping
-                of settings that differ from the defaults. Of a record of a base class, only
-                settings that were set explicitly are used.
+            env_or_config: an environment (see the setting `env`; of an environment object, only
+                copies are stepped); an AlgorithmConfig; or a mapping of settings that differ from
+                the defaults. From a config of a base class, only explicitly set values are used.
             settings: settings of `config_class`, which replace those of `env_or_config`.
 
         Raises:

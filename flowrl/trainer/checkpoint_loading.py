@@ -130,9 +130,11 @@ def settings_of_manifest(
 
 
 def _known_classes(cls: Any, plan: Any) -> dict[str, Any]:
-    """Return import path -> class of the class that `from_checkpoint` is called on and its parts.
+    """Return import path -> class for the class that `from_checkpoint` is called on, its config and
+    its policy class.
 
-    A run of a plan file stores a class of the file under the name of the plan's own module.
+    A run of a plan file stores the class with the module name of the plan file,
+    `flowrl_plan_NAME`.
     """
     known = {f"__main__:{cls.__qualname__}": cls}
     if is_plan_file(plan):

@@ -36,7 +36,9 @@ RESULT_METRICS = {
     "episode_len_mean": Metric("env steps", f"Mean length of {_EPISODES}."),
     "episodes_this_iter": Metric("episodes", "Episodes finished since the last result."),
     "episodes_total": Metric("episodes", "Episodes finished since the start."),
-    "episodes_in_window": Metric("episodes", "Episodes that the episode statistics are about."),
+    "episodes_in_window": Metric(
+        "episodes", "Number of episodes in the window of the episode statistics."
+    ),
     "num_env_steps_sampled": Metric("env steps", "The same as timesteps_total."),
     "num_env_steps_sampled_lifetime": Metric("env steps", "The same as timesteps_total."),
     "num_env_steps_trained": Metric(

@@ -83,8 +83,8 @@ def test_branches_with_buffers_of_their_own_keep_their_turns():
 
     both = Concurrently([branch("a"), branch("b")], mode="round_robin", round_robin_weights=[1, 2])
     assert both.take(9) == ["a", "b", "b"] * 3
-    assert not both.stage._branches_alternate
-    assert all(part._branches_alternate for part in both.stage.parents)
+    assert not both.stage._shares_buffer
+    assert all(part._shares_buffer for part in both.stage.parents)
 
 
 def test_draws_stop_at_the_ratio_after_the_stored_stream_ends():

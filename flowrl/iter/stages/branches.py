@@ -41,8 +41,8 @@ class Union(Stage):
     an additional turn later.
     "*" returns all items that are ready, up to MAX_STAR_ITEMS.
     Not ordered: a turn returns one item of any branch that is ready.
-    The stream ends when all branches whose items are returned have ended. Before that, the others
-    return what `duplicate` has buffered for them, if its stream has ended.
+    The stream ends when all branches whose items are returned have ended. If the stream that a
+    `duplicate` copies has ended, the other branches first process the items buffered for them.
 
     Args:
         branches: the stages to join.
@@ -93,7 +93,6 @@ class Union(Stage):
         # items that each branch may still return in its turn; negative if it was pulled instead of
         # a branch that was not ready
         self._credit = [0.0] * len(branches)
-        self._branches_alternate = False  # a replay buffer decides whose turn it is
         self._done = [False] * len(branches)
         self._has_ended = self._outputs_have_ended()  # kept, because each pull reads it
         self._turn = -1
@@ -152,8 +151,6 @@ class Union(Stage):
         """Count an item of a branch, or its error."""
         if self._ordered:
             self._credit[index] -= 1
-            if self._branches_alternate:  # an additional turn of the other would have no item
-                self._credit[index] = max(self._credit[index], 0.0)
         else:
             self._turn = index
 
