@@ -237,7 +237,7 @@ def benchmark_scores() -> str:
                 row.env, f"`{row.plan}`", f"{row.env_steps:,}", _score(results), _score(others),
                 row.known_scores,
             ])  # fmt: skip
-    header = ["environment", "plan", "env steps", "score", "SB3, trained here", "known"]
+    header = ["environment", "plan", "env steps", "score", "SB3, trained here", "published"]
     return _table(header, lines)
 
 
