@@ -805,6 +805,9 @@ def test_replay_actor_settings_of_a_policy_are_rejected_with_a_local_buffer():
     config = DQNConfig(env="CartPole-v1", policies={"a": spec, "b": None})
     with pytest.raises(ConfigError, match="num_replay_shards is for plans whose buffer is on act"):
         config.replay_buffer()
+    config = DQNConfig(env="CartPole-v1", replay_buffer_shards_colocated_with_driver=False)
+    with pytest.raises(ConfigError, match="colocated_with_driver is for plans whose buffer is on"):
+        config.replay_buffer()
 
 
 class OutputsOnly(nn.Module):

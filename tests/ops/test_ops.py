@@ -1,9 +1,11 @@
 """Unit tests of rollout, training and reporting operators."""
 
 import copy
+import itertools
 import pickle
 import re
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -328,12 +330,15 @@ def test_all_episodes_between_two_reports_are_counted(local_workers):
         assert collect(None)["episodes_this_iter"] == 0
 
 
-def test_reports_follow_the_minimum_time():
+def test_reports_follow_the_minimum_time(monkeypatch):
+    """Two reports are at least three seconds apart, when a fragment takes a second."""
+    seconds = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: next(seconds))
+    monkeypatch.setattr("flowrl.ops.report.time", clock)
     workers = WorkerSet(lambda c: CountEnv(), ObservedValue, {"rollout_fragment_length": 10})
     rollouts = ParallelRollouts(workers)
-    report = StandardMetricsReporting(rollouts, workers, {"min_time_s_per_iteration": 0.05})
-    result = next(report)
-    assert result["timesteps_total"] > 10
+    report = StandardMetricsReporting(rollouts, workers, {"min_time_s_per_iteration": 3})
+    assert [next(report)["timesteps_total"] for _ in range(3)] == [30, 60, 90]
 
 
 def test_operators_run_only_when_pulled(capsys):
