@@ -323,7 +323,7 @@ class _AlgorithmConfigFaultTolerance(TypedDict, total=False):
     max_worker_memory_mb: int | None
     """Resident memory of a worker's process, in megabytes (2^20 bytes), above which it is replaced after its current fragment, for environments that leak memory; None for no limit. Its episodes start again."""
     max_num_env_restarts: int
-    """Consecutive failures of one environment after which its error stops the run. Completing an episode starts the count again, and so does a fragment, unless the next failure is at the same step. The limit is a hundred times as large for failures after 100 steps of an episode, except timeouts and failures at the step of the previous one."""
+    """Consecutive failures of one environment after which its error stops the run. The count restarts when an episode or a fragment is completed, unless the next failure after a fragment is at the same step as the last one. For failures after step 100 of an episode, the limit is 100 times as large, except for timeouts and for failures at the same step as the previous one."""
     env_step_timeout_s: float | None
     """Seconds that a step of one environment may take. A longer step is a failure of the environment, which is created again. The limit interrupts only the main thread, and only calls that react to signals; use `sample_timeout_s` for other calls."""
     env_reset_timeout_s: float | None
@@ -349,7 +349,7 @@ class _AlgorithmConfigReporting(TypedDict, total=False):
     monitor: bool
     """Measure the plan once per second while it trains, for the `diagnosis` of results and the file activity.jsonl of the run directory."""
     trace_s: float | None
-    """Number of seconds at the end of a training to write to trace.json in its run directory, as Chrome trace events, which https://ui.perfetto.dev shows; None writes no trace."""
+    """Write the last `trace_s` seconds of a training to trace.json in its run directory, as Chrome trace events, which https://ui.perfetto.dev shows; None writes no trace."""
     logged_names: Literal["classic", "nested"]
     """Names of metrics in TensorBoard, progress.csv, W&B and MLflow, where each metric has one name: classic (`episode_reward_mean`, `info/learner/…`) or nested (`env_runners/episode_return_mean`, `learners/…`). Results in Python have both."""
     log_to: list[Literal["wandb", "mlflow"]]

@@ -285,7 +285,7 @@ MUTATIONS = [
              "self._credit[index] -= 1\n", "self._credit[index] -= 0\n"),
     Mutation("round robin: debts are forgotten", BRANCHES,
              "self._credit[i] += max(rounds, 0) * self._weights[i]",
-             "self._credit[i] = ONE"),
+             "self._credit[i] = FULL_CREDIT"),
     Mutation("gather: items of a shard have the same number", GATHER,
              "shard.num_received += 1", "shard.num_received += 0"),
     Mutation("gather: consecutive deaths are not counted", GATHER,

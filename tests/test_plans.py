@@ -79,9 +79,11 @@ def waiting_rows(plan, policy_id):
         if isinstance(fn, ConcatBatches):
             pending = fn.state_dict()["pending"]
             rows += sum(batch.steps_by_policy().get(policy_id, 0) for batch in pending)
-        if getattr(stage, "learner", None) is not None:
+        if getattr(stage, "learner_thread", None) is not None:
             # replayed batches have batch_indexes
-            fresh = [batch for batch in stage.learner.batches() if "batch_indexes" not in batch]
+            fresh = [
+                batch for batch in stage.learner_thread.batches() if "batch_indexes" not in batch
+            ]
             rows += sum(batch.steps_by_policy().get(policy_id, 0) for batch in fresh)
         if isinstance(fn, SelectExperiences) and isinstance(stage.parents[0], DuplicateChild):
             child = stage.parents[0]

@@ -16,7 +16,7 @@ from flowrl.policies.learning.torch_learner import TorchLearner
 from flowrl.policies.models.actor_critic import ActorCritic
 from flowrl.policies.models.base import ModelV2
 from flowrl.policies.schedules import Schedule, initial_value
-from flowrl.policies.target_network import TargetNetwork
+from flowrl.policies.target_network import TargetNetworkPolicy
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
 from flowrl.seeding import random_stream
 from flowrl.settings import ConfigError, Count, Fraction, NotNegativeInt, Positive
@@ -79,7 +79,7 @@ class ActorCriticLearner(TorchLearner):
         return self.optimizers == [policy.default_optimizer]
 
 
-class ActorCriticPolicy(TargetNetwork):
+class ActorCriticPolicy(TargetNetworkPolicy):
     """Base of policies with an actor, and critics that are trained on temporal differences.
 
     The target networks evaluate the actor's next actions. A subclass implements `next_values` and

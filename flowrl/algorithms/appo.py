@@ -14,7 +14,7 @@ from flowrl.algorithms.kl_penalty import KLCoeff, KLPenalty
 from flowrl.algorithms.ppo import clipped_surrogate
 from flowrl.algorithms.vtrace import VTraceConfig, VTracePolicy
 from flowrl.policies.schedules import Schedule
-from flowrl.policies.target_network import TargetNetwork
+from flowrl.policies.target_network import TargetNetworkPolicy
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import Fraction, NotNegativeInt, Positive
 from flowrl.trainer.algorithm import Algorithm
@@ -61,7 +61,7 @@ class APPOConfig(VTraceConfig):
         return self._build(plan)
 
 
-class APPOTorchPolicy(KLPenalty, TargetNetwork, VTracePolicy):
+class APPOTorchPolicy(KLPenalty, TargetNetworkPolicy, VTracePolicy):
     """A policy that is trained with a clipped surrogate objective on trajectories of older
     policies."""
 
@@ -81,7 +81,7 @@ class APPOTorchPolicy(KLPenalty, TargetNetwork, VTracePolicy):
             target_inputs, _ = self.target_model.from_batch(batch, is_training=False)
             target = self.dist_class(target_inputs, self.target_model)
             target_logp = target.logp(batch["actions"])
-        targets, advantages = self.corrected(
+        targets, advantages = self.vtrace_targets(
             batch, target_logp.cpu().numpy(), values.detach().cpu().numpy()
         )
         advantages_tensor = torch.from_numpy(advantages).to(self.device)

@@ -28,7 +28,7 @@ from flowrl.policies.models.tensor_batch import InputDict
 from flowrl.policies.models.torso import TorsoNetwork
 from flowrl.policies.q_values import QValues, TDLoss
 from flowrl.policies.schedules import Schedule
-from flowrl.policies.target_network import TargetNetwork
+from flowrl.policies.target_network import TargetNetworkPolicy
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
 from flowrl.policies.views import find_input_problem
 from flowrl.settings import ConfigError, Count, Fraction, NotNegativeInt, Positive
@@ -91,7 +91,7 @@ class DQNConfig(OffPolicyConfig):
         return self._build(plan)
 
 
-class DQNTorchPolicy(TargetNetwork):
+class DQNTorchPolicy(TargetNetworkPolicy):
     """A policy that acts greedily by Q-values and learns them from temporal differences.
 
     Attributes:

@@ -36,7 +36,7 @@ class IMPALATorchPolicy(VTracePolicy):
         values = self.model.value_function().float()
         dist = self.dist_class(inputs, self.model)
         logp = dist.logp(batch["actions"])
-        targets, advantages = self.corrected(
+        targets, advantages = self.vtrace_targets(
             batch, logp.detach().cpu().numpy(), values.detach().cpu().numpy()
         )
         policy_loss = -(logp * torch.from_numpy(advantages).to(self.device)).mean()

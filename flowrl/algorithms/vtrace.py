@@ -202,7 +202,7 @@ class VTracePolicy(TorchPolicy):
             return {BOOTSTRAP: fragment["next_values"]}
         return {}
 
-    def corrected(
+    def vtrace_targets(
         self, batch: TensorBatch, target_logp: np.ndarray, values: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return V-trace value targets [B] and advantages [B], float32.

@@ -138,7 +138,7 @@ class SampleBatch(Columns):
         columns = shared if shallow else {k: map_leaves(np.copy, v) for k, v in self.items()}
         return SampleBatch.unchecked(columns, like=self)
 
-    def isolated(self) -> SampleBatch:
+    def read_only_copy(self) -> SampleBatch:
         """Return a shallow copy whose arrays are read-only views."""
         columns = {name: map_leaves(readonly_view, column) for name, column in self.stored()}
         return SampleBatch.unchecked(columns, like=self)
@@ -403,9 +403,9 @@ class MultiAgentBatch:
         """Return a new batch; its arrays are copies unless `shallow`."""
         return self.with_batches({p: b.copy(shallow) for p, b in self.policy_batches.items()})
 
-    def isolated(self) -> MultiAgentBatch:
+    def read_only_copy(self) -> MultiAgentBatch:
         """Return a shallow copy whose arrays are read-only views."""
-        return self.with_batches({p: b.isolated() for p, b in self.policy_batches.items()})
+        return self.with_batches({p: b.read_only_copy() for p, b in self.policy_batches.items()})
 
     def as_multi_agent(self) -> MultiAgentBatch:
         """Return this batch."""

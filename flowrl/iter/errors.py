@@ -14,7 +14,7 @@ ENGINE_DIR = os.path.dirname(__file__) + os.sep
 """Folder of this package: its frames say little in the traceback of an operator's error."""
 
 
-def no_attribute(owner: type, name: str) -> AttributeError:
+def missing_attribute_error(owner: type, name: str) -> AttributeError:
     """Return the error for an attribute that an iterator does not have."""
     hint = f": use {_OTHER_NAMES[name]}" if name in _OTHER_NAMES else ""
     return AttributeError(f"{owner.__name__!r} object has no attribute {name!r}{hint}")
@@ -92,7 +92,7 @@ def note_origin(error: BaseException, stage: Stage, item: Any) -> None:
             attributes["_flowrl_has_item"] = True
 
 
-def operator_error(error: BaseException) -> BaseException:
+def without_stop_iteration(error: BaseException) -> BaseException:
     """Return the error to raise for an error from user code: RuntimeError for StopIteration,
     which would end the stream, else the error itself."""
     if not isinstance(error, StopIteration):
@@ -110,7 +110,7 @@ def call_in_stage(stage: Stage, function: Callable[[], Any]) -> Any:
         return function()
     except BaseException as error:
         note_origin(error, stage, None)
-        error = operator_error(error)
+        error = without_stop_iteration(error)
         raise error
 
 

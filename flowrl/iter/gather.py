@@ -23,7 +23,7 @@ from flowrl.iter.errors import (
     check_on_error,
     is_permanent,
     note_origin,
-    operator_error,
+    without_stop_iteration,
 )
 from flowrl.iter.metrics import current_metrics
 from flowrl.iter.ray_health import RayLostError, check_ray
@@ -123,7 +123,7 @@ class Gather(Stage):
     def source_actor(self, source: Source) -> Any:
         return self.shards.handle(source.shard) if source.origin == self.name else None
 
-    def can_wait(self) -> bool:
+    def can_return_not_ready(self) -> bool:
         return self.shards.remote
 
     def live(self) -> list[ShardState]:
@@ -241,7 +241,7 @@ class Gather(Stage):
         raise self._shard_error(error, shard)
 
     def _shard_error(self, error: BaseException, shard: ShardState) -> BaseException:
-        error = operator_error(error)
+        error = without_stop_iteration(error)
         # keep the notes of the shard's own stream; the path in the plan starts at this stage
         vars(error).update(_flowrl_stage=self, _flowrl_noted=False, _flowrl_item=None)
         add_note(error, f"raised by shard {shard.index} of {self.shards.name}")

@@ -118,7 +118,7 @@ class GatherAsync(Gather):
             return self._next_arrived(block)
         ref = None if self.journal.replays else self._next_arrived(block)
         number = 0 if ref is None else self._in_flight[ref].shard.index + 1
-        number = self.journal.plan.observe(self.name, number)
+        number = self.journal.plan_log.observe(self.name, number)
         if not number:
             return None
         shard = self.states[number - 1] if number <= len(self.states) else None
@@ -145,8 +145,8 @@ class GatherAsync(Gather):
         """Whether a RequestLimit limits the requests in flight."""
         return self._limit is not None
 
-    def can_wait(self) -> bool:
-        return self._limit is not None or super().can_wait()
+    def can_return_not_ready(self) -> bool:
+        return self._limit is not None or super().can_return_not_ready()
 
     def blocked_by(self) -> str:
         if self._limit is None or not self._limit_reached or self._in_flight:

@@ -81,12 +81,12 @@ class GatherSync(Gather):
             try:
                 complete = self._complete_round(block)
             except BaseException:
-                self.journal.plan.observe(self.name, True, expected=True)
+                self.journal.plan_log.observe(self.name, True, expected=True)
                 self.journal.end(f"an item of {self.shards.name} raised an error")
                 raise
-            return bool(self.journal.plan.observe(self.name, complete, expected=True))
+            return bool(self.journal.plan_log.observe(self.name, complete, expected=True))
         self._request_missing()
-        if not self.journal.plan.observe(self.name, True, expected=True):
+        if not self.journal.plan_log.observe(self.name, True, expected=True):
             return False
         for ref in [ref for shard in self.states for ref in shard.requests]:
             index = self._in_flight[ref].shard.index

@@ -52,13 +52,13 @@ class Journal(Protocol):
 
     Attributes:
         replays: whether it is read.
-        plan: observations of the thread that pulls the plan.
-        learner: observations of the thread of a LearnerThread.
+        plan_log: observations of the thread that pulls the plan.
+        learner_log: observations of the thread of a LearnerThread.
     """
 
     replays: bool
-    plan: ThreadLog
-    learner: ThreadLog
+    plan_log: ThreadLog
+    learner_log: ThreadLog
 
     def end(self, reason: str) -> None:
         """Note that the run cannot be replayed from here on, and why."""
@@ -111,8 +111,8 @@ class JournalWriter:
     def __init__(self, path: Path, about: dict[str, Any] | None = None):
         self.path = path
         self._about = about or {}
-        self.plan = _WrittenLog()
-        self.learner = _WrittenLog()
+        self.plan_log = _WrittenLog()
+        self.learner_log = _WrittenLog()
         self._ended: str | None = None
         self._is_end_written = False
         self._file: IO[bytes] | None = None
@@ -120,7 +120,7 @@ class JournalWriter:
     def end(self, reason: str) -> None:
         if self._ended is None:
             self._ended = reason
-            self.plan.is_closed = self.learner.is_closed = True
+            self.plan_log.is_closed = self.learner_log.is_closed = True
 
     def flush(self, iteration: int = 0) -> None:
         """Write the entries since the last call to the file; call it between two pulls of the plan.
@@ -134,12 +134,12 @@ class JournalWriter:
         if self._is_end_written:
             return
         # the plan first: the steps of the learner that it has observed are then in the other log
-        plan = self.plan.take()
+        plan = self.plan_log.take()
         chunk = {
             "iteration": iteration,
             "plan": plan,
-            "then_expected": self.plan.take_expected(),
-            "learner": self.learner.take(),
+            "then_expected": self.plan_log.take_expected(),
+            "learner": self.learner_log.take(),
             "ended": self._ended,
         }
         if self._file is None:
@@ -223,20 +223,20 @@ class JournalReader:
     replays = True
 
     def __init__(self, path: Path):
-        self.plan = _ReadLog(ends=True)
-        self.learner = _ReadLog(ends=False)
-        self.plan.reason = "nothing was recorded after this"
+        self.plan_log = _ReadLog(ends=True)
+        self.learner_log = _ReadLog(ends=False)
+        self.plan_log.reason = "nothing was recorded after this"
         try:
             with open(path, "rb") as file:
                 self.about, chunks = _read(file)
                 for chunk in chunks:
-                    self.plan.extend(chunk["plan"], chunk["then_expected"])
-                    self.learner.extend(chunk["learner"], 0)
-                    self.plan.reason = chunk["ended"] or self.plan.reason
+                    self.plan_log.extend(chunk["plan"], chunk["then_expected"])
+                    self.learner_log.extend(chunk["learner"], 0)
+                    self.plan_log.reason = chunk["ended"] or self.plan_log.reason
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ReplayError(f"{path}: damaged: {error!r}") from None
-        self.plan.advance()
-        self.learner.advance()
+        self.plan_log.advance()
+        self.learner_log.advance()
 
     def end(self, reason: str) -> None:
         """Do nothing: only a recording ends."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from flowrl.iter import metrics as _metrics
-from flowrl.iter.errors import OnError, annotate, no_attribute, without_engine_frames
+from flowrl.iter.errors import OnError, annotate, missing_attribute_error, without_engine_frames
 from flowrl.iter.explain import FORMATS, stats_rows
 from flowrl.iter.metrics import MetricsContext
 from flowrl.iter.profiler import OnPull, Profiler
@@ -344,7 +344,7 @@ class LocalIterator(Generic[T]):
                 continue
             found[stage] = None
             if isinstance(stage, DuplicateChild):
-                stage.leave()
+                stage.close()
                 if stage.has_reading_siblings:
                     continue
             remaining += reversed(stage.parents)
@@ -405,7 +405,7 @@ class LocalIterator(Generic[T]):
     if not TYPE_CHECKING:  # type checkers report unknown names themselves
 
         def __getattr__(self, name: str) -> Any:
-            raise no_attribute(type(self), name)
+            raise missing_attribute_error(type(self), name)
 
     # -- state ---------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from flowrl.iter.errors import OnError, no_attribute
+from flowrl.iter.errors import OnError, missing_attribute_error
 from flowrl.iter.gather import RequestLimit
 from flowrl.iter.gather_async import GatherAsync, GatherShard
 from flowrl.iter.gather_sync import GatherSync
@@ -255,7 +255,7 @@ class ParallelIterator(Generic[T]):
     if not TYPE_CHECKING:  # type checkers report unknown names themselves
 
         def __getattr__(self, name: str) -> Any:
-            raise no_attribute(type(self), name)
+            raise missing_attribute_error(type(self), name)
 
 
 def _validate(chain: Callable[[LocalIterator[Any]], Any]) -> None:

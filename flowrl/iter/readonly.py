@@ -8,12 +8,12 @@ from collections import deque
 from typing import Any
 
 
-def isolated(item: Any) -> Any:
+def read_only_copy(item: Any) -> Any:
     """Return a copy of an item with its own containers and with read-only views of its arrays.
 
     Numpy arrays are shared, not copied: writing into one raises numpy's "read-only" error in the
     writer. Torch tensors, which cannot be read-only, are copied. An object with a method
-    `isolated()` creates its own copy; other objects are shared.
+    `read_only_copy()` creates its own copy; other objects are shared.
     """
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")  # None: no such items exist
     if numpy is not None and isinstance(item, numpy.ndarray):
@@ -22,20 +22,20 @@ def isolated(item: Any) -> Any:
         return view
     if torch is not None and isinstance(item, torch.Tensor):
         return item.clone()
-    if hasattr(item, "isolated"):
-        return item.isolated()
+    if hasattr(item, "read_only_copy"):
+        return item.read_only_copy()
     if isinstance(item, dict):
         mapping = copy.copy(item)
         for key, value in item.items():
-            mapping[key] = isolated(value)
+            mapping[key] = read_only_copy(value)
         return mapping
     if isinstance(item, (list, deque)):
         sequence = copy.copy(item)
         for index, value in enumerate(item):
-            sequence[index] = isolated(value)
+            sequence[index] = read_only_copy(value)
         return sequence
     if isinstance(item, tuple):
-        values = [isolated(value) for value in item]
+        values = [read_only_copy(value) for value in item]
         return item._make(values) if hasattr(item, "_make") else tuple(values)
     if isinstance(item, (set, bytearray)):
         return copy.copy(item)

@@ -154,9 +154,9 @@ class Stage:
         """Return what must happen before the stage can continue, for an error message; or ""."""
         return ""
 
-    def can_wait(self) -> bool:
+    def can_return_not_ready(self) -> bool:
         """Return whether `pull` may return NOT_READY."""
-        return any(parent.can_wait() for parent in self.parents)
+        return any(parent.can_return_not_ready() for parent in self.parents)
 
     def start(self, seed: str | None) -> None:
         """Prepare the stage; called once before the first pull.
@@ -237,8 +237,8 @@ def stages_by_name(stage: Stage, with_state: bool = False) -> dict[str, Stage]:
 
 
 def operator_of(stage: Stage) -> Any:
-    """Return the operator of a stage: a learner, a function, or the stage itself."""
-    return getattr(stage, "learner", None) or getattr(stage, "fn", stage)
+    """Return the operator of a stage: a learner thread, a function, or the stage itself."""
+    return getattr(stage, "learner_thread", None) or getattr(stage, "fn", stage)
 
 
 def names_in_data_order(by_name: Mapping[str, Stage]) -> list[str]:

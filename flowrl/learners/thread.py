@@ -211,10 +211,10 @@ class LearnerThread:
             if journal is not None:
                 if not isinstance(self.learner, LocalLearner):
                     journal.end("its learners are Ray actors")
-                if self.workers.weight_sync.learner is not None:
+                if self.workers.weight_sync.learner_thread is not None:
                     journal.end("the plan has several learner threads")
                 self._journal = journal
-                self.workers.weight_sync.learner = self
+                self.workers.weight_sync.learner_thread = self
                 if journal.replays:
                     return
             self._thread = threading.Thread(target=self._run, name="flowrl-learner", daemon=True)
@@ -304,14 +304,14 @@ class LearnerThread:
         room = max(buffer.size - len(buffer), 0)  # a saved buffer may exceed the size of this one
         most = min(room, self.inqueue.qsize())
         if journal is not None and journal.replays:
-            most = journal.learner.observe("batches taken", 0, expected=1)
+            most = journal.learner_log.observe("batches taken", 0, expected=1)
         num_taken = 0
         while num_taken < most and not self.inqueue.empty():
             buffer.put(self.inqueue.get_nowait())
             num_taken += 1
         self._check_replayed(num_taken == most)
         if journal is not None and len(buffer) and not journal.replays:
-            journal.learner.observe("batches taken", num_taken, expected=1)
+            journal.learner_log.observe("batches taken", num_taken, expected=1)
         self._has_taken = bool(len(buffer))
         return self._has_taken
 
@@ -321,7 +321,7 @@ class LearnerThread:
         if self._journal is None:
             return global_vars
         timestep = int(global_vars["timestep"])
-        timestep = self._journal.learner.observe("timestep", timestep, expected=self._timestep)
+        timestep = self._journal.learner_log.observe("timestep", timestep, expected=self._timestep)
         self._timestep = timestep
         return {**global_vars, "timestep": timestep}
 
@@ -337,7 +337,7 @@ class LearnerThread:
         if self._journal is None:
             return num_steps
         last = self._num_observed_steps
-        num_steps = self._journal.plan.observe("learner", num_steps, expected=last)
+        num_steps = self._journal.plan_log.observe("learner", num_steps, expected=last)
         self._num_observed_steps = num_steps
         while self._journal.replays and self.num_steps < num_steps:
             self.rerun_step()

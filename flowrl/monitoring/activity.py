@@ -304,7 +304,7 @@ def kind_of(stage: Stage) -> str:
         return "sampling"
     if isinstance(stage, ReplayStage):
         return "replay"
-    if isinstance(stage, DequeueStage) and stage.learner is not None:
+    if isinstance(stage, DequeueStage) and stage.learner_thread is not None:
         return "dequeue"
     if isinstance(operator, CountRollouts):
         return "rollouts"

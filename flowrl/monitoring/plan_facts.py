@@ -9,7 +9,7 @@ from typing import Any
 from flowrl.iter import LocalIterator
 from flowrl.iter.gather import Gather
 from flowrl.iter.ray_runtime import live_nodes
-from flowrl.iter.stage import walk
+from flowrl.iter.stage import operator_of, walk
 from flowrl.learners.thread import LearnerThread
 from flowrl.ops.replay import ReplayStage
 from flowrl.ops.report import training_operators
@@ -82,7 +82,7 @@ def facts_of(plan: LocalIterator[Any], workers: WorkerSet, settings: Collection[
         settings: names of the algorithm's settings.
     """
     config = workers.config
-    threads = [stage.learner for stage in walk(plan.stage) if hasattr(stage, "learner")]
+    threads = [operator_of(stage) for stage in walk(plan.stage)]
     queues = [one.inqueue.maxsize for one in threads if isinstance(one, LearnerThread)]
     replays = [stage for stage in walk(plan.stage) if isinstance(stage, ReplayStage)]
     return PlanFacts(

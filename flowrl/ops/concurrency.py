@@ -126,7 +126,7 @@ class Enqueue:
     chained_with: ClassVar[str] = "for_each"
 
     def __init__(self, output_queue: queue.Queue[Any] | LearnerThread):
-        self.learner = output_queue if isinstance(output_queue, LearnerThread) else None
+        self.learner_thread = output_queue if isinstance(output_queue, LearnerThread) else None
         if isinstance(output_queue, LearnerThread):
             output_queue = output_queue.inqueue
         self.queue = _check_queue(output_queue, "Enqueue")
@@ -142,7 +142,7 @@ class Enqueue:
         journal = current_journal()
         if journal is not None:
             full = not self._decide_ready(journal, not full)
-        if full and self.learner is not None and not self.learner.is_alive():
+        if full and self.learner_thread is not None and not self.learner_thread.is_alive():
             raise RuntimeError(
                 "Enqueue: the queue is full, and its learner thread does not run. Add a branch "
                 "with Dequeue(learner), which starts it, to the same plan. If the thread has "
@@ -151,9 +151,9 @@ class Enqueue:
         return not full
 
     def _decide_ready(self, journal: Journal, ready: bool) -> bool:
-        self._was_ready = bool(journal.plan.observe("Enqueue", ready, expected=self._was_ready))
-        if journal.replays and self._was_ready and self.learner is not None:
-            self.learner.rerun_until_room()
+        self._was_ready = bool(journal.plan_log.observe("Enqueue", ready, expected=self._was_ready))
+        if journal.replays and self._was_ready and self.learner_thread is not None:
+            self.learner_thread.rerun_until_room()
         return self._was_ready
 
     def waits(self) -> list[Any]:
@@ -194,11 +194,11 @@ class Dequeue(LocalIterator[Any]):
         input_queue: queue.Queue[Any] | LearnerThread,
         check: Callable[[], bool] | None = None,
     ):
-        learner = None
+        thread = None
         if isinstance(input_queue, LearnerThread):
-            learner, input_queue = input_queue, input_queue.outqueue
-            check = check or learner.is_alive
-        stage = DequeueStage(_check_queue(input_queue, "Dequeue"), check, learner)
+            thread, input_queue = input_queue, input_queue.outqueue
+            check = check or thread.is_alive
+        stage = DequeueStage(_check_queue(input_queue, "Dequeue"), check, thread)
         super().__init__(stage, "Dequeue")
 
 
@@ -227,14 +227,14 @@ class DequeueStage(Stage):
         self,
         input_queue: queue.Queue[Any],
         check: Callable[[], bool] | None,
-        learner: LearnerThread | None = None,
+        learner_thread: LearnerThread | None = None,
     ):
         super().__init__()
         self.queue = input_queue
-        self.learner = learner
-        if learner is not None:
-            self.title = f"Dequeue({learner!r})"
-        self.resumable = learner is not None
+        self.learner_thread = learner_thread
+        if learner_thread is not None:
+            self.title = f"Dequeue({learner_thread!r})"
+        self.resumable = learner_thread is not None
         self._check = check
         self._signal: Signal | None = None
         self._emitted: tuple[Source, ...] = ()
@@ -242,14 +242,14 @@ class DequeueStage(Stage):
 
     def start(self, seed: str | None) -> None:
         self._signal = queue_signal(self.queue)
-        if self.learner is not None:
-            self.learner.start(self.journal)
+        if self.learner_thread is not None:
+            self.learner_thread.start(self.journal)
         elif self.journal is not None:
             self.journal.end("the plan reads the queue of a thread that is not a LearnerThread")
 
     def stop(self) -> None:
-        if self.learner is not None:
-            self.learner.stop()
+        if self.learner_thread is not None:
+            self.learner_thread.stop()
 
     def pull(self, block: bool) -> Any:
         item = call_in_stage(self, self._next)
@@ -269,19 +269,19 @@ class DequeueStage(Stage):
         if isinstance(item, BaseException):
             add_note(item, "raised in the thread that fills the queue of Dequeue")
             raise item
-        if item is not NOT_READY and self.learner is not None:
-            learned, item = item, _record(self.learner, item)
+        if item is not NOT_READY and self.learner_thread is not None:
+            learned, item = item, _record(self.learner_thread, item)
             self.last_update = UpdateSpan(learned.ended_at, learned.learn_s, learned.batch.count)
             self._emitted = item[0].sources
         return item
 
     def _get(self) -> Any:
-        if self.journal is not None and self.learner is not None:
+        if self.journal is not None and self.learner_thread is not None:
             has_item = not self.queue.empty()
-            if not self.journal.plan.observe(self.name, has_item):
+            if not self.journal.plan_log.observe(self.name, has_item):
                 return NOT_READY
             while self.queue.empty():
-                self.learner.rerun_step()
+                self.learner_thread.rerun_step()
         try:
             return self.queue.get_nowait()
         except queue.Empty:
@@ -295,22 +295,24 @@ class DequeueStage(Stage):
         alive = [] if self._check is None else [time.monotonic() + LIVENESS_S]
         return [self._signal, *alive]
 
-    def can_wait(self) -> bool:
+    def can_return_not_ready(self) -> bool:
         return True
 
     def extra_stats(self) -> dict[str, Any]:
-        if self.learner is not None:
-            return self.learner.stats()
+        if self.learner_thread is not None:
+            return self.learner_thread.stats()
         return {"queue_size": self.queue.qsize()}
 
     def state_dict(self) -> dict[str, Any]:
-        learner = {} if self.learner is None else {"learner": self.learner.state_dict()}
-        return {**super().state_dict(), **learner}
+        state = super().state_dict()
+        if self.learner_thread is not None:
+            state["learner"] = self.learner_thread.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        if self.learner is not None:
-            self.learner.load_state_dict(state["learner"])
+        if self.learner_thread is not None:
+            self.learner_thread.load_state_dict(state["learner"])
 
 
 def _check_queue(value: Any, operator: str) -> queue.Queue[Any]:
@@ -319,8 +321,8 @@ def _check_queue(value: Any, operator: str) -> queue.Queue[Any]:
     return value
 
 
-def _record(learner: LearnerThread, result: LearnedBatch | LearnFailure) -> tuple[Batch, Info]:
-    """Count a result of a learner and return (batch, info), as TrainOneStep does.
+def _record(thread: LearnerThread, result: LearnedBatch | LearnFailure) -> tuple[Batch, Info]:
+    """Count a result of a learner thread and return (batch, info), as TrainOneStep does.
 
     Raises:
         Exception: the learner's error; the batch counts as dropped.
@@ -332,9 +334,9 @@ def _record(learner: LearnerThread, result: LearnedBatch | LearnFailure) -> tupl
             metrics.counters["num_env_steps_dropped"] += batch.env_steps()
         raise result.error
     metrics.timers["learner_wait"].push(result.idle_s)
-    if restarts := learner.learner.take_restarts():
+    if restarts := thread.learner.take_restarts():
         metrics.counters["num_learner_restarts"] += restarts
     steps = batch.env_steps()
     return batch, record_updates(
-        metrics, learner, result.updates, steps, batch.count, result.learn_s
+        metrics, thread, result.updates, steps, batch.count, result.learn_s
     )

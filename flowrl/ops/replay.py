@@ -163,7 +163,7 @@ class ReplayStage(Stage):
     def waits(self) -> list[Any]:
         return []
 
-    def can_wait(self) -> bool:
+    def can_return_not_ready(self) -> bool:
         return True
 
     def blocked_by(self) -> str:

@@ -283,7 +283,7 @@ class ReplayActors:
         ready = self._reruns_journal or bool(ready_refs([ref]))
         if self.journal is None or current_metrics() is None:
             return ready
-        return bool(self.journal.plan.observe(name, ready))
+        return bool(self.journal.plan_log.observe(name, ready))
 
     # -- drawing -----------------------------------------------------------------------------------
 

@@ -167,7 +167,7 @@ class ReportDue:
             due = now - self._last_time >= self.min_seconds
             journal = current_journal()
             if journal is not None:
-                due = bool(journal.plan.observe("ReportDue", due))
+                due = bool(journal.plan_log.observe("ReportDue", due))
             if not due:
                 return False
         self._last_steps, self._last_time = steps, now

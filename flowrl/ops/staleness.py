@@ -85,7 +85,7 @@ class OncePerTimeInterval:
         due = self._last is None or now - self._last >= self.delay
         journal = current_journal()
         if journal is not None:
-            due = bool(journal.plan.observe("OncePerTimeInterval", due))
+            due = bool(journal.plan_log.observe("OncePerTimeInterval", due))
         if due:
             self._last = now
         return due

@@ -47,10 +47,10 @@ class TrainingSteps(LocalIterator[ResultDict]):
 
     def __init__(self, algorithm: SteppedAlgorithm):
         rollouts = ParallelRollouts(algorithm.workers, mode="bulk_sync")
-        super().__init__(TrainingStep(algorithm, rollouts.stage), "training_step")
+        super().__init__(TrainingStepsStage(algorithm, rollouts.stage), "training_step")
 
 
-class TrainingStep(Stage):
+class TrainingStepsStage(Stage):
     """The stage of TrainingSteps; `synchronous_parallel_sample` pulls its rollouts."""
 
     name = "training_step"
@@ -95,11 +95,11 @@ class TrainingStep(Stage):
             )
         return results
 
-    def can_wait(self) -> bool:
+    def can_return_not_ready(self) -> bool:
         return False
 
 
-_running_step: ContextVar[TrainingStep | None] = ContextVar("running_step", default=None)
+_running_step: ContextVar[TrainingStepsStage | None] = ContextVar("running_step", default=None)
 _train_operators: weakref.WeakKeyDictionary[Any, dict[Any, TrainOneStep]] = (
     weakref.WeakKeyDictionary()
 )

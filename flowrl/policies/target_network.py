@@ -1,4 +1,4 @@
-"""TargetNetwork: base of policies with a delayed copy of the network."""
+"""TargetNetworkPolicy: base of policies with a delayed copy of the network."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flowrl.policies.learning.flat_parameters import FlatParameters
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
 
 
-class TargetNetwork(TorchPolicy):
+class TargetNetworkPolicy(TorchPolicy):
     """Base of policies with a target network.
 
     The operator UpdateTargetNetwork calls `update_target()`. The target network is part of the

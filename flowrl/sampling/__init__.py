@@ -5,7 +5,7 @@ replayed_pool, spare_worker, weight_sync, placement.
 Samplers: sampler (on request or ahead). fragment_sampler chooses column_sampler (one agent per
 environment), multi_agent_sampler (several agents; with agent_episodes, agent_state) or
 collector_sampler (a user's collector).
-Collectors: sample_collector (the abstract class), list_collector, collected_rows.
+Collectors: sample_collector (the abstract class), list_collector, collected_trajectory.
 Rows: lane_rows, policy_lanes, policy_outputs, segments, running_episodes, agent_views, lost_lives,
 episode_returns.
 Batches: fragment_builder, agent_batches, segment_postprocessing, views, column_shipping.

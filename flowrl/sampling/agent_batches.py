@@ -65,7 +65,7 @@ class AgentBatches:
     def drop(self, episode: RunningEpisode, error: Exception) -> None:
         """Do nothing: AgentEpisodes drops the rows of an episode whose environment failed."""
 
-    def continue_as(self, episode: RunningEpisode, following: RunningEpisode) -> None:
+    def end_at_soft_horizon(self, episode: RunningEpisode, following: RunningEpisode) -> None:
         """End an episode at a soft horizon."""
         self.end(episode)
 

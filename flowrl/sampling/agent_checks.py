@@ -106,8 +106,10 @@ class AgentChecks:
                 f"{error}"
             ) from error
 
-    def conform(self, lanes: PolicyLanes, numbers: list[int], observations: list[Any]) -> Any:
-        """Return observations as arrays [k, …], checked one by one.
+    def stack_and_check(
+        self, lanes: PolicyLanes, numbers: list[int], observations: list[Any]
+    ) -> Any:
+        """Check observations one by one, and return them as arrays [k, …].
 
         Args:
             lanes: the rows of their policy.

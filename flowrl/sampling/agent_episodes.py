@@ -275,7 +275,7 @@ class AgentEpisodes:
             pending = trajectory.pending_reward
             episode.returns[agent] = episode.returns.get(agent, 0.0) + pending
             following.returns[agent] = -pending
-        self._batches.continue_as(episode, following)
+        self._batches.end_at_soft_horizon(episode, following)
         self.records.call("on_episode_end", env_index, episode)
         for trajectory in following.agents.values():
             trajectory.episode = following

@@ -236,7 +236,7 @@ class CollectorBatches(AgentBatches):
         if self._collectors.whole:
             self._finished[record.episode_id] = collector.get_multi_agent_batch_and_reset()
 
-    def continue_as(self, episode: RunningEpisode, following: RunningEpisode) -> None:
+    def end_at_soft_horizon(self, episode: RunningEpisode, following: RunningEpisode) -> None:
         record = self._records.updated(episode) or episode.record
         collector = self._collectors.of_env(record.env_id)
         collector.continue_episode(record, following.record.episode_id)

@@ -36,7 +36,7 @@ from flowrl.sampling.sampler import MAX_STEPS_WITHOUT_DATA, TIMINGS
 from flowrl.sampling.sampler_worker import SamplerWorker
 from flowrl.sampling.segment_postprocessing import (
     parts_of,
-    postprocessed,
+    postprocess_segment,
     postprocesses_segments,
 )
 from flowrl.sampling.segments import Event, SegmentTracker
@@ -352,7 +352,7 @@ class ColumnSampler:
         )  # fmt: skip
         if self._by_segment and batch.count:
             parts = parts_of(batch, returned.lengths)
-            batch = SampleBatch.concat_samples([postprocessed(policy, part) for part in parts])
+            batch = SampleBatch.concat_samples([postprocess_segment(policy, p) for p in parts])
         rewards = columns.part("rewards", 0, used)
         self.episodes += self._returns.end_fragment(returned, rewards, self._callbacks)
         lost: list[int] = []

@@ -16,7 +16,12 @@ from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.data.spaces import stack_values
 from flowrl.data.types import AgentID, EpisodeID, PolicyID
 from flowrl.policies.acting_views import signature_of
-from flowrl.sampling.collected_rows import CollectedRows, CollectedViews, column_of, copied
+from flowrl.sampling.collected_trajectory import (
+    CollectedTrajectory,
+    TrajectoryViews,
+    column_of,
+    copied,
+)
 from flowrl.sampling.episode import MultiAgentEpisode
 from flowrl.sampling.fragment_builder import clipped_rewards
 from flowrl.sampling.ids import IdCounter
@@ -37,10 +42,10 @@ _REQUIRED = {"actions", "rewards", "new_obs", "terminateds", "truncateds"}
 _IDS = ("t", "env_id", "agent_index")
 
 
-class _Segment:
+class _CollectedSegment:
     """Rows `begin` … `end` - 1 of a trajectory."""
 
-    def __init__(self, trajectory: CollectedRows, unroll_id: int):
+    def __init__(self, trajectory: CollectedTrajectory, unroll_id: int):
         self.trajectory, self.unroll_id = trajectory, unroll_id
         self.begin, self.end = trajectory.begin, trajectory.rows
         trajectory.begin = self.end
@@ -65,16 +70,18 @@ class SimpleListCollector(SampleCollector):
         super().__init__(*args, **kwargs)
         self._unroll_ids = getattr(self.worker, "unroll_ids", None) or IdCounter()
         # trajectories of each agent in an episode; the last one may be running
-        self._trajectories: dict[EpisodeID, dict[AgentID, list[CollectedRows]]] = {}
-        self._waiting: dict[PolicyID, list[CollectedRows]] = {pid: [] for pid in self.policy_map}
-        self._closed: dict[PolicyID, list[_Segment]] = {}
+        self._trajectories: dict[EpisodeID, dict[AgentID, list[CollectedTrajectory]]] = {}
+        self._waiting: dict[PolicyID, list[CollectedTrajectory]] = {
+            pid: [] for pid in self.policy_map
+        }
+        self._closed: dict[PolicyID, list[_CollectedSegment]] = {}
         self._postprocessed: dict[PolicyID, list[SampleBatch]] = {}
         self._steps: dict[EpisodeID, set[int]] = {}  # env steps of the running segments
         self._steps_closed = self._rows_closed = 0
         # env steps so far, including those before a soft horizon
         self._times: dict[EpisodeID, int] = {}
         self._offsets: dict[EpisodeID, int] = {}
-        self._views: dict[PolicyID, CollectedViews] = {}
+        self._views: dict[PolicyID, TrajectoryViews] = {}
         self._postprocess = SegmentPostprocessing(self.policy_map, self.callbacks, self.worker)
         self._ended: set[EpisodeID] = set()
 
@@ -94,7 +101,7 @@ class SimpleListCollector(SampleCollector):
             raise ValueError(
                 f"add_init_obs: agent {agent_id!r} of episode {episode_id} has started already"
             )
-        trajectory = CollectedRows(episode_id, agent_id, policy_id)
+        trajectory = CollectedTrajectory(episode_id, agent_id, policy_id)
         trajectory.observations.append(copied(init_obs))
         trajectory.initial = self.policy_map[policy_id].get_initial_state()
         trajectory.times.append(self._times.setdefault(episode_id, 0))
@@ -144,7 +151,7 @@ class SimpleListCollector(SampleCollector):
     def total_agent_steps(self) -> int:
         return self._rows_closed + sum(t.rows - t.begin for t in self._all_trajectories())
 
-    def _all_trajectories(self) -> Iterable[CollectedRows]:
+    def _all_trajectories(self) -> Iterable[CollectedTrajectory]:
         for agents in self._trajectories.values():
             for trajectories in agents.values():
                 yield from trajectories
@@ -171,7 +178,7 @@ class SimpleListCollector(SampleCollector):
                     agents[agent_id] = list(trajectories)
                 continue
             waiting = self._waiting[old.policy_id]
-            new = CollectedRows(new_episode_id, agent_id, old.policy_id)
+            new = CollectedTrajectory(new_episode_id, agent_id, old.policy_id)
             first = old.dropped if agent_views else max(old.rows - self._lookback(), old.dropped)
             new.values = old.values[first - old.dropped :]
             new.observations = old.observations[first - old.dropped :]
@@ -211,7 +218,7 @@ class SimpleListCollector(SampleCollector):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._trajectories = {
             episode: {
-                agent: [CollectedRows.from_state_dict(t) for t in trajectories]
+                agent: [CollectedTrajectory.from_state_dict(t) for t in trajectories]
                 for agent, trajectories in agents.items()
             }
             for episode, agents in state["trajectories"].items()
@@ -228,11 +235,11 @@ class SimpleListCollector(SampleCollector):
     def _lookback(self) -> int:
         return max((self._views_of(pid).lookback for pid in self.policy_map), default=0)
 
-    def _views_of(self, policy_id: PolicyID) -> CollectedViews:
+    def _views_of(self, policy_id: PolicyID) -> TrajectoryViews:
         policy = self.policy_map[policy_id]
         views = self._views.get(policy_id)
         if views is None or views.signature != signature_of(policy.view_requirements):
-            views = self._views[policy_id] = CollectedViews(policy, self.worker)
+            views = self._views[policy_id] = TrajectoryViews(policy, self.worker)
         return views
 
     def _has_agent_views(self) -> bool:
@@ -251,7 +258,7 @@ class SimpleListCollector(SampleCollector):
         return self._inputs(self._views_of(policy_ids[0]), [(t, t.rows) for t in waiting])
 
     def _inputs(
-        self, views: CollectedViews, rows: list[tuple[CollectedRows, int]]
+        self, views: TrajectoryViews, rows: list[tuple[CollectedTrajectory, int]]
     ) -> dict[str, Any]:
         """Return the views for actions at rows of trajectories, [B, …]; a row may be the next one
         of its trajectory."""
@@ -259,7 +266,7 @@ class SimpleListCollector(SampleCollector):
         return self._shown(views, views.acting, each) if rows else {}
 
     def _shown(
-        self, views: CollectedViews, shown: Any, rows: list[tuple[CollectedRows, int, int]]
+        self, views: TrajectoryViews, shown: Any, rows: list[tuple[CollectedTrajectory, int, int]]
     ) -> dict[str, Any]:
         """Return views at rows: trajectory, row, and the end of the rows that may be shown."""
         columns: dict[str, Any] = {}
@@ -286,7 +293,7 @@ class SimpleListCollector(SampleCollector):
     def postprocess_trajectories_so_far(self, episode: MultiAgentEpisode | None = None) -> None:
         for episode_id in list(self._steps) if episode is None else [episode.episode_id]:
             segments = [
-                _Segment(trajectory, next(self._unroll_ids))
+                _CollectedSegment(trajectory, next(self._unroll_ids))
                 for trajectories in self._trajectories.get(episode_id, {}).values()
                 for trajectory in trajectories
                 if trajectory.rows > trajectory.begin
@@ -305,7 +312,7 @@ class SimpleListCollector(SampleCollector):
         return None if find is None else find(episode_id)
 
     def _postprocess_agents(
-        self, segments: list[_Segment], episode: MultiAgentEpisode | None
+        self, segments: list[_CollectedSegment], episode: MultiAgentEpisode | None
     ) -> None:
         """Let policies and callbacks postprocess each segment of an episode, with the others."""
         order = list(self.policy_map)
@@ -373,7 +380,7 @@ class SimpleListCollector(SampleCollector):
 
     # -- rows of segments --------------------------------------------------------------------------
 
-    def _observe_rewards(self, segments: list[_Segment]) -> None:
+    def _observe_rewards(self, segments: list[_CollectedSegment]) -> None:
         """Add the rewards of segments to the statistics of their policies' scalers."""
         for segment in segments:
             trajectory = segment.trajectory
@@ -383,11 +390,11 @@ class SimpleListCollector(SampleCollector):
                 rewards = column_of("rewards", self._column(segment, "rewards"))
                 trajectory.sums = scaler.observe(rewards[:, None], trajectory.sums)
 
-    def _column(self, segment: _Segment, name: str, shift: int = 0) -> list[Any]:
+    def _column(self, segment: _CollectedSegment, name: str, shift: int = 0) -> list[Any]:
         rows = range(segment.begin + shift, segment.end + shift)
         return [segment.trajectory.value(name, row) for row in rows]
 
-    def _build(self, segment: _Segment) -> SampleBatch:
+    def _build(self, segment: _CollectedSegment) -> SampleBatch:
         """Return the rows of a segment, and `next_values`."""
         trajectory, count = segment.trajectory, len(segment)
         policy = self.policy_map[trajectory.policy_id]

@@ -320,7 +320,9 @@ class MultiAgentSampler:
                 lanes = self._policies[policy_id]
                 observations = lanes.stacked(found.observations)
                 if observations is None:
-                    observations = episodes.checks.conform(lanes, found.lanes, found.observations)
+                    observations = episodes.checks.stack_and_check(
+                        lanes, found.lanes, found.observations
+                    )
                 infos_of = found.infos if found.has_infos else None
                 lanes.observe_many(found.lanes, observations, found.rewards, found.steps, infos_of)
         if episodes.changed or episodes.follows_steps:

@@ -59,7 +59,7 @@ class LocalRolloutPool(Pool):
         self._global_vars = global_vars
 
     def result(self, ref: Any) -> Reply:
-        if self._weight_sync.learner is None:
+        if self._weight_sync.learner_thread is None:
             self._update_policies(ref.worker)
             return super().result(ref)
         with ref.worker.lock:  # the learner makes no step meanwhile

@@ -54,17 +54,17 @@ class SegmentPostprocessing:
         """
         policies = self._policies
         batches = {
-            agent: (policies[policy_id], batch.without_columns("next_values").isolated())
+            agent: (policies[policy_id], batch.without_columns("next_values").read_only_copy())
             for agent, policy_id, batch in parts
         }
         results = []
         for agent, policy_id, batch in parts:
             policy = policies[policy_id]
             others = {a: pair for a, pair in batches.items() if a != agent}
-            result = postprocessed(policy, batch, others or None, episode)
+            result = postprocess_segment(policy, batch, others or None, episode)
             if self._calls_back:
                 # an agent that returned after its end has two parts; batches has the last one
-                own = policy, batch.without_columns("next_values").isolated()
+                own = policy, batch.without_columns("next_values").read_only_copy()
                 call(
                     self._callbacks,
                     "on_postprocess_trajectory",
@@ -80,7 +80,7 @@ class SegmentPostprocessing:
         return results
 
 
-def postprocessed(
+def postprocess_segment(
     policy: Policy,
     batch: SampleBatch,
     others: dict[AgentID, tuple[Policy, SampleBatch]] | None = None,
@@ -91,13 +91,13 @@ def postprocessed(
     Raises:
         TypeError: the policy did not return a batch.
     """
-    result = policy.postprocess_trajectory(batch.isolated(), others, episode)
+    result = policy.postprocess_trajectory(batch.read_only_copy(), others, episode)
     if not isinstance(result, SampleBatch):
         raise TypeError(
             f"{type(policy).__name__}.postprocess_trajectory() must return the batch, "
             f"it returned a {type(result).__name__}"
         )
-    return result.without_columns("next_values").isolated()
+    return result.without_columns("next_values").read_only_copy()
 
 
 def parts_of(batch: SampleBatch, lengths: Iterable[int]) -> list[SampleBatch]:

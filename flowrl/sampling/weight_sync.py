@@ -86,7 +86,7 @@ class WeightSync:
 
     Attributes:
         num_invalidations: number of calls of `invalidate`.
-        learner: the learner thread that publishes weights, if its progress is recorded or replayed.
+        learner_thread: publishes weights, if its progress is recorded or replayed; else None.
     """
 
     def __init__(self, local_worker: Callable[[], RolloutWorker], global_vars: dict[str, Any]):
@@ -98,7 +98,7 @@ class WeightSync:
         self._published: _Snapshot | None = None
         self._payload: _Payload | None = None
         self.num_invalidations = 0
-        self.learner: ObservedLearner | None = None
+        self.learner_thread: ObservedLearner | None = None
 
     def versions(self) -> dict[str, int]:
         """Return the published versions of the weights by policy id, or else those of the local
@@ -118,9 +118,9 @@ class WeightSync:
     def _observed(self) -> _Snapshot | None:
         """Return the published copy; None if there is none."""
         published = self._published
-        if published is None or self.learner is None or current_metrics() is None:
+        if published is None or self.learner_thread is None or current_metrics() is None:
             return published
-        num_steps = self.learner.observe(published.learner_step)
+        num_steps = self.learner_thread.observe(published.learner_step)
         return published if published.learner_step == num_steps else self._published
 
     def observe_learner(self) -> None:
@@ -129,8 +129,8 @@ class WeightSync:
         In a replay, the learner makes as many steps first. The caller holds the lock of the local
         worker.
         """
-        if self.learner is not None and current_metrics() is not None:
-            self.learner.observe(self.learner.num_steps)
+        if self.learner_thread is not None and current_metrics() is not None:
+            self.learner_thread.observe(self.learner_thread.num_steps)
 
     def publish(self, learner_step: int | None = None) -> None:
         """Copy the current weights; workers get this copy until the next call.
@@ -153,7 +153,7 @@ class WeightSync:
 
     def unpublish(self) -> None:
         """Drop the copy of `publish`: workers get the current weights. No thread may learn."""
-        self._published = self.learner = None
+        self._published = self.learner_thread = None
 
     def _snapshot(self) -> _Snapshot:
         policies = self._local_worker().policy_map

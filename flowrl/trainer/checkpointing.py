@@ -225,17 +225,17 @@ class Checkpointing:
         # a running plan cannot be rewound, so the state is loaded into a new one
         plan = self._plan_builder.build(self.workers)
         stages = [] if self._plan is None else list(walk(self._plan.stage))
-        learners = [learner for s in stages if (learner := getattr(s, "learner", None))]
-        learners = [learner for learner in learners if learner.is_alive()]
-        for learner in learners:
-            learner.stop()
+        threads = [thread for s in stages if (thread := getattr(s, "learner_thread", None))]
+        threads = [thread for thread in threads if thread.is_alive()]
+        for thread in threads:
+            thread.stop()
         try:
             self._load_state_dict(state, manifest, plan, path)
         except BaseException:
             plan.stop()
-            for learner in learners:
+            for thread in threads:
                 assert self._plan is not None
-                learner.start(self._plan.metrics.journal)
+                thread.start(self._plan.metrics.journal)
             raise
         old_plan, self._plan = self._plan, plan
         self.last_result, self._operator_times = None, OperatorTimes()

@@ -27,7 +27,9 @@ from flowrl.sampling.episode import EpisodeMetrics
 
 
 def learner_of(algorithm):
-    return next(s.learner for s in walk(algorithm.plan.stage) if getattr(s, "learner", None))
+    return next(
+        filter(None, (getattr(s, "learner_thread", None) for s in walk(algorithm.plan.stage)))
+    )
 
 
 @pytest.mark.parametrize("kind", [IMPALAConfig, APPOConfig])

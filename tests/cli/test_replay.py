@@ -277,7 +277,7 @@ def test_a_second_learn_is_not_recorded(tmp_path):
         journal = algorithm.plan.metrics.journal
         size = (tmp_path / "run" / JOURNAL).stat().st_size
         algorithm.learn(4000, run_dir=tmp_path / "run", progress=False)
-        assert journal.plan.take()["entries"] == journal.learner.take()["entries"] == []
+        assert journal.plan_log.take()["entries"] == journal.learner_log.take()["entries"] == []
     assert (tmp_path / "run" / JOURNAL).stat().st_size <= size + 100
 
 

@@ -35,7 +35,7 @@ class Endless(Stage):
     def waits(self):
         return [0.0]  # a time in the past: pull again at once
 
-    def can_wait(self):
+    def can_return_not_ready(self):
         return True
 
 

@@ -17,7 +17,7 @@ observations = st.lists(
 def record(path, observed, flush_after=()):
     writer = JournalWriter(path)
     for number, one in enumerate(observed):
-        writer.plan.observe(*one)
+        writer.plan_log.observe(*one)
         if number in flush_after:
             writer.flush()
     writer.flush()
@@ -29,40 +29,40 @@ def record(path, observed, flush_after=()):
 def test_recorded_values_come_back(tmp_path_factory, observed, flush_after):
     path = tmp_path_factory.mktemp("journal") / "journal"
     reader = record(path, observed, flush_after)
-    replayed = [reader.plan.observe(name, 10**9, expected) for name, _, expected in observed]
+    replayed = [reader.plan_log.observe(name, 10**9, expected) for name, _, expected in observed]
     assert replayed == [value for _, value, _ in observed]
     with pytest.raises(ReplayEnded):
-        reader.plan.observe("arrival", 0)
+        reader.plan_log.observe("arrival", 0)
 
 
 def test_another_observation_than_the_recorded_one_is_an_error(tmp_path):
     reader = record(tmp_path / "journal", [("arrival", 0, 0), ("arrival", 2, 0)])
-    reader.plan.observe("arrival", 0)
+    reader.plan_log.observe("arrival", 0)
     with pytest.raises(ReplayError, match=r"observation 2 is 'room', but the run had 'arrival'"):
-        reader.plan.observe("room", 0)
+        reader.plan_log.observe("room", 0)
 
 
 def test_the_learner_continues_with_expected_values_after_its_last_entry(tmp_path):
     writer = JournalWriter(tmp_path / "journal")
-    writer.learner.observe("timestep", 7)
+    writer.learner_log.observe("timestep", 7)
     writer.flush()
     reader = JournalReader(tmp_path / "journal")
-    assert reader.learner.observe("timestep", 0) == 7
-    assert reader.learner.observe("timestep", 0, expected=5) == 5
+    assert reader.learner_log.observe("timestep", 0) == 7
+    assert reader.learner_log.observe("timestep", 0, expected=5) == 5
 
 
 def test_a_recording_ends_with_its_reason(tmp_path):
     writer = JournalWriter(tmp_path / "journal")
-    writer.plan.observe("arrival", 1)
+    writer.plan_log.observe("arrival", 1)
     writer.end("worker 2 died")
     for value in (0, 2, 0):
         writer.end("later")
-        writer.plan.observe("arrival", value)
+        writer.plan_log.observe("arrival", value)
         writer.flush()
     reader = JournalReader(tmp_path / "journal")
-    assert reader.plan.observe("arrival", 0) == 1
+    assert reader.plan_log.observe("arrival", 0) == 1
     with pytest.raises(ReplayEnded, match=r"^worker 2 died$"):
-        reader.plan.observe("arrival", 0)
+        reader.plan_log.observe("arrival", 0)
 
 
 def test_an_incomplete_end_is_dropped(tmp_path):
@@ -70,9 +70,9 @@ def test_an_incomplete_end_is_dropped(tmp_path):
     record(path, [("arrival", 1, 0), ("room", 2, 0)], flush_after={0})
     path.write_bytes(path.read_bytes()[:-1])
     reader = JournalReader(path)
-    assert reader.plan.observe("arrival", 0) == 1
+    assert reader.plan_log.observe("arrival", 0) == 1
     with pytest.raises(ReplayEnded):
-        reader.plan.observe("room", 0)
+        reader.plan_log.observe("room", 0)
 
 
 @pytest.mark.parametrize(

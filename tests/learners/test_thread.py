@@ -43,7 +43,9 @@ class ThreadedA2C(A2C):
 def learner_of(algorithm):
     from flowrl.iter.stage import walk
 
-    return next(s.learner for s in walk(algorithm.plan.stage) if getattr(s, "learner", None))
+    return next(
+        filter(None, (getattr(s, "learner_thread", None) for s in walk(algorithm.plan.stage)))
+    )
 
 
 def weights(algorithm):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from numbers import Real
 from typing import Any, ClassVar, Literal, get_args
 
-from flowrl.iter.readonly import isolated
+from flowrl.iter.readonly import read_only_copy
 from flowrl.iter.stage import (
     NOT_READY,
     Source,
@@ -26,7 +26,7 @@ from flowrl.state_schema import Fields, Integer, Natural
 MAX_STAR_ITEMS = 100  # items of a "*" branch per turn
 MAX_DROPPED = 100  # items dropped in one pull, before the siblings of the union may run
 
-ONE = 1 - 1e-9  # a full credit: ten times 0.1 is less than 1 by rounding
+FULL_CREDIT = 1 - 1e-9  # a full credit: ten times 0.1 is less than 1 by rounding
 AT_ONCE = 0.0  # a time in the past: pull again at once
 
 WhenFull = Literal["block", "drop_oldest", "drop_newest"]
@@ -174,7 +174,7 @@ class Union(Stage):
             for _ in range(len(self.parents) + 1):
                 turn = self._turn
                 idle_star = self._stars[turn] and turn in idle
-                if self._credit[turn] >= ONE and not self._done[turn] and not idle_star:
+                if self._credit[turn] >= FULL_CREDIT and not self._done[turn] and not idle_star:
                     return turn
                 if self._stars[turn]:
                     self._credit[turn] = 0
@@ -184,7 +184,7 @@ class Union(Stage):
             live = [i for i, done in enumerate(self._done) if not done and not self._stars[i]]
             if not live:
                 return self._done.index(False)
-            rounds = min((ONE - self._credit[i]) // self._weights[i] for i in live)
+            rounds = min((FULL_CREDIT - self._credit[i]) // self._weights[i] for i in live)
             for i in live:
                 self._credit[i] += max(rounds, 0) * self._weights[i]
 
@@ -222,7 +222,7 @@ class Union(Stage):
         }
         for child in self._children[index]:
             if child not in still_read:
-                child.leave()
+                child.close()
 
     def waits(self) -> list[Any]:
         if self._yielded:
@@ -278,7 +278,7 @@ def _reject_transform(branch: Stage, index: int, ordered: bool) -> None:
         if not isinstance(stage, Transform):
             continue
         upstream = stage.parents[0]
-        if _depends_on_siblings(upstream) if ordered else upstream.can_wait():
+        if _depends_on_siblings(upstream) if ordered else upstream.can_return_not_ready():
             kind = "a round-robin" if ordered else "an asynchronous"
             raise ValueError(
                 f"branch {index} of {kind} union has {stage} (chained at {stage.line}), whose "
@@ -346,11 +346,11 @@ class Duplicate(Stage):
             if len(buffer) >= self.max_buffered and self.when_full[index] == "block"
         ]
 
-    def has_left(self, index: int) -> bool:
+    def is_closed(self, index: int) -> bool:
         """Return whether `leave` was called for a child."""
         return self._left[index]
 
-    def leave(self, index: int) -> None:
+    def close(self, index: int) -> None:
         """Stop buffering items for a child whose consumer has ended."""
         self._left[index] = True
         self.buffers[index].clear()
@@ -376,7 +376,7 @@ class Duplicate(Stage):
                 if self.when_full[index] == "drop_newest":
                     continue
                 buffer.popleft()
-            buffer.append((isolated(item), sources))
+            buffer.append((read_only_copy(item), sources))
         return item
 
     def extra_stats(self) -> dict[str, Any]:
@@ -418,7 +418,7 @@ class DuplicateChild(Stage):
 
     def pull(self, block: bool) -> Any:
         duplicate = self._duplicate
-        if duplicate.has_left(self._index):
+        if duplicate.is_closed(self._index):
             raise StopIteration
         if not duplicate.buffers[self._index] and self._pull_up(block) is NOT_READY:
             unread = [i for i in duplicate.blocking() if duplicate.children[i].owner is None]
@@ -451,15 +451,15 @@ class DuplicateChild(Stage):
     def has_reading_siblings(self) -> bool:
         """Whether a plan still reads a child of the duplicate."""
         return any(
-            child.owner is not None and not self._duplicate.has_left(child._index)
+            child.owner is not None and not self._duplicate.is_closed(child._index)
             for child in self.siblings
         )
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Declare that this child is not pulled any more."""
-        self._duplicate.leave(self._index)
+        self._duplicate.close(self._index)
 
-    def can_wait(self) -> bool:
+    def can_return_not_ready(self) -> bool:
         return True
 
     @property

@@ -12,7 +12,7 @@ from flowrl.iter.errors import (
     add_note,
     check_on_error,
     note_origin,
-    operator_error,
+    without_stop_iteration,
 )
 from flowrl.iter.metrics import current_metrics
 from flowrl.iter.stage import Stage, describe, function_title
@@ -111,7 +111,7 @@ class FunctionStage(Stage):
                     self.skipped += 1
                     return DROPPED
                 add_note(error, f"Skip(max={policy.max}): {self.skipped} items were skipped before")
-        raise operator_error(error)
+        raise without_stop_iteration(error)
 
     def _method(self, name: str) -> Any:
         """Return an optional method of the operator; None if it has none, or is a class."""

@@ -87,7 +87,7 @@ class FromIterable(Stage):
         if callable(self._iterable) and isinstance(getattr(iterator, "stage", None), Stage):
             iterator.stop()
 
-    def can_wait(self) -> bool:
+    def can_return_not_ready(self) -> bool:
         return False
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -123,7 +123,7 @@ class ForEachConcurrent(FunctionStage):
                 self._done.extend(ready_refs(refs))
                 if not self._done:
                     full = self._ended or len(refs) >= self.max_concurrency
-                    if not block or (not full and self.parents[0].can_wait()):
+                    if not block or (not full and self.parents[0].can_return_not_ready()):
                         return NOT_READY
                     with self.waiting():
                         wait_for_any(refs)
@@ -157,7 +157,7 @@ class ForEachConcurrent(FunctionStage):
         full = self._ended or len(self._in_flight) >= self.max_concurrency
         return list(self._in_flight) + ([] if full else self.parents[0].waits())
 
-    def can_wait(self) -> bool:
+    def can_return_not_ready(self) -> bool:
         return True
 
     def extra_stats(self) -> dict[str, Any]:

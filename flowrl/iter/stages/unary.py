@@ -127,8 +127,8 @@ class ForEachWithHooks(ForEach):
     def blocked_by(self) -> str:
         return str(self.fn.blocked_by()) if hasattr(self.fn, "blocked_by") else ""
 
-    def can_wait(self) -> bool:
-        return self._ready is not None or super().can_wait()
+    def can_return_not_ready(self) -> bool:
+        return self._ready is not None or super().can_return_not_ready()
 
     def extra_stats(self) -> dict[str, Any]:
         if self._ready is None:
@@ -386,7 +386,7 @@ class Transform(Stage):
     def waits(self) -> list[Any]:
         return []
 
-    def can_wait(self) -> bool:
+    def can_return_not_ready(self) -> bool:
         return False
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

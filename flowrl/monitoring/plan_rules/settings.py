@@ -16,7 +16,7 @@ from typing import Any
 from flowrl.learners.thread import LearnerThread
 from flowrl.monitoring.operator_source import is_own
 from flowrl.monitoring.plan_rules.plan import CheckedPlan, PlanProblem
-from flowrl.ops.training_step import TrainingStep
+from flowrl.ops.training_step import TrainingStepsStage
 from flowrl.policies.config import PolicyConfig
 from flowrl.policies.policy_spec import specs_of
 from flowrl.setting_aliases import canonical_names
@@ -242,7 +242,7 @@ def _read_by_methods(names: set[str], config_class: type) -> set[str]:
 def _read_by_operators(plan: CheckedPlan) -> set[str]:
     """Return the settings of `_OF_PLANS` that training operators take from each policy, because
     they were created without these arguments, or that `train_one_step` takes."""
-    if any(isinstance(stage, TrainingStep) for stage in plan.stages):
+    if any(isinstance(stage, TrainingStepsStage) for stage in plan.stages):
         return set(_OF_PLANS)
     operators = [operator for _, operator in plan.operators]
     learners = [getattr(one, "learner", getattr(one, "learn", None)) for one in operators]

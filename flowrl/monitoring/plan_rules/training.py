@@ -10,7 +10,7 @@ from flowrl.ops import UpdateTargetNetwork, WriteParquet
 from flowrl.ops.gradients import ApplyGradients
 from flowrl.ops.report import training_operators
 from flowrl.ops.rollout import CountRollouts, DropStale
-from flowrl.ops.training_step import TrainingStep
+from flowrl.ops.training_step import TrainingStepsStage
 from flowrl.policies.policy import Policy
 
 
@@ -26,7 +26,7 @@ def nothing_trains(plan: CheckedPlan) -> Iterator[PlanProblem]:
         for policy in plan.policies.values()
     )
     is_meant = config.output is not None or not config.explore or config.policies_to_train == []
-    unknown = plan.stages_with(WriteParquet) or plan.stages_with(TrainingStep)
+    unknown = plan.stages_with(WriteParquet) or plan.stages_with(TrainingStepsStage)
     if not rollouts or not can_learn or is_meant or unknown or training_operators(plan.end):
         return
     yield PlanProblem(

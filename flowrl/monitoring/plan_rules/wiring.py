@@ -90,8 +90,8 @@ def half_a_queue(plan: CheckedPlan) -> Iterator[PlanProblem]:
     enqueues = plan.stages_with(Enqueue)
     dequeues = [stage for stage in plan.stages if isinstance(stage, DequeueStage)]
     for stage, enqueue in enqueues:
-        learner = enqueue.learner
-        if learner is not None and not any(one.learner is learner for one in dequeues):
+        thread = enqueue.learner_thread
+        if thread is not None and not any(one.learner_thread is thread for one in dequeues):
             yield PlanProblem(
                 "enqueue_without_dequeue",
                 stage.line,
@@ -99,8 +99,8 @@ def half_a_queue(plan: CheckedPlan) -> Iterator[PlanProblem]:
                 "Dequeue(learner) as another branch of Concurrently",
             )
     for dequeue in dequeues:
-        if dequeue.learner is not None and not any(
-            enqueue.learner is dequeue.learner for _, enqueue in enqueues
+        if dequeue.learner_thread is not None and not any(
+            enqueue.learner_thread is dequeue.learner_thread for _, enqueue in enqueues
         ):
             yield PlanProblem(
                 "dequeue_without_enqueue",

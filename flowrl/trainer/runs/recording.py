@@ -41,7 +41,7 @@ class Recording:
         """
         if self._journal is None:
             return
-        self._journal.plan.observe("saved", saved)
+        self._journal.plan_log.observe("saved", saved)
         self._flush()
 
     def _flush(self) -> None:

@@ -102,7 +102,7 @@ class Replay:
         while True:
             try:
                 result = self._algorithm.train()
-                if self._journal.plan.observe("saved", 0):
+                if self._journal.plan_log.observe("saved", 0):
                     self._algorithm.plan.state_dict()  # a checkpoint waits for replies
             except ReplayEnded as end:
                 self.end = str(end)

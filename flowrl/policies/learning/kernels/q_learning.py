@@ -73,7 +73,7 @@ def q_learning_kernel(policy: Any) -> QLearningKernel | None:
 
 
 def discounts_numpy(batch: TensorBatch, gamma: float) -> np.ndarray:
-    """Return `TargetNetwork.discounts`."""
+    """Return `TargetNetworkPolicy.discounts`."""
     discounts: Any = gamma ** batch.array("n_steps") if "n_steps" in batch else gamma
     return np.where(batch.array("terminateds"), 0.0, discounts)
 

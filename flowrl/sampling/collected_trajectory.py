@@ -1,4 +1,4 @@
-"""CollectedRows: one agent's rows in lists; CollectedViews: one policy's views of them."""
+"""CollectedTrajectory: one agent's rows in lists; TrajectoryViews: one policy's views of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from flowrl.sampling.views import check_repeats, max_seq_len
 from flowrl.settings import ConfigError
 
 
-class CollectedRows:
+class CollectedTrajectory:
     """One agent's rows in one episode, as dicts.
 
     Attributes:
@@ -53,7 +53,7 @@ class CollectedRows:
         self.ended = False
         self.initial: list[Any] = []
         self.sums: Any = None
-        self.before: CollectedRows | None = None
+        self.before: CollectedTrajectory | None = None
 
     @property
     def rows(self) -> int:
@@ -67,7 +67,7 @@ class CollectedRows:
         return {**state, "values": [_without_unsavable_info(row) for row in self.values]}
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> CollectedRows:
+    def from_state_dict(cls, state: dict[str, Any]) -> CollectedTrajectory:
         """Return a trajectory from the result of `state_dict`."""
         trajectory = cls(state["episode_id"], state["agent_id"], state["policy_id"])
         for name, value in state.items():
@@ -122,7 +122,7 @@ class CollectedRows:
         return self.value(source, self.dropped + row)
 
 
-class CollectedViews:
+class TrajectoryViews:
     """One policy's views of trajectories, found row by row.
 
     Args:
@@ -147,12 +147,12 @@ class CollectedViews:
         self.of_agents = any(view.agents is not None for view in resolved)
         self.max_seq_len = max_seq_len(policy, self.training)
 
-    def show(self, view: View, trajectory: CollectedRows, row: int, end: int) -> Any:
+    def show(self, view: View, trajectory: CollectedTrajectory, row: int, end: int) -> Any:
         """Return what a view shows at a row of a trajectory with the rows before `end`."""
         shown = [self._value(view, trajectory, row + shift, end) for shift in view.shifts]
         return column_of(view.source, shown) if view.is_window else shown[0]
 
-    def _value(self, view: View, trajectory: CollectedRows, row: int, end: int) -> Any:
+    def _value(self, view: View, trajectory: CollectedTrajectory, row: int, end: int) -> Any:
         first, source = trajectory.dropped, view.source
         if source == "obs" and row <= end:
             return trajectory.value(source, max(row, first))
@@ -167,7 +167,7 @@ class CollectedViews:
         return self._zero(view, trajectory.agent_id)
 
     def show_agents(
-        self, view: View, trajectory: CollectedRows, row: int, by_agent: Any
+        self, view: View, trajectory: CollectedTrajectory, row: int, by_agent: Any
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return what a view shows of other agents at a row: values and mask, [agents, …].
 
