@@ -545,7 +545,7 @@ class _BCConfigTraining(_MARWILConfigTraining, total=False):
 
 class _ActorCriticSettingsTraining(_AlgorithmConfigTraining, total=False):
     q_model: flowrl.policies.config.ModelConfig | _ModelConfig | None
-    """Networks of the critics; None uses `model`."""
+    """Settings of the critics' networks that differ from those of `model`. A custom model is also created for each critic, where its observation space contains the action."""
     actor_lr: (
         float
         | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]

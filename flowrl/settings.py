@@ -52,7 +52,9 @@ def _explain(cls: type[Settings], error: ValidationError) -> str:
         elif problem["type"] == "value_error" and not path:
             lines.append(str(problem["ctx"]["error"]))
         elif problem["type"] == "value_error" and type(problem["ctx"]["error"]) is ConfigError:
-            lines += [_within(path, line) for line in str(problem["ctx"]["error"]).split("; ")]
+            lines += [
+                within_record(path, line) for line in str(problem["ctx"]["error"]).split("; ")
+            ]
         else:
             message = problem["msg"].removeprefix("Value error, ")
             message = message[:1].lower() + message[1:]
@@ -66,7 +68,7 @@ def _explain(cls: type[Settings], error: ValidationError) -> str:
     return "; ".join(dict.fromkeys(lines))
 
 
-def _within(path: str, message: str) -> str:
+def within_record(path: str, message: str) -> str:
     """Return the message of a nested record's error, with the path of that record."""
     if message.startswith("unknown setting '"):
         return message.replace("setting '", f"setting '{path}.", 1)
@@ -315,6 +317,8 @@ class Settings(BaseModel):
             vars(self)[name] = value
             self.model_fields_set.add(name)
             return
+        if isinstance(value, dict) and isinstance(vars(self).get(name), Settings):
+            value = self.updated(**{name: value})[name]  # it changes only what it names
         before = dict(vars(self))
         try:
             super().__setattr__(name, value)
@@ -365,7 +369,7 @@ class Settings(BaseModel):
                 try:
                     value = current.updated(**value)
                 except ConfigError as error:
-                    raise ConfigError(_within(name, str(error))) from None
+                    raise ConfigError(within_record(name, str(error))) from None
             values[name] = value
         copied = type(self)(**values)
         copied.model_fields_set.clear()
@@ -423,6 +427,7 @@ def _not_bool(value: Any) -> Any:
 
 MAX_INT = 2**63 - 1  # of a signed 64-bit integer
 _NUMBER = BeforeValidator(_not_bool)
+Finite = Annotated[float, _NUMBER, Field(allow_inf_nan=False)]
 Fraction = Annotated[float, _NUMBER, Field(ge=0, le=1)]
 NotNegative = Annotated[float, _NUMBER, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, _NUMBER, Field(gt=0, allow_inf_nan=False)]

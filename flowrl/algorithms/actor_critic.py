@@ -33,7 +33,8 @@ class ActorCriticSettings(AlgorithmConfig):
     grad_clip: Positive | None = None
     model: ModelConfig = ModelConfig(fcnet_hiddens=[256, 256], fcnet_activation="relu")
     q_model: ModelConfig | None = None
-    """Networks of the critics; None uses `model`."""
+    """Settings of the critics' networks that differ from those of `model`. A custom model is also
+    created for each critic, where its observation space contains the action."""
     actor_lr: Schedule | None = None
     """Learning rate of the actor; None uses `lr`."""
     critic_lr: Schedule | None = None
@@ -155,11 +156,12 @@ class ActorCriticPolicy(TargetNetworkPolicy):
     def make_model(self) -> ModelV2:
         config = self.config
         actor_config = config.model.updated(vf_share_layers=True, free_log_std=False)
+        q_changes = {} if config.q_model is None else config.q_model.chosen()
         return ActorCritic(
             self.make_catalog_model(actor_config),
             self.action_space,
             2 if config.twin_q else 1,
-            config.q_model or config.model,
+            config.model.updated(**q_changes),
             random_stream(config.seed, "policy", "critics"),
             self.extra_parameters(),
         )

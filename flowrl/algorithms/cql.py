@@ -5,12 +5,15 @@ It adds a penalty to SAC's critic loss, for continuous and Discrete actions.
 
 from __future__ import annotations
 
+import logging
 import math
-from typing import Any, ClassVar
+from functools import cache
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import optree
 import torch
+from pydantic import model_validator
 
 from flowrl.algorithms.offline_config import OfflineConfig
 from flowrl.algorithms.sac import SACSettings, SACTorchPolicy
@@ -21,6 +24,8 @@ from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import Count, NotNegative, NotNegativeInt, Positive
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import PlanSetting, PlanSource
+
+log = logging.getLogger("flowrl")
 
 COLUMNS = ("obs", "new_obs", "actions", "rewards", "terminateds")
 
@@ -50,26 +55,43 @@ class CQLConfig(SACSettings, OfflineConfig):
     """Target of the gap per critic: the soft maximum of the values minus the value of the recorded
     action."""
 
+    @model_validator(mode="after")
+    def _check_penalty(self) -> Self:
+        default = type(self).model_fields["lagrangian_thresh"].default
+        if self.lagrangian_thresh != default and not self.lagrangian:
+            raise ValueError("lagrangian_thresh needs lagrangian=True")
+        return self
+
     def batches(self, workers: WorkerSet) -> ReadParquet | ReadMinari:
         """Return a stream of the train batches of a plan.
 
         Raises:
             ConfigError: `input_` is not set.
         """
-        return self.recorded(workers, COLUMNS, _select_columns)
+        return self.recorded(workers, COLUMNS, _clip_actions)
 
     def build(self, plan: PlanSource | None = None) -> CQL:
         return self._build(plan)
 
 
-def _select_columns(rows: SampleBatch) -> SampleBatch:
+def _clip_actions(rows: SampleBatch) -> SampleBatch:
     """Return the columns that the loss reads; clip continuous actions to [-1, 1], as they were
-    clipped for the environment."""
+    clipped for the environment. A warning says so once if they rarely are in this range."""
     columns = {name: rows[name] for name in COLUMNS}
     actions = columns["actions"]
     if isinstance(actions, np.ndarray) and actions.dtype.kind == "f":
-        columns["actions"] = actions.clip(-1.0, 1.0)
+        clipped = columns["actions"] = actions.clip(-1.0, 1.0)
+        if (clipped != actions).mean() > 0.2:
+            _warn_of_clipped_actions()
     return SampleBatch(columns)
+
+
+@cache  # once
+def _warn_of_clipped_actions() -> None:
+    log.warning(
+        "more than a fifth of the recorded actions are outside of [-1, 1], and clipped: convert "
+        "actions in the bounds of the environment to this range before they are written"
+    )
 
 
 class CQLTorchPolicy(SACTorchPolicy):

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
 import torch
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from flowrl.algorithms.offline_config import OfflineConfig
 from flowrl.data import SampleBatch
@@ -43,7 +43,7 @@ class MARWILConfig(OfflineConfig):
     """Weight of the value loss; unused if `beta` is 0."""
     moving_average_sqd_adv_norm_start: Positive = 100.0
     """Initial value of the moving average of squared advantages, which normalizes advantages."""
-    moving_average_sqd_adv_norm_update_rate: Positive = 1e-3
+    moving_average_sqd_adv_norm_update_rate: Annotated[Positive, Field(le=1)] = 1e-3
     """Weight of each train batch in the moving average of squared advantages."""
 
     def batches(self, workers: WorkerSet) -> ReadParquet | ReadMinari:

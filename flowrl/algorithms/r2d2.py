@@ -54,6 +54,9 @@ class R2D2Config(DQNConfig):
                 raise ValueError(f"{name}: R2D2 does not support this option of DQN: leave it out")
         if self.replay_mode == "lockstep":
             raise ValueError('replay_mode="lockstep" draws rows, R2D2 learns from sequences')
+        default = type(self).model_fields["h_function_epsilon"].default
+        if self.h_function_epsilon != default and not self.use_h_function:
+            raise ValueError("h_function_epsilon needs use_h_function=True")
         return self
 
     def buffer_settings(self, policy_id: str, shard: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from flowrl.policies.distributions import Categorical, SquashedGaussian
 from flowrl.policies.exploration import FORBIDDEN
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch
-from flowrl.settings import ConfigError, Positive
+from flowrl.settings import ConfigError, Finite, Positive
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import AlgorithmConfig, PlanSetting, PlanSource
 
@@ -29,7 +29,7 @@ class SACSettings(ActorCriticSettings):
 
     initial_alpha: Positive = 1.0
     """Initial temperature: weight of the entropy relative to the rewards."""
-    target_entropy: float | Literal["auto"] | None = "auto"
+    target_entropy: Finite | Literal["auto"] | None = "auto"
     """Target entropy in nats, to which the temperature adapts: "auto" uses minus the number of
     action dimensions, or 0.98 of the maximum entropy of the actions that are not masked for
     Discrete actions. None keeps the temperature fixed."""

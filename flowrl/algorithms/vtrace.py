@@ -86,6 +86,14 @@ class VTraceConfig(AsyncLearnerConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_replay(self) -> Self:
+        if self.replay_proportion and not self.replay_buffer_num_slots:
+            raise ValueError("replay_proportion needs replay_buffer_num_slots of at least 1")
+        if self.replay_buffer_num_slots and not self.replay_proportion:
+            raise ValueError("replay_buffer_num_slots needs a replay_proportion above 0")
+        return self
+
+    @model_validator(mode="after")
     def _check_exploration(self) -> Self:
         self.exploration_config.check_has_probabilities()
         return self

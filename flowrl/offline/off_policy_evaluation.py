@@ -55,12 +55,14 @@ def estimate(
         `num_episodes` and `num_episodes_left_out`, the number of incomplete ones.
 
     Raises:
-        ConfigError: an unknown method, or a policy that cannot be evaluated.
+        ConfigError: an unknown method, an invalid gamma, or a policy that cannot be evaluated.
         OfflineDataError: the experience cannot be read, lacks a column, does not fit the policy's
             spaces, has rewards or likelihoods that are not finite, or has no complete episode.
     """
     if not isinstance(policy, Policy):
         raise ConfigError(f"estimate: expected a Policy (algorithm.get_policy()), got {policy!r}")
+    if gamma is not None and not (isinstance(gamma, float | int) and 0 <= gamma <= 1):
+        raise ConfigError(f"gamma: expected a number from 0 to 1, got {gamma!r}")
     methods = [methods] if isinstance(methods, str) else list(methods)
     unknown = [name for name in methods if name not in METHODS]
     if unknown or not methods:

@@ -333,7 +333,10 @@ class ReadStage(Stage):
                 "observation_space and action_space)"
             )
         rows = rows.without_columns("infos") if "infos" in rows else rows
-        return rows if self._prepare is None else self._prepare(rows)
+        try:
+            return rows if self._prepare is None else self._prepare(rows)
+        except OfflineDataError as error:
+            raise OfflineDataError(f"{self.source.describe_part(part)}: {error}") from None
 
     def _position_state(self) -> dict[str, Any]:
         """Return the position in the data, which `_restore_position` restores."""

@@ -17,7 +17,9 @@ from flowrl.policies.code_references import (
 )
 from flowrl.policies.config import PolicyConfig
 from flowrl.policies.json_codec import (
-    merge_changes,
+    changed_values,
+    is_given,
+    missing_settings_error,
     space_from_json,
     space_to_json,
     values_to_json,
@@ -102,7 +104,13 @@ def policy_from_checkpoint(
     parts = _import_parts(path, policy_id, description, base, resolver)
     try:
         saved = {n: v for n, v in description["config"].items() if n not in _NOT_OF_POLICIES}
-        settings = merge_changes(saved, changes, resolver)
+        missing = [name for name in description["left_out"] if not is_given(changes, name)]
+        missing = [name for name in missing if name not in _NOT_OF_POLICIES]
+        if missing:
+            raise missing_settings_error(missing)
+        settings = changed_values(parts.config_class, saved, changes, resolver)
+    except ConfigError as error:
+        raise ConfigError(f"from_checkpoint: {error}") from None
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except (ImportError, *DAMAGED) as error:
@@ -115,15 +123,13 @@ def policy_from_checkpoint(
     if unknown:
         hint = nearest(unknown[0], list(fields))
         raise ConfigError(f"from_checkpoint: unknown setting {unknown[0]!r}.{hint}")
-    config = parts.config_class(**{k: v for k, v in settings.items() if k in fields})
+    config = parts.config_class(**settings)
     policy: P = parts.policy_class(parts.observation_space, parts.action_space, config)
     try:
         policy.set_state(state["worker"]["policies"][policy_id])
     except DAMAGED as error:
-        left_out = description["left_out"]
         raise CheckpointError(
             f"{path}: the state of policy {policy_id!r} does not fit the policy: {error}"
-            + (f" (settings that were left out: {left_out})" if left_out else "")
         ) from error
     return policy
 

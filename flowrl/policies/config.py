@@ -13,6 +13,7 @@ from flowrl.policies.schedules import Schedule, ScheduleValue, values_between
 from flowrl.settings import (
     ConfigError,
     Count,
+    Finite,
     Fraction,
     NotNegative,
     NotNegativeInt,
@@ -91,7 +92,7 @@ class ModelConfig(Settings):
     """Number of earlier rows that each row attends to."""
     attention_position_wise_mlp_dim: Count = 64
     """Size of the hidden layer after attention."""
-    attention_init_gru_gate_bias: float = 2.0
+    attention_init_gru_gate_bias: Finite = 2.0
     """Initial bias of the gates; larger values keep them more closed."""
 
     custom_model: Annotated[str | type | Callable[..., Any] | None, SkipValidation] = None
@@ -137,8 +138,8 @@ class ModelConfig(Settings):
             if getattr(self, name):
                 r2d2 = ", or R2D2, which is DQN with such a network" if name == "use_lstm" else ""
                 raise ConfigError(
-                    f"{setting}.{name}: {algorithm} supports only networks without memory; use "
-                    f"PPO, A2C, A3C, IMPALA, APPO or DDPPO{r2d2}"
+                    f"{setting}.{name}: {algorithm} supports only networks without memory; those "
+                    f"with memory are for PPO, A2C, A3C, IMPALA, APPO and DDPPO{r2d2}"
                 )
 
 

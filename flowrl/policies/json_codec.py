@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from flowrl.policies.code_references import (
     code_path,
 )
 from flowrl.policies.policy_spec import PolicySpec
-from flowrl.settings import Settings, imported
+from flowrl.settings import ConfigError, Settings, imported, within_record
 
 # keys that mark encoded objects
 _CODE = "__code__"
@@ -35,37 +36,40 @@ _SPEC_FIELDS = ("policy_class", "observation_space", "action_space", "config")
 
 
 def config_to_json(config: Settings) -> tuple[dict[str, Any], list[str]]:
-    """Return settings as JSON, and the names of settings that cannot be stored."""
+    """Return settings as JSON, and the names of settings that cannot be stored.
+
+    Those are objects, and code without an import path; a name such as `model.custom_model` is of a
+    nested record. The JSON also names the settings that were set explicitly.
+    """
     values, left_out = values_to_json(config)
-    return _record_to_json(config, values), left_out
-
-
-def _record_to_json(config: Settings, values: dict[str, Any]) -> dict[str, Any]:
-    """Return settings as JSON, with the names of those that were set explicitly."""
     chosen = sorted(config.model_fields_set)
-    return {_SETTINGS: code_path(type(config)), "values": values, "chosen": chosen}
+    return {_SETTINGS: code_path(type(config)), "values": values, "chosen": chosen}, left_out
 
 
 def values_to_json(config: Settings) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of settings as JSON, and the names of settings that cannot be stored.
-
-    Those are objects, and code without an import path.
-    """
+    """Return the values of settings as JSON, and the names of settings that cannot be stored."""
     values, left_out = {}, []
     for name, value in config.items():
+        if isinstance(value, Settings):
+            values[name], inner = config_to_json(value)
+            left_out += [f"{name}.{part}" for part in inner]
+            continue
         try:
-            values[name] = encode(value)
+            values[name] = _encode_model(value) if name == "custom_model" else encode(value)
         except TypeError:
             left_out.append(name)
     return values, left_out
 
 
-def config_from_json(saved: dict[str, Any], changes: dict[str, Any], resolver: CodeResolver) -> Any:
+def config_from_json(
+    saved: dict[str, Any], changes: Mapping[str, Any], resolver: CodeResolver
+) -> Any:
     """Create settings from `config_to_json`.
 
     Args:
         saved: settings as JSON.
-        changes: settings that replace saved ones.
+        changes: settings that replace saved ones; a mapping replaces only the settings that it
+            names of a nested record.
         resolver: imports the code that the settings name.
 
     Raises:
@@ -76,32 +80,56 @@ def config_from_json(saved: dict[str, Any], changes: dict[str, Any], resolver: C
         cls = resolver.resolve(saved[_SETTINGS], SETTINGS_CLASS)
         if not (isinstance(cls, type) and issubclass(cls, Settings)):
             raise TypeError(f"{cls!r} is not a class of settings")
-        values = {
-            name: decode_setting(name, value, resolver)
-            for name, value in saved["values"].items()
-            if name not in changes and name in cls.model_fields
-        }
-    except CheckpointError:
+        changes = cls.canonical(dict(changes))
+        values = changed_values(cls, saved["values"], changes, resolver)
+    except (CheckpointError, ConfigError):
         raise
     except (ImportError, *DAMAGED) as error:
         raise CheckpointError(f"its settings cannot be restored: {error}") from error
     config = cls(**values)
     if "chosen" in saved:  # the others have the defaults of the class, which a policy may change
-        config.model_fields_set.intersection_update(saved["chosen"])
-    return config.updated(**changes) if changes else config
+        config.model_fields_set.intersection_update({*saved["chosen"], *changes})
+    return config
 
 
-def merge_changes(saved: Any, changes: Any, resolver: CodeResolver) -> dict[str, Any]:
-    """Decode saved settings with some replaced; a nested mapping replaces only its own keys."""
-    merged = {}
-    for name, value in {**saved, **dict(changes)}.items():
-        if name not in changes:
-            merged[name] = decode_setting(name, value, resolver)
-        elif isinstance(value, dict) and isinstance(saved.get(name), dict):
-            merged[name] = merge_changes(saved[name].get("values", saved[name]), value, resolver)
-        else:
-            merged[name] = value
-    return merged
+def changed_values(
+    cls: type[Settings], saved: Any, changes: Mapping[str, Any], resolver: CodeResolver
+) -> dict[str, Any]:
+    """Decode the saved values of a class of settings and apply changes; see `config_from_json`."""
+    values = dict(changes)
+    for name, value in saved.items():
+        if name not in cls.model_fields:
+            continue
+        change = changes.get(name)
+        if isinstance(change, Mapping) and isinstance(value, dict) and _SETTINGS in value:
+            try:
+                values[name] = config_from_json(value, change, resolver)
+            except UntrustedCodeError as error:
+                raise error.within(name) from None
+            except ConfigError as error:
+                raise ConfigError(within_record(name, str(error))) from None
+        elif name not in changes:
+            values[name] = decode_setting(name, value, resolver)
+    return values
+
+
+def is_given(settings: Mapping[str, Any], name: str) -> bool:
+    """Return whether a mapping has a setting, such as `lr` or `model.custom_model`."""
+    outer, _, inner = name.partition(".")
+    if outer not in settings:
+        return False
+    value = settings[outer]
+    return not inner or not isinstance(value, Mapping) or is_given(value, inner)
+
+
+def missing_settings_error(names: list[str]) -> CheckpointError:
+    """Return the error for settings that a checkpoint does not contain."""
+    outer, _, inner = names[0].partition(".")
+    example = f"{{{outer!r}: {{{inner!r}: …}}}}" if inner else f"{{{outer!r}: …}}"
+    return CheckpointError(
+        f"it does not contain the settings {names}; pass them again: "
+        f"from_checkpoint(path, config={example})"
+    )
 
 
 def encode(value: Any) -> Any:
@@ -111,11 +139,10 @@ def encode(value: Any) -> Any:
         TypeError: the value is an object, or code without an import path.
     """
     if isinstance(value, Settings):
-        values = {
-            name: _encode_model(part) if name == "custom_model" else encode(part)
-            for name, part in value.items()
-        }
-        return _record_to_json(value, values)
+        record, left_out = config_to_json(value)
+        if left_out:
+            raise TypeError(f"{left_out} cannot be stored")
+        return record
     if isinstance(value, PolicySpec):
         return {_SPEC: {field: encode(getattr(value, field)) for field in _SPEC_FIELDS}}
     if isinstance(value, spaces.Space):

@@ -72,10 +72,12 @@ def _validate_schedule(schedule: ScheduleValue) -> ScheduleValue:
 
 
 def _check_form(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Replace the errors of each form that a schedule can have by one error."""
+    """Replace the errors of each form that a schedule can have by one error; True is no number."""
     try:
+        if isinstance(value, bool):
+            raise TypeError
         return validate(value)
-    except ValidationError:
+    except (TypeError, ValidationError):
         raise ValueError(
             "expected a number or a schedule such as [[0, 1e-3], [100_000, 0.0]] or "
             '[["0%", 1e-3], ["100%", 0.0]]'

@@ -148,10 +148,12 @@ class TorchPolicy(Policy):
             named = [(name.split(".")[-1], part) for name, part in model.named_parameters()]
             found = [parameter for name, parameter in named if name == "log_std"]
             if not found:
+                reason = f"there are none for {self.action_space}"
+                if config.custom_model is not None:
+                    reason = "the custom_model has no parameter log_std"
                 raise ConfigError(
-                    "model.initial_log_std: this network has no parameters for standard "
-                    f"deviations, which flowrl's networks have for a Box, not for "
-                    f"{self.action_space}: leave it out"
+                    "model.initial_log_std: it is the initial value of the parameters for standard "
+                    f"deviations of a Box, but {reason}: leave it out"
                 )
             for parameter in found:
                 torch.nn.init.constant_(parameter, config.initial_log_std)

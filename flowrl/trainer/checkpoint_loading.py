@@ -21,7 +21,7 @@ from flowrl.policies.code_references import (
     code_path,
     untrusted,
 )
-from flowrl.policies.json_codec import config_from_json
+from flowrl.policies.json_codec import config_from_json, is_given, missing_settings_error
 from flowrl.setting_aliases import canonical_names
 from flowrl.settings import ConfigError
 from flowrl.trainer.plan_files import (
@@ -102,17 +102,15 @@ def settings_of_manifest(
         if not (isinstance(cls_of_run, type) and issubclass(cls_of_run, cls)):
             raise CheckpointError(f"it belongs to {saved_class}, not to {code_path(cls)}")
         resolver = CodeResolver(trust, known | _known_classes(cls_of_run, plan), plan_modules)
-        missing = [name for name in manifest["left_out"] if name not in changes]
-        of_plan = [name for name in manifest["settings_of_plan"] if name not in changes]
+        missing = [name for name in manifest["left_out"] if not is_given(changes, name)]
+        of_plan = [name for name in manifest["settings_of_plan"] if not is_given(changes, name)]
         if of_plan:
             plan_config: Any = {} if plan is None else getattr(load_plan(plan), "config", {})
-            missing += [name for name in of_plan if name not in plan_config]
-            changes = {n: plan_config[n] for n in of_plan if n in plan_config} | changes
+            missing += [name for name in of_plan if not is_given(plan_config, name)]
+            for name in of_plan:
+                changes = _completed(changes, name, plan_config)
         if missing:
-            raise CheckpointError(
-                f"it does not contain the settings {missing}; pass them again: "
-                f"from_checkpoint(path, config={{{missing[0]!r}: …}})"
-            )
+            raise missing_settings_error(missing)
         pinned = {"plan": plan} if is_plan_file(plan) else {}
         settings = config_from_json(manifest["config"], changes | pinned, resolver)
         code = None if trust else untrusted_code(settings, chosen_by_caller)
@@ -127,6 +125,20 @@ def settings_of_manifest(
             raise
         raise CheckpointError(f"{path}: cannot rebuild the algorithm: {error}") from error
     return cls_of_run, settings
+
+
+def _completed(
+    changes: dict[str, Any], name: str, plan_config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return changes with the setting of a plan's config, such as `model.custom_model`, if the
+    config has it."""
+    outer, _, inner = name.partition(".")
+    if not is_given(plan_config, name):
+        return changes
+    value = plan_config[outer]
+    if inner and isinstance(value, Mapping):
+        value = _completed(dict(changes.get(outer, {})), inner, value)
+    return changes | {outer: value}
 
 
 def _known_classes(cls: Any, plan: Any) -> dict[str, Any]:

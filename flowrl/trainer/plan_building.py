@@ -109,12 +109,18 @@ class PlanBuilder:
         return plan
 
     def is_set_by_plan_file(self, name: str) -> bool:
-        """Return whether a setting has the value of the plan file's own `config`.
+        """Return whether a setting, such as `model.custom_model`, has the value of the plan file's
+        own `config`.
 
         The config may come from an earlier execution of the file.
         """
-        config = getattr(self.module, "config", None)
-        return config is not None and equal_code(config.get(name), self._config[name])
+        of_plan: Any = getattr(self.module, "config", None)
+        value: Any = self._config
+        for part in name.split("."):
+            if not hasattr(of_plan, "get"):
+                return False
+            of_plan, value = of_plan.get(part), value[part]
+        return equal_code(of_plan, value)
 
 
 def _line_of(error: Exception) -> str:

@@ -345,6 +345,32 @@ def test_q_model_configures_the_critics():
     assert [[layer.out_features for layer in c.hidden] for c in model.critics] == [[5], [5]]
 
 
+def test_q_model_changes_only_the_settings_that_it_names():
+    model = make(q_model={"fcnet_hiddens": [5]}).model
+    assert [critic.model_config.fcnet_activation for critic in model.critics] == ["relu"] * 2
+    model = make(q_model={"fcnet_activation": "tanh"}).model
+    assert [[layer.out_features for layer in c.hidden] for c in model.critics] == [[8, 6]] * 2
+
+
+def test_message_about_a_custom_model_names_the_critic():
+    class OfObservations(torch.nn.Module):
+        def __init__(self, obs_space, action_space, num_outputs):
+            super().__init__()
+            if obs_space.shape != OBS.shape:
+                raise TypeError("unknown shape")
+            self.out = torch.nn.Linear(obs_space.shape[0], num_outputs)
+
+        def forward(self, obs):
+            return self.out(obs)
+
+    with pytest.raises(
+        ConfigError, match=r"unknown shape \(for a critic: obs_space is Box.*q_model"
+    ):
+        make(model={"custom_model": OfObservations})
+    model = make(model={"custom_model": OfObservations}, q_model={"custom_model": None}).model
+    assert type(model.critics[0]).__name__ == "FullyConnectedNetwork"
+
+
 def test_restored_policy_learns_identically():
     for kind, actions in ((SACTorchPolicy, BOX), (SACTorchPolicy, DISCRETE), (TD3TorchPolicy, BOX)):
         policy, other = make(kind, actions), make(kind, actions, seed=4)

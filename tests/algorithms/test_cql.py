@@ -8,6 +8,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
+from flowrl.algorithms import cql
 from flowrl.algorithms.cql import CQL, CQLConfig, CQLTorchPolicy
 from flowrl.algorithms.sac import SACTorchPolicy
 from flowrl.data import SampleBatch
@@ -45,6 +46,18 @@ def rows(n=10, seed=0, actions=BOUNDS, space=BOX):
         truncateds=np.zeros(n, bool),
         unroll_id=np.zeros(n, np.int64),
     )
+
+
+def test_clipped_actions_are_a_warning(caplog):
+    cql._warn_of_clipped_actions.cache_clear()
+    recorded = rows()
+    recorded["actions"] = np.linspace(-1.1, 1.1, 20, dtype=np.float32).reshape(10, 2)
+    assert np.abs(cql._clip_actions(recorded)["actions"]).max() == 1
+    assert "clipped" not in caplog.text
+    recorded["actions"] = 2 * recorded["actions"]
+    for _ in range(2):
+        assert np.abs(cql._clip_actions(recorded)["actions"]).max() == 1
+    assert caplog.text.count("more than a fifth of the recorded actions are outside") == 1
 
 
 @pytest.mark.parametrize(("space", "temperature"), list(product([BOX, MASKED], [1.0, 2.0])))

@@ -314,7 +314,7 @@ class FirstOfShardOne:
     replays = True
 
     @property
-    def plan(self):
+    def plan_log(self):
         return self
 
     def observe(self, name, value, expected=0):

@@ -316,7 +316,7 @@ def test_state_is_loaded_into_a_new_plan():
     assert next(second) == 5
     with pytest.raises(ValueError, match=r"another plan.*Counter"):
         LocalIterator(range(3)).load_state_dict(first.state_dict())
-    with pytest.raises(RuntimeError, match="before its first pull"):
+    with pytest.raises(RuntimeError, match="this plan has started"):
         first.load_state_dict(first.state_dict())
 
 

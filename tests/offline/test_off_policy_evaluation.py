@@ -90,6 +90,9 @@ def test_estimates_follow_the_definition(policy):
         assert result["v_delta"] == pytest.approx(result["v_target"] - result["v_behavior"])
         assert result["num_episodes"] == 40
         assert 1 <= result["ess"] < 40
+    for gamma in (2.0, -0.1, "1"):
+        with pytest.raises(ConfigError, match="gamma: expected a number from 0 to 1"):
+            estimate(policy, episodes, gamma=gamma)
     undiscounted = estimate(policy, episodes, gamma=1.0, methods=["is"])
     assert set(undiscounted) == {"is"}
     expected = reference_estimates(policy, episodes, 1.0)[0]

@@ -10,11 +10,13 @@ import torch
 from gymnasium import spaces
 
 from flowrl.algorithms.a2c import A2CTorchPolicy
-from flowrl.algorithms.ppo import PPOConfig, PPOTorchPolicy
+from flowrl.algorithms.ppo import PPO, PPOConfig, PPOTorchPolicy
 from flowrl.data.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
 from flowrl.policies import Policy
 from flowrl.policies.code_references import CodeResolver
+from flowrl.policies.config import ModelConfig
 from flowrl.policies.json_codec import decode, encode, space_from_json, space_to_json
+from flowrl.settings import ConfigError
 
 from .fakes import PlainModule
 
@@ -29,6 +31,22 @@ def train_and_save(tmp_path, **settings):
         path = algorithm.save(tmp_path / "checkpoint")
         policies = dict(algorithm.workers.local_worker().policy_map)
     return path, policies
+
+
+class FromScript(PlainModule):
+    """A network whose class only trusted checkpoints import."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.out, self.value = torch.nn.Linear(4, 2), torch.nn.Linear(4, 1)
+
+
+def policy_of_algorithm(path, config=None):
+    with PPO.from_checkpoint(path, config=config) as algorithm:
+        return algorithm.get_policy()
+
+
+LOADERS = [Policy.from_checkpoint, policy_of_algorithm]
 
 
 def test_loaded_policy_acts_like_the_original(tmp_path):
@@ -119,13 +137,43 @@ def test_code_without_an_import_path_must_be_passed_again(tmp_path):
             super().__init__(*args)
             self.out, self.value = torch.nn.Linear(4, 2), torch.nn.Linear(4, 1)
 
-    path, policies = train_and_save(tmp_path, model={"custom_model": Local})
-    with pytest.raises(CheckpointError, match=r"does not fit the policy.*left out.*model"):
-        Policy.from_checkpoint(path)
-    policy = Policy.from_checkpoint(path, config={"model": {"custom_model": Local}})
+    path, policies = train_and_save(tmp_path, model={"custom_model": Local, "max_seq_len": 7})
+    obs = np.ones((3, 4), np.float32)
+    expected = policies["default_policy"].model.compute_outputs({"obs": obs})[0]
+    for load in LOADERS:
+        with pytest.raises(CheckpointError, match=r"'model.custom_model'.*{'model': {'custom_mod"):
+            load(path)
+        policy = load(path, config={"model": {"custom_model": Local}})
+        assert policy.config.model.max_seq_len == 7
+        np.testing.assert_array_equal(policy.model.compute_outputs({"obs": obs})[0], expected)
+
+
+@pytest.mark.parametrize("load", LOADERS)
+def test_changes_of_a_nested_record_keep_its_other_settings(tmp_path, load):
+    exploration = {"type": "EpsilonGreedy", "epsilon": 0.3, "random_timesteps": 10}
+    model = {"fcnet_hiddens": [8], "fcnet_activation": "relu"}
+    path, policies = train_and_save(tmp_path, model=model, exploration_config=exploration)
+    changes = {"model": {"max_seq_len": 7}, "exploration_config": {"epsilon": 0.1}}
+    policy = load(path, config=changes)
+    assert policy.config.model == ModelConfig(**model, max_seq_len=7)
+    assert policy.config.exploration_config.random_timesteps == 10
+    assert policy.config.exploration_config.epsilon == 0.1
     obs = np.ones((3, 4), np.float32)
     expected = policies["default_policy"].model.compute_outputs({"obs": obs})[0]
     np.testing.assert_array_equal(policy.model.compute_outputs({"obs": obs})[0], expected)
+    with pytest.raises(ConfigError, match=r"model\.fcnet_hiddens"):
+        load(path, config={"model": {"fcnet_hiddens": 3}})
+
+
+@pytest.mark.parametrize("load", LOADERS)
+def test_changes_of_a_nested_record_do_not_trust_its_other_settings(tmp_path, load):
+    path, _ = train_and_save(tmp_path, model={"custom_model": FromScript})
+    state, manifest = read_checkpoint(path)
+    manifest = json.loads(json.dumps(manifest).replace(FromScript.__qualname__, "Other"))
+    generated = ("format", "files", "blake2b")
+    write_checkpoint(path, state, {k: v for k, v in manifest.items() if k not in generated})
+    with pytest.raises(CheckpointError, match=r"model\.custom_model is the code.*not trusted"):
+        load(path, config={"model": {"max_seq_len": 7}})
 
 
 # -- JSON ------------------------------------------------------------------------------------------

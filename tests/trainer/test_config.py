@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 
 from flowrl.algorithms.a2c import A2CConfig
+from flowrl.algorithms.cql import CQLConfig
 from flowrl.algorithms.dqn import DQN, DQNConfig, DQNTorchPolicy
 from flowrl.algorithms.impala import IMPALAConfig
-from flowrl.algorithms.marwil import BCConfig
+from flowrl.algorithms.marwil import BCConfig, MARWILConfig
 from flowrl.algorithms.ppo import PPOConfig
+from flowrl.algorithms.r2d2 import R2D2Config
+from flowrl.algorithms.sac import SACConfig
 from flowrl.algorithms.simple_q import SimpleQConfig
 from flowrl.cli.flags import settings_from_flags
 from flowrl.cli.help import format_help
@@ -314,6 +317,15 @@ INVALID = [
         {"sgd_minibatch_size": 9000},
         "is smaller than sgd_minibatch_size=9000",
     ),
+    (PPOConfig, {"lr": True}, "lr: expected a number or a schedule"),
+    (SACConfig, {"target_entropy": float("nan")}, "target_entropy: "),
+    (SACConfig, {"target_entropy": True}, "target_entropy: "),
+    (PPOConfig, {"model": {"attention_init_gru_gate_bias": float("inf")}}, "gru_gate_bias: "),
+    (MARWILConfig, {"moving_average_sqd_adv_norm_update_rate": 2.0}, "update_rate: "),
+    (IMPALAConfig, {"replay_proportion": 1.0}, "needs replay_buffer_num_slots of at least 1"),
+    (IMPALAConfig, {"replay_buffer_num_slots": 9}, "needs a replay_proportion above 0"),
+    (CQLConfig, {"lagrangian_thresh": 1.0}, "lagrangian_thresh needs lagrangian=True"),
+    (R2D2Config, {"use_h_function": False, "h_function_epsilon": 0.1}, "needs use_h_function"),
     (PPOConfig, {"soft_horizon": True}, "soft_horizon needs a horizon"),
     (PPOConfig, {"model": {"use_lstm": True, "use_attention": True}}, "one of them"),
     (PPOConfig, {"model": {"lstm_cell_size": 8}}, "lstm_cell_size needs use_lstm=True"),
@@ -459,6 +471,20 @@ def test_diff_compares_arrays_by_their_elements():
     ):
         assert list(base.diff(other)) == list(other.diff(base)) == ["env_config"]
     assert config(np.zeros(1)).diff(config(0)).keys() == {"env_config"}
+
+
+def test_assigned_mapping_changes_only_the_settings_that_it_names():
+    config = SACConfig()
+    config.model = {"fcnet_hiddens": [5]}
+    config.exploration_config = {}
+    assert config.model.fcnet_activation == "relu"
+    assert config.exploration_config.random_timesteps == 1000
+    config = DQNConfig()
+    config.exploration_config = {"epsilon": 0.1}
+    assert config.exploration_config.type == "EpsilonGreedy"
+    with pytest.raises(ConfigError, match=r"unknown setting 'model\.hidden'"):
+        config.model = {"hidden": 3}
+    assert config.model == DQNConfig().model
 
 
 def test_restore_needs_an_env_that_the_checkpoint_cannot_hold(tmp_path, caplog):

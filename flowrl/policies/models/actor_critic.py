@@ -19,6 +19,7 @@ from flowrl.policies.models.flatten import flat_size, flatten, flatten_numpy
 from flowrl.policies.models.masked import MaskedModel
 from flowrl.policies.models.numpy_forward import outputs_by_numpy
 from flowrl.policies.models.tensor_batch import InputDict
+from flowrl.settings import ConfigError
 
 
 class ActorCritic(ModelV2):
@@ -62,10 +63,20 @@ class ActorCritic(ModelV2):
         else:
             critic_space = spaces.Tuple((self.obs_space, action_space))
         single = config.updated(vf_share_layers=True)
-        self.critics = nn.ModuleList(
-            make_model(critic_space, action_space, num_outputs, single, rng=rng)
-            for _ in range(num_critics)
-        )
+        try:
+            critics = [
+                make_model(critic_space, action_space, num_outputs, single, rng=rng)
+                for _ in range(num_critics)
+            ]
+        except ConfigError as error:
+            if config.custom_model is None:
+                raise
+            raise ConfigError(
+                f"{error} (for a critic: obs_space is {critic_space}, which contains the action, "
+                f'num_outputs is {num_outputs}). q_model={{"custom_model": None}} uses networks of '
+                "flowrl for the critics"
+            ) from error
+        self.critics = nn.ModuleList(critics)
         for name, value in (extra or {}).items():
             self.register_parameter(name, nn.Parameter(value))
         self._critic_list: list[Any] = list(self.critics)  # faster access than a ModuleList

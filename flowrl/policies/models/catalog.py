@@ -121,7 +121,7 @@ def _make(
     if not has_image(obs_space):
         for name in ("conv_filters", "conv_type", "conv_activation", "post_fcnet_hiddens"):
             if getattr(config, name) != ModelConfig.model_fields[name].default:
-                raise ConfigError(f"model: {name} needs images, {obs_space} has none")
+                raise ConfigError(f"{name} needs images, but the space {obs_space} has none")
     if is_fcnet:
         return FullyConnectedNetwork(*args, rng=rng, name="model", free_log_std=free_log_std)
     model_class: Any = TorsoNetwork
