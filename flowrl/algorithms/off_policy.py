@@ -176,6 +176,10 @@ class OffPolicyConfig(AlgorithmConfig):
             mode=self.replay_mode,
         )
 
+    def rows_per_train_batch(self) -> int:
+        """Return the maximum number of rows of one policy in a train batch."""
+        return self.train_batch_size
+
     def replay_actors(
         self, policies: Collection[str] | None = None
     ) -> ReplayActors | MultiAgentReplayBuffer:
@@ -187,7 +191,7 @@ class OffPolicyConfig(AlgorithmConfig):
         return ReplayActors(
             lambda shard: self._new_multi_agent_buffer(policies, shard, self.num_replay_shards),
             self.num_replay_shards,
-            self.train_batch_size * len(ids),
+            self.rows_per_train_batch() * len(ids),
             learning_starts=self.learning_starts,
             training_intensity=self.training_intensity,
             seed=self.seed,

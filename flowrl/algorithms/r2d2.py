@@ -69,6 +69,9 @@ class R2D2Config(DQNConfig):
             "burn_in": self.model.burn_in,
         }
 
+    def rows_per_train_batch(self) -> int:
+        return self.train_batch_size * self.model.max_seq_len
+
     def build(self, plan: PlanSource | None = None) -> R2D2:
         return self._build(plan)
 

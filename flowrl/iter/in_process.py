@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flowrl.iter import ray_health
+from flowrl.iter.recovery import original_error
 
 
 class InProcessActor:
@@ -52,7 +53,13 @@ class InProcessResult:
 
 
 def fetch(ref: Any) -> Any:
-    """Return the value of an InProcessResult or of a Ray object reference, or raise its error."""
+    """Return the value of an InProcessResult or of a Ray object reference, or raise its error with
+    its own type."""
     if isinstance(ref, InProcessResult):
         return ref.get()
-    return ray_health.get(ref)
+    import ray
+
+    try:
+        return ray_health.get(ref)
+    except ray.exceptions.RayTaskError as error:
+        raise original_error(error) from None

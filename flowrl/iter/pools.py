@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from flowrl.iter import ray_health
-from flowrl.iter.recovery import is_death
+from flowrl.iter.recovery import original_error
 from flowrl.iter.shard_server import drop_stream, serve, serve_next, serve_remote
 from flowrl.iter.shard_stream import Reply, ShardRequest
 
@@ -178,11 +178,7 @@ class ActorPool(Pool):
         try:
             return Reply(*ray_health.get(ref, wait_first=False))  # it is ready
         except ray.exceptions.RayTaskError as error:
-            if type(error.cause) in (ray.exceptions.RayTaskError, str):
-                raise  # the error itself could not be pickled
-            if is_death(error.cause):
-                raise  # another actor died, which the code of the shard called
-            raise error.cause from None  # with its own type; the notes hold the traceback
+            raise original_error(error) from None
 
     def incarnation(self, index: int) -> int:
         return self._incarnations[index]

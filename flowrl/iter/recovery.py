@@ -82,6 +82,19 @@ class PendingRequest(NamedTuple):
     mark: Any = None
 
 
+def original_error(error: Any) -> BaseException:
+    """Return the exception of a remote call, with its own type, for a RayTaskError.
+
+    The RayTaskError itself is returned if the exception could not be pickled, or if it reports the
+    death of another actor, which the code of the call used.
+    """
+    from ray.exceptions import RayTaskError
+
+    if type(error.cause) in (RayTaskError, str) or is_death(error.cause):
+        return error
+    return error.cause  # the notes of the exception hold the traceback
+
+
 def is_death(error: BaseException) -> bool:
     """Return whether the process of a shard died, as opposed to an exception in its code."""
     from ray.exceptions import RayTaskError

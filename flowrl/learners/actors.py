@@ -9,7 +9,7 @@ from typing import Any
 
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import Source, ray_health
-from flowrl.iter.ray_runtime import actor_class, leave_ray, start_ray
+from flowrl.iter.ray_runtime import actor_class, death_errors, leave_ray, start_ray
 from flowrl.learners.learner import (
     Batch,
     Learner,
@@ -175,10 +175,10 @@ class LearnerGroup(Learner):
             refs = [actor.update.remote(*arguments) for actor in self._actors]
             try:
                 replies = _get_all_or_first_error([*loads, *refs])[len(loads) :]
-            except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
+            except (*death_errors(), ray.exceptions.RayTaskError) as error:
                 self._kill_actors()  # the others wait for the dead one
                 cause = getattr(error, "cause", error)
-                died = isinstance(cause, (ray.exceptions.RayActorError, ProcessGroupError))
+                died = isinstance(cause, (*death_errors(), ProcessGroupError))
                 if not died or attempt + 1 == MAX_ATTEMPTS or self._stopped:
                     raise cause from None
                 log.warning("a learner died; restarting all %d: %s", self.num_learners, cause)

@@ -38,7 +38,11 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         ValueError: alpha, beta or eps is negative; see ReplayBuffer.
     """
 
-    state_fields: ClassVar[Fields] = {"weights": np.ndarray, "max_weight": Amount}
+    state_fields: ClassVar[Fields] = {
+        "weights": np.ndarray,
+        "max_weight": Amount,
+        "alpha": Amount,
+    }
 
     def __init__(
         self,
@@ -147,14 +151,20 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             **super().state_dict(),
             "weights": self.weights.copy(),
             "max_weight": self._max_weight,
+            "alpha": self.alpha,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         weights = np.asarray(state["weights"], np.float64)
+        self._max_weight = float(state["max_weight"])
+        if self.alpha != (alpha := state["alpha"]):
+            # priorities are unknown if alpha was 0: all items are then equally likely
+            exponent = self.alpha / alpha if alpha else 0.0
+            weights = np.where(weights > 0, weights**exponent, 0.0)  # 0: the item was removed
+            self._max_weight **= exponent
         self._tree = SumTree(self.capacity)
         self._tree.set(np.arange(len(weights)), weights)
-        self._max_weight = float(state["max_weight"])
 
 
 def _priorities_per_item(ids: np.ndarray, priorities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from flowrl.state_schema import Fields, Integer, check_own_state
+from flowrl.state_schema import Fields, Integer, Natural, check_own_state
 
 EMPTY = "the replay buffer is empty: store a batch before drawing from it"
 NOTHING_TO_DRAW = "the replay buffer has nothing to draw: store more rows"
@@ -33,7 +33,14 @@ class ReplayRatio:
         ValueError: learning_starts is negative, or training_intensity is not positive.
     """
 
-    state_fields: ClassVar[Fields] = {"stored": Integer, "drawn": Integer, "batches_due": Integer}
+    state_fields: ClassVar[Fields] = {
+        "stored": Integer,
+        "drawn": Integer,
+        "batches_due": Integer,
+        "learning_starts": Natural,
+        "training_intensity": float | None,
+        "rows_allowed_before": float,
+    }
 
     def __init__(self, learning_starts: int = 0, training_intensity: float | None = None):
         if not 0 <= learning_starts < np.inf:
@@ -45,6 +52,7 @@ class ReplayRatio:
         self.stored = 0
         self.drawn = 0
         self._batches_due = 0
+        self._rows_allowed_before = 0.0  # that other settings allowed in addition, before a resume
 
     def note_stored(self, rows: int) -> None:
         """Count a stored batch of `rows` rows."""
@@ -66,7 +74,8 @@ class ReplayRatio:
     def _rows_allowed(self) -> float:
         """Rows that the training_intensity allows to draw in total."""
         assert self.training_intensity is not None
-        return self.training_intensity * (self.stored - self.learning_starts)
+        counted = max(0, self.stored - self.learning_starts)
+        return self.training_intensity * counted + self._rows_allowed_before
 
     def may_draw(self, rows: float, alternate: bool = True) -> bool:
         """Return whether a draw of `rows` rows is due.
@@ -99,10 +108,10 @@ class ReplayRatio:
             )
         if self.training_intensity is None:
             return "one batch is drawn per stored batch: store another batch before drawing again"
-        needed = math.ceil((self.drawn + rows) / self.training_intensity) + self.learning_starts
+        needed = math.ceil((self.drawn + rows - self._rows_allowed) / self.training_intensity)
         return (
             f"training_intensity={self.training_intensity:g} allows {int(self._rows_allowed)} "
-            f"drawn rows, and {self.drawn} have been drawn: store {needed - self.stored} more rows"
+            f"drawn rows, and {self.drawn} have been drawn: store {needed} more rows"
         )
 
     def missing_draws(self, rows: float) -> str:
@@ -117,11 +126,37 @@ class ReplayRatio:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts."""
-        return {"stored": self.stored, "drawn": self.drawn, "batches_due": self._batches_due}
+        """Return the counts, and the settings that they were made with."""
+        intensity = self.training_intensity
+        return {
+            "stored": self.stored,
+            "drawn": self.drawn,
+            "batches_due": self._batches_due,
+            "learning_starts": self.learning_starts,
+            "training_intensity": None if intensity is None else float(intensity),
+            "rows_allowed_before": self._rows_allowed_before,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
+        """Restore the result of `state_dict`.
+
+        If the state was made with other settings, the settings of this object hold for the rows
+        that are stored from now on: draws that are due stay due, and no others become due.
+        """
         check_own_state(self, state)
         self.stored, self.drawn = int(state["stored"]), int(state["drawn"])
         self._batches_due = int(state["batches_due"])
+        self._rows_allowed_before = state["rows_allowed_before"]
+        saved = ReplayRatio(state["learning_starts"], state["training_intensity"])
+        same_intensity = saved.training_intensity == self.training_intensity
+        if same_intensity and saved.learning_starts == self.learning_starts:
+            return
+        saved.stored, saved._rows_allowed_before = self.stored, self._rows_allowed_before
+        due = 0.0
+        if saved.is_learning and saved.training_intensity is not None:
+            due = saved._rows_allowed - self.drawn
+        self._rows_allowed_before = 0.0
+        if self.training_intensity is not None:
+            self._rows_allowed_before = self.drawn + due - self._rows_allowed
+        if not same_intensity:
+            self._batches_due = 0

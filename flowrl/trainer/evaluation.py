@@ -12,6 +12,7 @@ import numpy as np
 from flowrl.data.spaces import have_same_values
 from flowrl.envs.registry import NO_ENV_MESSAGE, EnvContext
 from flowrl.iter import ray_health
+from flowrl.iter.ray_runtime import death_errors
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import PolicySpec
 from flowrl.sampling.episode import EpisodeMetrics
@@ -275,12 +276,10 @@ class EvaluationWorkers:
         Raises:
             Exception: an error on a worker, or its death if `recreate_failed_workers` is False.
         """
-        import ray
-
         requests, self._requests = self._requests, []
         try:
             parts = ray_health.get(requests)
-        except ray.exceptions.RayActorError as error:
+        except death_errors() as error:
             self._workers.stop()
             if not self._config.recreate_failed_workers:
                 raise

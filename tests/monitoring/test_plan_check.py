@@ -429,7 +429,7 @@ def test_unused_setting_names_the_line_that_sets_it(tmp_path):
         ("impala", "num_sgd_iter", 7),
         ("dqn", "target_network_update_freq", 7),
         ("dqn", "learning_starts", 2000),
-        ("sac", "replay_buffer_capacity", 60_000),
+        ("sac", "learning_starts", 2000),
     ],
 )
 def test_setting_of_one_policy_that_the_plan_reads_for_all_policies(plan, name, value):
@@ -463,6 +463,20 @@ def test_settings_of_one_policy_that_it_reads_itself_are_used(as_record):
 def test_settings_of_one_policy_that_the_plan_reads_for_it_are_used(plan):
     with plan_config(plan).build(plan=plan) as algorithm:
         assert check_plan(algorithm.plan.stage, algorithm.workers) == []
+
+
+@pytest.mark.parametrize("plan", ["dqn", "dqn_distributed"])
+def test_settings_of_the_replay_buffer_of_one_policy_are_used(plan):
+    own = {"replay_buffer_capacity": 5000, "n_step": 2, "prioritized_replay": False}
+    config = plan_config(plan).updated(
+        num_workers=0,
+        policies={"a": PolicySpec(config=own), "b": None},
+        policy_mapping_fn=lambda *args, **kwargs: "a",
+    )
+    with config.build(plan=plan) as algorithm:
+        assert check_plan(algorithm.plan.stage, algorithm.workers) == []
+    buffer = config.for_policy("a").new_buffer("a")
+    assert (buffer.capacity, buffer.n_step) == (5000, 2)
 
 
 def test_own_number_of_passes_is_used_by_operators_without_one():

@@ -21,6 +21,7 @@ from flowrl.ops import (
 from flowrl.ops.replay_actors import ReplayShard
 from flowrl.replay import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer
 from flowrl.sampling import WorkerSet
+from flowrl.settings import ConfigError
 
 from ..sampling.fakes import CountEnv, Idle
 
@@ -70,16 +71,19 @@ def kill(shard):
             ray.get(shard.stats.remote())
 
 
+class Replays:
+    """A journal that is repeated: the shards are in this process."""
+
+    replays = True
+
+    def end(self, reason):
+        pass
+
+
 def test_restored_shards_ignore_priorities_of_dead_ones():
-    class Replays:
-        replays = True
-
-        def end(self, reason):
-            pass
-
     def shards():
         actors = make(num_shards=1)
-        actors.journal = Replays()  # the shards are in this process
+        actors.journal = Replays()
         actors._start_shard = lambda index: InProcessActor(ReplayShard(actors.make_shard, index))
         return actors
 
@@ -282,6 +286,74 @@ def test_replies_contain_row_counts_and_nodes(actors):
             actors.receive_batches(actors.request_batches())
             assert metrics.counters["num_bytes_between_nodes"] == 0
     assert set(actors._nodes) == {actors._node}
+
+
+def test_shard_that_is_killed_for_lack_of_memory_is_replaced(actors, monkeypatch):
+    from ray.exceptions import OutOfMemoryError
+
+    for i in range(8):
+        actors.add(rows(5, i))
+    wait_until_stored(actors)
+    request = actors.request_batches()
+
+    def killed(ref):
+        monkeypatch.undo()
+        raise OutOfMemoryError("Task was killed due to the node running low on memory")
+
+    monkeypatch.setattr("flowrl.ops.replay_actors.fetch", killed)
+    with metrics_scope(MetricsContext()) as metrics:
+        assert actors.receive_batches(request) == []
+        assert metrics.counters["num_replay_shard_restarts"] == 1
+
+
+def test_errors_of_shards_have_their_own_type(ray_session):
+    def make_shard(shard):
+        return MultiAgentReplayBuffer(no_buffer, replay_batch_size=4)
+
+    actors = ReplayActors(make_shard, 1, 4)
+    with metrics_scope(MetricsContext()):
+        actors.add(rows(5))
+        with pytest.raises(ConfigError, match=r"^no buffer for default_policy$"):
+            wait_until_stored(actors)
+    smaller = ReplayActors(lambda shard: make_buffer_of(10), 2, 4)
+    state = make(learning_starts=12)
+    with metrics_scope(MetricsContext()):
+        state.add(rows(5))
+        wait_until_stored(state)
+    with pytest.raises(ValueError, match="capacity"):
+        smaller.load_state_dict(state.state_dict())
+    for one in (actors, smaller, state):
+        one.stop()
+
+
+def no_buffer(policy_id):
+    raise ConfigError(f"no buffer for {policy_id}")
+
+
+def make_buffer_of(capacity):
+    return MultiAgentReplayBuffer(
+        lambda policy_id: PrioritizedReplayBuffer(capacity), replay_batch_size=4
+    )
+
+
+def test_expected_rows_of_a_batch_follow_the_batches_that_arrived():
+    def stored():
+        actors = ReplayActors(lambda shard: make_buffer_of(200), 1, 40, training_intensity=1)
+        actors.journal = Replays()
+        for i in range(20):
+            actors.add(rows(5, i))
+        actors._process_stored("draws")
+        return actors
+
+    actors = stored()
+    assert actors.request_batches(100).number == 2  # 100 rows are due
+    state = actors.state_dict()
+    assert (state["ratio"]["drawn"], state["batch_rows"]) == (0, 40)
+    actors = stored()
+    actors.receive_batches(actors.request_batches())
+    assert actors.ratio.drawn == 4
+    assert actors.request_batches(100).number == 24
+    assert actors.ratio.drawn == 100
 
 
 @pytest.mark.slow

@@ -90,6 +90,30 @@ def test_new_rows_have_the_highest_priority_so_far():
     assert buffer.weights[3] == 3.5
 
 
+@pytest.mark.parametrize(
+    ("alpha", "expected", "of_new_rows"),
+    [(1.0, [4.0, 9.0, 1.0], 9.0), (0.0, [1.0, 1.0, 1.0], 1.0), (0.5, [2.0, 3.0, 1.0], 3.0)],
+)
+def test_changed_alpha_holds_for_stored_priorities(alpha, expected, of_new_rows):
+    stream = FragmentStream(1, [7] * 100)
+    buffer = PrioritizedReplayBuffer(8, alpha=0.5, eps=0.0, seed=0)
+    buffer.add(stream.fragment(3))
+    buffer.update_priorities(np.arange(3), np.array([4.0, 9.0, 1.0]))
+    other = PrioritizedReplayBuffer(8, alpha=alpha, eps=0.0, seed=0)
+    other.load_state_dict(buffer.state_dict())
+    other.add(stream.fragment(1))
+    np.testing.assert_allclose(other.weights, [*expected, of_new_rows])
+
+
+def test_alpha_of_a_state_without_priorities_is_changed():
+    buffer = PrioritizedReplayBuffer(8, alpha=0.0, seed=0)
+    buffer.add(FragmentStream(1, [7] * 100).fragment(3))
+    other = PrioritizedReplayBuffer(8, alpha=0.5, eps=0.0, seed=0)
+    other.load_state_dict(buffer.state_dict())
+    other.update_priorities(np.array([1]), np.array([4.0]))
+    np.testing.assert_allclose(other.weights, [1.0, 2.0, 1.0])
+
+
 def test_beta_interpolates_its_points():
     stream = FragmentStream(1, [7] * 100)
     buffer = PrioritizedReplayBuffer(8, beta=[(0, 0.4), (20, 1.0)])

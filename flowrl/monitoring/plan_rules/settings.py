@@ -76,15 +76,19 @@ def unused_settings_of_policies(plan: CheckedPlan) -> Iterator[PlanProblem]:
         return
     try:
         read = {name for file in lines for name in _read_at(file, lines[file], plan.end.line)}
+        from_config = {name for file in lines for name in _read_at(file, lines[file])} - read
     except (OSError, SyntaxError):  # the plan was written in a shell
         return
     by_operators = _read_by_operators(plan)
+    # a replay buffer takes the settings of each policy's buffer from the config of the policy
+    has_buffer = not from_config.isdisjoint({"replay_buffer", "replay_actors"})
     for policy_id, names in changed.items():
         policy = plan.policies[policy_id]
         found = set(read)
         for cls in type(policy).__mro__:
             found |= _read_in_module(cls.__module__, with_settings=False)
         of_config = {name for name in found if not hasattr(policy, name)}
+        of_config |= {"new_buffer"} if has_buffer else set()
         found |= _read_by_methods(of_config, type(policy.config)) | by_operators
         for name in names:
             if name not in found:
