@@ -261,7 +261,7 @@ class _AlgorithmConfigEvaluation(TypedDict, total=False):
     evaluation_num_workers: int
     """Number of Ray actors that share an evaluation; 0 evaluates in this process."""
     evaluation_parallel_to_training: bool
-    """Continue training during an evaluation; a result includes the latest finished evaluation."""
+    """Continue training during an evaluation. The result of the iteration in which it finishes contains it; the next evaluation waits for it, and so does the end of the run."""
     evaluation_config: dict[str, Any]
     """Settings that differ in evaluations, such as env, env_config or explore (False by default); settings that evaluations do not use are rejected."""
     evaluation_video_dir: str | None

@@ -231,7 +231,7 @@ class RestartingEnvs:
         elif self._num_logged[kind] == 2:
             log.warning(
                 "%s, raised %s again; further ones of worker %d are not logged, but counted in "
-                "num_env_restarts",
+                "num_env_restarts, in an evaluation in num_faulty_episodes",
                 origin, type(error).__name__, self._worker_index,
             )  # fmt: skip
 

@@ -159,6 +159,7 @@ class LearnerGroup(Learner):
         for policy_id, batch_rows in rows.items():
             policy = worker.policy_map[policy_id]
             worker.on_learn_on_batch(policy, batch_rows, callback_stats[policy_id])
+        failures: tuple[type[Exception], ...] = (*death_errors(), ray.exceptions.RayTaskError)
         for attempt in range(MAX_ATTEMPTS):
             if self._stopped:
                 raise RuntimeError("the learners were stopped")
@@ -175,7 +176,7 @@ class LearnerGroup(Learner):
             refs = [actor.update.remote(*arguments) for actor in self._actors]
             try:
                 replies = _get_all_or_first_error([*loads, *refs])[len(loads) :]
-            except (*death_errors(), ray.exceptions.RayTaskError) as error:
+            except failures as error:
                 self._kill_actors()  # the others wait for the dead one
                 cause = getattr(error, "cause", error)
                 died = isinstance(cause, (*death_errors(), ProcessGroupError))

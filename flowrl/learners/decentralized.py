@@ -178,6 +178,7 @@ class LearnOnWorker:
                 self.num_sgd_iter,
                 self.sgd_minibatch_size,
                 clip_minibatch_size=isinstance(fragment, MultiAgentBatch),
+                on_learn=worker.on_learn_on_batch,
             )
         except ProcessGroupError as error:
             raise ProcessGroupError(str(error), self._leave_group(worker)) from None

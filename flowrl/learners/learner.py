@@ -246,8 +246,11 @@ def compute_gradients(
     with worker.lock:
         for policy_id, rows in select_rows(worker, batch, policies).items():
             policy = worker.policy_map[policy_id]
+            callback_stats: dict[str, float] = {}
+            worker.on_learn_on_batch(policy, rows, callback_stats)
             gradient, stats = policy.compute_gradients(rows)
-            gradients.by_policy[policy_id], gradients.stats[policy_id] = gradient, stats
+            gradients.by_policy[policy_id] = gradient
+            gradients.stats[policy_id] = {**stats, **callback_stats}
             gradients.rows[policy_id] = rows.count
             if policy.row_stats:
                 gradients.row_stats[policy_id] = policy.row_stats

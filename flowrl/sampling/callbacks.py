@@ -120,7 +120,8 @@ class DefaultCallbacks:
     def on_learn_on_batch(
         self, *, policy: Policy, train_batch: SampleBatch, result: dict[str, float], **kwargs: Any
     ) -> None:
-        """Called before a policy learns from a train batch.
+        """Called before a policy learns from a train batch, in the process that learns or computes
+        the gradient.
 
         Entries that are added to `result` are reported with the policy's statistics.
         """

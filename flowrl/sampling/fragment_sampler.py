@@ -174,6 +174,11 @@ class FragmentSampler:
         """Return the episodes that finished since the last call."""
         return [] if self._sampler is None else self._sampler.get_metrics()
 
+    @property
+    def num_faulty_episodes(self) -> int:
+        """Number of episodes that were dropped because their environment failed."""
+        return 0 if self._env_sampler is None else self._env_sampler.faulty_episodes
+
     def reply_tags(self) -> dict[str, Any]:
         """Return the metadata of the last fragment: steps, episodes, timings, filter updates."""
         if self._sampler is None or self._env_sampler is None:
@@ -191,7 +196,7 @@ class FragmentSampler:
             "episodes": [tuple(episode) for episode in self.get_metrics()],
             "timings": {**self._env_sampler.timings, "reset_s": self._envs.agent_envs.reset_s},
             "filters": filters,
-            "faulty_episodes": self._env_sampler.faulty_episodes,
+            "faulty_episodes": self.num_faulty_episodes,
             "env_restarts": self._envs.agent_envs.num_restarts,
         }
 

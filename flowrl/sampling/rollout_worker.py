@@ -271,6 +271,11 @@ class RolloutWorker:
 
     # -- learning ------------------------------------------------------------------------------
 
+    @property
+    def num_faulty_episodes(self) -> int:
+        """Number of episodes that were dropped because their environment failed."""
+        return self._sampling.num_faulty_episodes
+
     def on_learn_on_batch(
         self, policy: Policy, rows: SampleBatch, result: dict[str, float]
     ) -> None:

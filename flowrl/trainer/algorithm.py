@@ -330,6 +330,25 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
             self._loggers.write(result)
         return result
 
+    def finish_evaluation(self) -> dict[str, Any] | None:
+        """Wait for the evaluation that runs parallel to training, add its metrics to the last
+        result as `evaluation`, and return them; see `evaluation_parallel_to_training`.
+
+        `learn()` and `flowrl train` call it at the end of a run.
+
+        Returns:
+            the metrics; None if no evaluation was running, or its worker died.
+
+        Raises:
+            Exception: the evaluation failed.
+        """
+        evaluation = self._evaluator.finish()
+        if evaluation is not None and self.last_result is not None:
+            self.last_result["evaluation"] = evaluation
+            if self.config.log_to:
+                self._loggers.write(self.last_result)
+        return evaluation
+
     @with_hints
     def learn(
         self,

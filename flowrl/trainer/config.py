@@ -99,8 +99,8 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
     evaluation_num_workers: NotNegativeInt = setting(0, group="evaluation")
     """Number of Ray actors that share an evaluation; 0 evaluates in this process."""
     evaluation_parallel_to_training: bool = setting(False, group="evaluation")
-    """Continue training during an evaluation; a result includes the latest finished
-    evaluation."""
+    """Continue training during an evaluation. The result of the iteration in which it finishes
+    contains it; the next evaluation waits for it, and so does the end of the run."""
     evaluation_config: dict[str, Any] = setting({}, group="evaluation")
     """Settings that differ in evaluations, such as env, env_config or explore (False by default);
     settings that evaluations do not use are rejected."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,6 +43,13 @@ def check_env(config: AlgorithmConfig) -> None:
         raise ConfigError(NO_ENV_MESSAGE)
 
 
+class Played(NamedTuple):
+    """The episodes of an evaluation."""
+
+    episodes: list[EpisodeMetrics]  # in the order in which they ended
+    num_faulty: int  # episodes that were dropped because their environment failed
+
+
 def evaluate_policies(
     policies: dict[str, Policy],
     config: AlgorithmConfig,
@@ -52,7 +59,7 @@ def evaluate_policies(
     by_steps: bool = False,
     part: int = 0,
     video: VideoRecorder | None = None,
-) -> list[EpisodeMetrics]:
+) -> Played:
     """Play whole episodes with frozen observation filters.
 
     So that short episodes are not overrepresented, each environment plays an equal share of the
@@ -68,9 +75,6 @@ def evaluate_policies(
         by_steps: whether `duration` is in env steps.
         part: index of the worker if several share one evaluation; selects its random seed.
         video: records the first episodes of the first environment; closed at the end.
-
-    Returns:
-        the episodes in the order in which they ended.
 
     Raises:
         RuntimeError: no episode ends within MAX_EPISODE_STEPS env steps of each environment.
@@ -91,7 +95,8 @@ def evaluate_policies(
             settings = settings.updated(vectorization_mode="flowrl")
     worker = _evaluation_worker(env, policies, settings)
     try:
-        return _play_episodes(worker, duration, by_steps, video)
+        episodes = _play_episodes(worker, duration, by_steps, video)
+        return Played(episodes, worker.num_faulty_episodes)
     finally:
         if video is not None:
             video.close()
@@ -174,19 +179,19 @@ def _play_episodes(
     return episodes
 
 
-def summarize_episodes(
-    episodes: list[EpisodeMetrics], policies: Sequence[str] = ()
-) -> dict[str, Any]:
+def summarize_episodes(played: Played, policies: Sequence[str] = ()) -> dict[str, Any]:
     """Return the metrics of an evaluation; NaN without an episode.
 
     Args:
-        episodes: from `evaluate_policies`.
+        played: from `evaluate_policies`.
         policies: ids of all policies. The returns of a single policy are those of the episodes.
 
     Returns:
         `episode_reward_mean`, `_min`, `_max`, `_std`, `episode_len_mean` [env steps],
-        `policy_reward_mean` (policy id -> mean return per agent) and `episodes`, their number.
+        `policy_reward_mean` (policy id -> mean return per agent), `episodes`, their number, and
+        `num_faulty_episodes`, the number of those that were dropped.
     """
+    episodes = played.episodes
     returns = np.array([episode.episode_return for episode in episodes] or [np.nan])
     lengths = np.array([float(episode.episode_length) for episode in episodes] or [np.nan])
     by_policy: dict[str, list[float]] = {}
@@ -203,6 +208,7 @@ def summarize_episodes(
         "episode_len_mean": float(lengths.mean()),
         "policy_reward_mean": {p: float(np.mean(values)) for p, values in by_policy.items()},
         "episodes": len(episodes),
+        "num_faulty_episodes": played.num_faulty,
     }
 
 
@@ -286,9 +292,10 @@ class EvaluationWorkers:
             self._workers = self._new_workers()
             log.warning("the evaluation is lost because a worker died: %r", error)
             return None
-        episodes = [EpisodeMetrics(*fields) for part in parts for fields in part]
+        episodes = [EpisodeMetrics(*fields) for part, _ in parts for fields in part]
+        played = Played(episodes, sum(num_faulty for _, num_faulty in parts))
         return {
-            **summarize_episodes(episodes, self._policies),
+            **summarize_episodes(played, self._policies),
             "training_iteration": self._iteration,
         }
 
@@ -305,16 +312,16 @@ class EvaluationWorkers:
 def _evaluate_on_worker(
     worker: RolloutWorker, state: tuple[Any, ...], config: Any, duration: int, explore: bool,
     part: int,
-) -> list[tuple[Any, ...]]:  # fmt: skip
+) -> tuple[list[tuple[Any, ...]], int]:  # fmt: skip
     weights, filters, global_vars, iteration = state
     worker.set_weights(weights, None, filters, global_vars)
     by_steps = config.evaluation_duration_unit == "timesteps"
     num_envs = config.num_envs_per_worker
     video = None if part else recorder_for(config, iteration)
-    episodes = evaluate_policies(
+    played = evaluate_policies(
         worker.policy_map, config, duration, explore, num_envs, by_steps, part, video
     )
-    return [tuple(episode) for episode in episodes]
+    return [tuple(episode) for episode in played.episodes], played.num_faulty
 
 
 def recorder_for(config: AlgorithmConfig, iteration: int) -> VideoRecorder | None:

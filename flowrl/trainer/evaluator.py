@@ -117,6 +117,12 @@ class Evaluator:
             workers.start(policies, self._explores(), iteration)
         return metrics
 
+    def finish(self) -> dict[str, Any] | None:
+        """Wait for the evaluation that runs parallel to training, and return its metrics; None if
+        none is running."""
+        workers = self._evaluation_workers
+        return None if workers is None or not workers.is_running else workers.collect()
+
     def _explores(self) -> bool:
         return bool(self._config.evaluation_config.get("explore", False))
 

@@ -182,6 +182,9 @@ METRICS = {
     "evaluation/episode_reward_std": Metric("reward", "Standard deviation of the returns."),
     "evaluation/episode_len_mean": Metric("env steps", "Mean length of the episodes."),
     "evaluation/episodes": Metric("episodes", "Number of episodes played."),
+    "evaluation/num_faulty_episodes": Metric(
+        "episodes", "Episodes that were dropped because their environment failed."
+    ),
     "evaluation/policy_reward_mean/<policy>": Metric("reward", "Mean return of its agents."),
     "evaluation/training_iteration": Metric("results", "Iteration that was evaluated."),
 }

@@ -127,6 +127,15 @@ def test_policy_that_learns_later_has_no_statistics_yet():
         has_metric(result, "learners/ppo/mean_q", "stop")
 
 
+def test_custom_metric_may_be_set_by_later_episodes():
+    result = {"learners": {}, "custom_metrics": {}, "episodes_in_window": 3}
+    assert not has_metric(result, "custom_metrics/steps_to_goal_mean", "stop")
+    result["custom_metrics"] = {"steps_to_goal_mean": 3.0}
+    assert has_metric(result, "custom_metrics/steps_to_goal_mean", "stop")
+    with pytest.raises(ConfigError, match="Did you mean 'custom_metrics/steps_to_goal_mean'"):
+        has_metric(result, "custom_metrics/steps_to_goal_men", "stop")
+
+
 def test_metric_may_be_a_numpy_number():
     rules = StopRules(metrics=[("score", ">=", 5.0)])
     result = {

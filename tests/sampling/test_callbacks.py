@@ -12,6 +12,7 @@ from flowrl.algorithms.ppo import PPOTorchPolicy
 from flowrl.envs import MultiAgentEnv
 from flowrl.policies import ConfigError
 from flowrl.sampling import DefaultCallbacks, MultiAgentEpisode, RolloutWorker, override
+from flowrl.trainer.plan_settings import plan_config
 
 from .fakes import CountEnv, Idle, ObservedValue
 
@@ -214,6 +215,16 @@ def test_callbacks_add_to_train_results(workers, ray_session):
         metrics = result["custom_metrics"]
         assert metrics["double_mean"] == 2 * result["episode_len_mean"]
         assert metrics["double_min"] <= metrics["double_mean"] <= metrics["double_max"]
+
+
+@pytest.mark.parametrize("plan", ["a3c", "ddppo"])
+def test_callback_before_learning_is_called_where_the_gradient_is_computed(plan):
+    config = plan_config(plan).updated(
+        num_workers=0, callbacks_class=TrainingCallbacks, min_sample_timesteps_per_iteration=0
+    )
+    with config.build() as algorithm:
+        stats = algorithm.train()["learners"]["default_policy"]
+    assert stats["rows"] > 0
 
 
 def test_override_of_unknown_method_raises():

@@ -1,5 +1,6 @@
 """Evaluation during training: in process, on actors, in parallel; by episodes and by steps."""
 
+import json
 import os
 import threading
 
@@ -184,6 +185,53 @@ def test_evaluation_parallel_to_training(ray_session):
     assert evaluations[1] is None  # the first evaluation starts here
     evaluated = [e["training_iteration"] for e in evaluations if e is not None]
     assert evaluated == [2, 4] or evaluated == [2, 4, 6]
+
+
+@pytest.mark.slow
+def test_end_of_a_run_waits_for_the_evaluation_parallel_to_training(ray_session, tmp_path):
+    config = a2c_config(
+        evaluation_interval=3,
+        evaluation_duration=2,
+        evaluation_num_workers=1,
+        evaluation_parallel_to_training=True,
+    )
+    with config.build() as algorithm:
+        algorithm.learn(stop={"training_iteration": 3}, run_dir=tmp_path / "r")
+        assert algorithm.last_result["evaluation"]["training_iteration"] == 3
+        assert algorithm.finish_evaluation() is None
+    lines = (tmp_path / "r/result.json").read_text().splitlines()
+    assert json.loads(lines[-1])["evaluation"]["training_iteration"] == 3
+
+
+class FailsAtStepFour(gym.Wrapper):
+    def __init__(self, context):
+        super().__init__(gym.make("CartPole-v1"))
+
+    def reset(self, **kwargs):
+        self.steps, self.length = 0, self.np_random.integers(2, 7)
+        return super().reset(**kwargs)
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 4:
+            raise ArithmeticError("broken on purpose")
+        obs, reward, _, _, info = super().step(action)
+        return obs, reward, self.steps == self.length, False, info
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_dropped_episodes_of_an_evaluation_are_counted(workers, ray_session):
+    config = a2c_config(
+        evaluation_interval=1,
+        evaluation_duration=6,
+        evaluation_num_workers=workers,
+        evaluation_config={"env": FailsAtStepFour, "max_num_env_restarts": 1000},
+    )
+    with config.build() as algorithm:
+        evaluation = algorithm.train()["evaluation"]
+    assert evaluation["episodes"] == 6
+    assert evaluation["episode_len_mean"] < 4
+    assert evaluation["num_faulty_episodes"] > 0
 
 
 class StepFails(gym.Wrapper):

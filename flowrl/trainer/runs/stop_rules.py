@@ -273,18 +273,22 @@ def has_metric(result: dict[str, Any], name: str, setting: str) -> bool:
         setting: setting that names the metric, for the error message.
 
     Raises:
-        ConfigError: the result reports the metric's group without the metric.
+        ConfigError: the result has the statistics of the policy without the metric, or a custom
+            metric with a similar name.
     """
     if metric_value(result, name) is not None:
         return True
     learned = policy_of_statistic(name) in result["learners"]
     episodes_ended = name.startswith("custom_metrics/") and result["episodes_in_window"]
-    if learned or episodes_ended:
-        group = name.split("/")[0]
-        metrics = flatten_result({group: result[group]})
-        known = [path for path, value in metrics if isinstance(value, (int, float))]
-        raise ConfigError(
-            f"{setting}: there is no metric {name!r}.{nearest(name, known)} Metrics in {group}: "
-            f"{', '.join(known) or 'none'}"
-        )
-    return False
+    if not (learned or episodes_ended):
+        return False
+    group = name.split("/")[0]
+    metrics = flatten_result({group: result[group]})
+    known = [path for path, value in metrics if isinstance(value, (int, float))]
+    hint = nearest(name, known)
+    if not (learned or hint):  # later episodes may have the metric
+        return False
+    raise ConfigError(
+        f"{setting}: there is no metric {name!r}.{hint} Metrics in {group}: "
+        f"{', '.join(known) or 'none'}"
+    )

@@ -102,14 +102,16 @@ def train_until(
                 progress = _new_display(algorithm, stop, display)
             while reason is None:
                 result = _train_once(algorithm, signals)
+                now = time.perf_counter()
+                window = config.metrics_num_episodes_for_smoothing
+                reason = stop.reached(result, window, now - started)
+                if reason is not None:
+                    algorithm.finish_evaluation()
                 if run is not None:
                     run.write(result)
                 if progress is not None:
                     progress.add(result)
                 pending.check(result)
-                now = time.perf_counter()
-                window = config.metrics_num_episodes_for_smoothing
-                reason = stop.reached(result, window, now - started)
                 is_due = reason is None and _checkpoint_is_due(algorithm, result, now - saved)
                 if run is not None and is_due:
                     run.save(algorithm, result)
