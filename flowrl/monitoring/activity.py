@@ -119,7 +119,8 @@ class WorkerActivity:
     def busy_s(self) -> float:
         """Seconds of work: sampling, loading weights, operators on the shards."""
         parts = self.seconds.get("sample_s", 0.0), self.seconds.get("weights_s", 0.0)
-        return sum(parts) + sum(self.operator_s.values())
+        after_sampling = self.callback_s.get("on_sample_end", 0.0)
+        return sum(parts) + after_sampling + sum(self.operator_s.values())
 
 
 @dataclass

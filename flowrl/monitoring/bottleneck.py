@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from flowrl.monitoring.activity import Activity, StageActivity, WorkerActivity
 from flowrl.monitoring.plan_facts import PlanFacts
 from flowrl.ops.inspection import Breakpoint
+from flowrl.sampling.callbacks import EPISODE_EVENTS
 
 SMALL_MINIBATCH = 16  # rows
 MANY_UPDATES = 4.0  # per row stored in a replay buffer
@@ -116,11 +117,14 @@ def _parts(activity: Activity) -> dict[str, float]:
             "reset": reset,
             "env_step": seconds.get("env_step_s", 0.0) - reset,
             "inference": seconds.get("inference_s", 0.0),
-            "postprocessing": seconds.get("postprocess_s", 0.0),
             **{f"callback:{name}": value for name, value in worker.callback_s.items()},
             **{f"operator:{title}": value for title, value in worker.operator_s.items()},
         }
-        collection = seconds.get("collection_s", 0.0) - sum(worker.callback_s.values())
+        postprocessing = seconds.get("postprocess_s", 0.0)
+        postprocessing -= worker.callback_s.get("on_postprocess_trajectory", 0.0)
+        collection = seconds.get("collection_s", 0.0)
+        collection -= sum(worker.callback_s.get(name, 0.0) for name in EPISODE_EVENTS)
+        named["postprocessing"] = max(postprocessing, 0.0)
         named["collection"] = max(collection, 0.0)
         for name, value in named.items():
             total[name] = total.get(name, 0.0) + value

@@ -55,7 +55,7 @@ class PlanMetrics:
             last MAX_EPISODES.
         num_new_episodes: number of all episodes that ended since the last report.
         worker_health: (worker index, incarnation) -> WorkerHealth.
-        sampler_timings: worker index -> seconds per part of sampling.
+        sampler_timings: (worker index, incarnation) -> seconds per part of sampling.
         trainers: name -> metrics of each training operator, in the order of their first updates.
         step_results: entries of the last result of `training_step` that belong to no policy.
     """
@@ -63,7 +63,7 @@ class PlanMetrics:
     new_episodes: deque[tuple[int, Any]] = field(default_factory=lambda: deque(maxlen=MAX_EPISODES))
     num_new_episodes: int = 0
     worker_health: dict[tuple[int, int], WorkerHealth] = field(default_factory=dict)
-    sampler_timings: dict[int, dict[str, float]] = field(default_factory=dict)
+    sampler_timings: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict)
     trainers: dict[str, TrainerMetrics] = field(default_factory=dict)
     step_results: dict[str, Any] = field(default_factory=dict)
     _names: dict[str, Any] = field(default_factory=dict, repr=False)  # name -> training operator

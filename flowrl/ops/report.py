@@ -15,6 +15,7 @@ from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
 from flowrl.iter.metrics import Timer, current_journal
 from flowrl.iter.stage import operator_of, walk
 from flowrl.ops.plan_metrics import Info, PlanMetrics
+from flowrl.sampling.episode import EpisodeMetrics, returns_by_policy
 from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.setting_aliases import INFO_COUNTERS
@@ -315,41 +316,36 @@ class CollectMetrics:
         return finished
 
     def _episode_metrics(self, finished: int) -> Result:
-        returns = np.array([episode[0] for episode in self._window] or [np.nan])
-        lengths = np.array([float(episode[1]) for episode in self._window] or [np.nan])
+        episodes = [EpisodeMetrics(*fields) for fields in self._window]
         by_agent: dict[str, list[float]] = {}
-        by_policy: dict[str, list[float]] = {}
         custom: dict[str, list[float]] = {}
         histograms: dict[str, list[float]] = {}
-        for _, _, _, agent_returns, metrics, hist_data in self._window:
-            for agent_id, policy_id, value in agent_returns or ():
+        for episode in episodes:
+            for agent_id, _, value in episode.agent_returns or ():
                 by_agent.setdefault(agent_id, []).append(value)
-                by_policy.setdefault(policy_id, []).append(value)
-            for name, value in (metrics or {}).items():
+            for name, value in (episode.custom_metrics or {}).items():
                 custom.setdefault(name, []).append(value)
-            for name, values in (hist_data or {}).items():
+            for name, values in (episode.hist_data or {}).items():
                 histograms.setdefault(name, []).extend(values)
-        policies = self._workers.local_worker().policy_map
-        if not by_policy and len(policies) == 1:
-            by_policy = {next(iter(policies)): returns.tolist()}
+        by_policy = returns_by_policy(episodes, list(self._workers.local_worker().policy_map))
+        spreads = {policy_id: _spread(values) for policy_id, values in by_policy.items()}
+        returns = _spread([episode.episode_return for episode in episodes])
+        lengths = _spread([episode.episode_length for episode in episodes])
         return {
-            **_spread("episode_reward", returns),
-            "episode_len_mean": float(lengths.mean()),
+            **{f"episode_reward_{kind}": value for kind, value in returns.items()},
+            "episode_len_mean": lengths["mean"],
             "episodes_this_iter": finished,
             "episodes_total": self._episodes_total,
             "episodes_in_window": len(self._window),
             **{
-                f"policy_reward_{kind}": {
-                    pid: _spread("", np.array(values))[f"_{kind}"]
-                    for pid, values in by_policy.items()
-                }
+                f"policy_reward_{kind}": {pid: spread[kind] for pid, spread in spreads.items()}
                 for kind in ("mean", "min", "max")
             },
             "agent_reward_mean": {a: float(np.mean(values)) for a, values in by_agent.items()},
             "custom_metrics": {
-                key: number
+                f"{name}_{kind}": value
                 for name, values in custom.items()
-                for key, number in _spread(name, np.array(values)).items()
+                for kind, value in _spread(values).items()
             },
             "hist_stats": histograms,
         }
@@ -384,7 +380,7 @@ class CollectMetrics:
             if timer.has_units_processed():
                 result[f"{operator}_throughput{suffix}"] = timer.mean_throughput
         num_workers = max(self._workers.num_workers, 1)  # removed workers are left out
-        timings = [seconds for i, seconds in plan.sampler_timings.items() if i < num_workers]
+        timings = [s for (worker, _), s in plan.sampler_timings.items() if worker < num_workers]
         for part in {part for seconds in timings for part in seconds}:
             result[f"sampler_{part}"] = sum(seconds.get(part, 0.0) for seconds in timings)
         return result
@@ -425,9 +421,7 @@ def _without_rows(entry: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in entry.items() if name != "rows"}
 
 
-def _spread(name: str, values: np.ndarray) -> dict[str, float]:
-    return {
-        f"{name}_mean": float(values.mean()),
-        f"{name}_min": float(values.min()),
-        f"{name}_max": float(values.max()),
-    }
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the mean, minimum and maximum; NaN without values."""
+    array = np.array(values or [np.nan], np.float64)
+    return {"mean": float(array.mean()), "min": float(array.min()), "max": float(array.max())}

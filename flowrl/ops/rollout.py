@@ -181,7 +181,7 @@ class CountRollouts:
         filters, failures of environments."""
         tags, plan = source.tags, PlanMetrics.of(metrics)
         plan.add_episodes(source.shard, tags.get("episodes", ()))
-        plan.sampler_timings[source.shard] = tags.get("timings", {})
+        plan.sampler_timings[source.shard, source.incarnation] = tags.get("timings", {})
         worker = self.workers.local_worker()
         for filters in tags.get("filters", ()):
             with worker.lock:

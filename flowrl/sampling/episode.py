@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,6 +32,27 @@ class EpisodeMetrics(NamedTuple):
 
 # EpisodeMetrics._make, three times as fast
 make_episode_metrics = partial(tuple.__new__, EpisodeMetrics)
+
+
+def returns_by_policy(
+    episodes: Iterable[EpisodeMetrics], policies: Sequence[str]
+) -> dict[str, list[float]]:
+    """Return policy id -> returns of its agents. In episodes of single agents, the only policy has
+    the returns of the episodes.
+
+    Args:
+        episodes: the episodes.
+        policies: ids of all policies.
+    """
+    episodes = list(episodes)
+    by_policy: dict[str, list[float]] = {}
+    for episode in episodes:
+        for _, policy_id, agent_return in episode.agent_returns or ():
+            by_policy.setdefault(policy_id, []).append(agent_return)
+    if len(policies) == 1 and not by_policy:
+        by_policy = {policies[0]: [episode.episode_return for episode in episodes]}
+    return by_policy
+
 
 _STATE_FIELDS = ("length", "total_reward", "custom_metrics", "hist_data", "is_faulty")
 
@@ -148,10 +169,19 @@ class MultiAgentEpisode:
         None if it is empty.
 
         Raises:
-            ConfigError: a custom metric is not a number.
+            ConfigError: a custom metric is not a number, or data of a histogram no list.
         """
         metrics = {name: self._number(name, v) for name, v in self.custom_metrics.items()}
-        return metrics or None, {n: list(v) for n, v in self.hist_data.items()} or None
+        return metrics or None, {n: self._list(n, v) for n, v in self.hist_data.items()} or None
+
+    def _list(self, name: str, value: Any) -> list[Any]:
+        """Return the data of a histogram as a list."""
+        if isinstance(value, Iterable) and not isinstance(value, str):
+            return list(value)
+        raise ConfigError(
+            f"{type(self.worker.callbacks).__name__}: hist_data[{name!r}] must be a list of "
+            f"numbers, got {value!r}"
+        )
 
     def _number(self, name: str, value: Any) -> float:
         """Return a custom metric as a number."""

@@ -15,7 +15,7 @@ from flowrl.iter import ray_health
 from flowrl.iter.ray_runtime import death_errors
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import PolicySpec
-from flowrl.sampling.episode import EpisodeMetrics
+from flowrl.sampling.episode import EpisodeMetrics, returns_by_policy
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.seeding import derive_seed
@@ -194,22 +194,21 @@ def summarize_episodes(played: Played, policies: Sequence[str] = ()) -> dict[str
     episodes = played.episodes
     returns = np.array([episode.episode_return for episode in episodes] or [np.nan])
     lengths = np.array([float(episode.episode_length) for episode in episodes] or [np.nan])
-    by_policy: dict[str, list[float]] = {}
-    for episode in episodes:
-        for _, policy_id, agent_return in episode.agent_returns or ():
-            by_policy.setdefault(policy_id, []).append(agent_return)
-    if len(policies) == 1 and not by_policy:
-        by_policy = {policies[0]: returns.tolist()}
+    by_policy = returns_by_policy(episodes, policies)
     return {
         "episode_reward_mean": float(returns.mean()),
         "episode_reward_min": float(returns.min()),
         "episode_reward_max": float(returns.max()),
         "episode_reward_std": float(returns.std()),
         "episode_len_mean": float(lengths.mean()),
-        "policy_reward_mean": {p: float(np.mean(values)) for p, values in by_policy.items()},
+        "policy_reward_mean": {p: _mean(values) for p, values in by_policy.items()},
         "episodes": len(episodes),
         "num_faulty_episodes": played.num_faulty,
     }
+
+
+def _mean(values: list[float]) -> float:
+    return float(np.mean(values)) if values else float("nan")
 
 
 class EvaluationWorkers:

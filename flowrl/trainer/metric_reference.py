@@ -112,10 +112,14 @@ _TIMERS = {
     "learner_wait_time_ms": Metric("ms", "Mean time that the learner waits for a batch."),
     "compute_grads_time_ms": Metric("ms", "Mean time to compute gradients on a worker."),
     "compute_grads_throughput": Metric("env steps / s", "Env steps per second of that time."),
+    "grad_wait_time_ms": Metric("ms", "Mean time to wait for a gradient, last 10 gradients."),
+    "grad_wait_throughput": Metric("env steps / s", "Env steps per second of that time."),
     "apply_grad_time_ms": Metric("ms", "Mean time to apply gradients."),
     "apply_grad_throughput": Metric("env steps / s", "Env steps per second of that time."),
     "update_time_ms": Metric("ms", "Mean time to prepare new weights for the workers, last 10."),
-    "sampler_sample_s": Metric("seconds", "Time of sampling since the start, of all workers."),
+    "sampler_sample_s": Metric(
+        "seconds", "Time of sampling of all workers, since the start or the last resume."
+    ),
     "sampler_inference_s": Metric("seconds", "The part of it in which policies act."),
     "sampler_env_step_s": Metric("seconds", "The part of it in which environments step."),
     "sampler_reset_s": Metric("seconds", "The part of it in which environments are reset."),
@@ -136,6 +140,7 @@ _COUNTERS = {
     ),
     "num_target_updates": Metric("updates", "Updates of target networks."),
     "num_shard_restarts": Metric("restarts", "Restarts of remote workers."),
+    "num_shards_failed": Metric("workers", "Remote workers that failed permanently."),
     "num_env_steps_dropped": Metric(
         "env steps", "Env steps that were not trained on: stale or lost."
     ),
@@ -157,6 +162,9 @@ METRICS = {
     **RESULT_METRICS,
     **{f"{name}/<policy>": metric for name, metric in POLICY_METRICS.items()},
     "agent_reward_mean/<agent>": Metric("reward", f"Mean return of an agent in {_EPISODES}."),
+    "env_runners/agent_episode_returns_mean/<agent>": Metric(
+        "", "The same as agent_reward_mean/<agent>."
+    ),
     **{f"learners/<policy>/{name}": metric for name, metric in _LEARNER_METRICS.items()},
     **{f"timers/{name}": metric for name, metric in _TIMERS.items()},
     **{f"counters/{name}": metric for name, metric in _COUNTERS.items()},

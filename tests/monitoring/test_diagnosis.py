@@ -192,6 +192,21 @@ def test_callback_of_training_is_named():
     assert (found.cause, found.operator) == ("callback", "MyCallbacks.on_learn_on_batch")
 
 
+def test_callback_after_sampling_is_work_of_its_worker():
+    workers = [worker(seconds={"sample_s": 1.0}, callback_s={"on_sample_end": 8.0})]
+    assert workers[0].busy == pytest.approx(0.9)
+    found = first(activity(workers=workers), facts(num_workers=0))
+    assert (found.cause, found.operator) == ("callback", "MyCallbacks.on_sample_end")
+
+
+def test_callbacks_are_subtracted_from_the_part_that_contains_them():
+    seconds = {"sample_s": 9.0, "postprocess_s": 4.0, "collection_s": 5.0}
+    callback_s = {"on_postprocess_trajectory": 3.5, "on_episode_step": 1.0}
+    workers = [worker(seconds=seconds, callback_s=callback_s)]
+    found = first(activity(WAITING, workers=workers), facts())
+    assert found.cause == "collection"
+
+
 def test_learning_on_workers_is_training():
     learning = [worker(operator_s={"LearnOnWorker (chained at p.py:3)": 8.0}, seconds={})]
     found = first(activity(WAITING, workers=learning), facts())

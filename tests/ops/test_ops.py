@@ -415,9 +415,10 @@ def test_removed_workers_are_not_in_the_timers():
         workers = WorkerSet(lambda c: CountEnv(), ObservedValue, {"num_workers": 2})
         collect = CollectMetrics(workers, 100)
         timings = PlanMetrics.of(metrics).sampler_timings
-        timings |= {0: {"env_step_ms": 1.0}, 1: {"env_step_ms": 2.0}}
+        timings |= {(0, 0): {"env_step_ms": 1.0}, (1, 0): {"env_step_ms": 0.5}}
+        timings[1, 1] = {"env_step_ms": 1.5}  # the worker was replaced
         assert collect(None)["timers"]["sampler_env_step_ms"] == 3.0
-        timings[2] = {"env_step_ms": 9.0}
+        timings[2, 0] = {"env_step_ms": 9.0}
         assert collect(None)["timers"]["sampler_env_step_ms"] == 3.0
 
 

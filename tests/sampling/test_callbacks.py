@@ -217,6 +217,18 @@ def test_callbacks_add_to_train_results(workers, ray_session):
         assert metrics["double_min"] <= metrics["double_mean"] <= metrics["double_max"]
 
 
+@pytest.mark.parametrize("value", [3.0, "long"])
+def test_data_of_a_histogram_must_be_a_list(value):
+    class Numbers(DefaultCallbacks):
+        def on_episode_end(self, *, episode, **kwargs):
+            episode.hist_data["lengths"] = value
+
+    settings = {"callbacks_class": Numbers, "rollout_fragment_length": 9}
+    worker = RolloutWorker(lambda context: CountEnv(3), ObservedValue, settings)
+    with pytest.raises(ConfigError, match=r"Numbers: hist_data\['lengths'\] must be a list"):
+        worker.sample()
+
+
 @pytest.mark.parametrize("plan", ["a3c", "ddppo"])
 def test_callback_before_learning_is_called_where_the_gradient_is_computed(plan):
     config = plan_config(plan).updated(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 from flowrl.monitoring.activity import Activity
@@ -19,7 +21,8 @@ class ActivityLog:
     """Append activities to the file of a run.
 
     The file keeps at most MAX_RECORDS records: when it is full, every second one is removed, and
-    from then on half as many are written.
+    from then on half as many are written. The counters of a record that is removed or not written
+    are added to the next one.
 
     Args:
         folder: the run directory.
@@ -29,15 +32,15 @@ class ActivityLog:
         self._path = folder / FILE
         self._num_records = len(read_activities(folder))
         self._every = 1
-        self._skipped = 0
+        self._skipped: list[Activity] = []  # since the last record
         self._failed = False
 
     def append(self, activity: Activity) -> None:
         """Write an activity if it is due; the first error of the file system is logged."""
-        self._skipped += 1
-        if self._skipped < self._every:
+        self._skipped.append(activity)
+        if len(self._skipped) < self._every:
             return
-        self._skipped = 0
+        activity, self._skipped = _last_of(self._skipped), []
         try:
             if self._num_records >= MAX_RECORDS:
                 self._thin_out()
@@ -51,9 +54,18 @@ class ActivityLog:
 
     def _thin_out(self) -> None:
         """Remove every second record, atomically."""
-        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)[::2]
-        write_whole(self._path, "".join(lines))
-        self._num_records, self._every = len(lines), 2 * self._every
+        records = read_activities(self._path.parent)
+        kept = [_last_of(records[i : i + 2]) for i in range(0, len(records), 2)]
+        write_whole(self._path, "".join(map(_line, kept)))
+        self._num_records, self._every = len(kept), 2 * self._every
+
+
+def _last_of(activities: list[Activity]) -> Activity:
+    """Return the last activity, with the counters of all."""
+    counters: Counter[str] = Counter()
+    for activity in activities:
+        counters.update(activity.counters)
+    return replace(activities[-1], counters=dict(counters))
 
 
 def truncate_activities(folder: Path, iteration: int) -> None:

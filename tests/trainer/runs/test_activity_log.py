@@ -25,14 +25,18 @@ def test_long_runs_keep_a_limited_number(tmp_path, monkeypatch):
     monkeypatch.setattr(activity_log, "MAX_RECORDS", 8)
     log, sizes = ActivityLog(tmp_path), []
     for number in range(200):
-        log.append(activity(iteration=number))
+        log.append(activity(iteration=number, counters={"num_shard_restarts": number % 7}))
         sizes.append(len(read_activities(tmp_path)))
     assert max(sizes) == 8
     assert sizes[-1] >= 4
-    numbers = [one.iteration for one in read_activities(tmp_path)]
+    records = read_activities(tmp_path)
+    numbers = [one.iteration for one in records]
     assert numbers == sorted(numbers)
-    assert numbers[0] == 0
+    assert numbers[0] < 64
     assert numbers[-1] >= 150
+    # the records count all restarts up to the last one
+    counted = sum(one.counters["num_shard_restarts"] for one in records)
+    assert counted == sum(number % 7 for number in range(numbers[-1] + 1))
 
 
 def test_activities_after_a_checkpoint_are_removed(tmp_path):
