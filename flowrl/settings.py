@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import is_dataclass
+from functools import wraps
 from importlib import import_module
-from typing import Annotated, Any, NamedTuple, Never, Self
+from typing import Annotated, Any, NamedTuple, Never, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -15,11 +18,14 @@ from pydantic import (
     Field,
     PrivateAttr,
     ValidationError,
+    model_validator,
 )
 
 from flowrl.errors import ConfigError as ConfigError  # part of this module's interface
 from flowrl.setting_aliases import nearest_setting, setting_hint
 from flowrl.setting_values import equal, is_search, type_text
+
+R = TypeVar("R", bound="Settings")
 
 
 def imported(path: str) -> Any:
@@ -121,6 +127,39 @@ def setting(
     """
     extra: Any = {"group": group, "in_evaluation": in_evaluation}
     return Field(default, json_schema_extra=extra, **constraints)
+
+
+_without_checks: ContextVar[bool] = ContextVar("without_checks", default=False)
+
+
+def check_of_settings(method: Callable[[R], R]) -> Any:
+    """Decorate a method that checks whether the settings of a record fit together.
+
+    It returns the record or raises ValueError. It is called after each setting has been checked
+    on its own, unless the record has a search space of Ray Tune: the settings of each trial are
+    checked.
+    """
+
+    @wraps(method)
+    def check(self: R) -> R:
+        return self if _without_checks.get() else method(self)
+
+    return model_validator(mode="after")(check)
+
+
+def _has_search(value: Any) -> bool:
+    """Return whether settings are or contain a search space of Ray Tune."""
+    if is_search(value):
+        return True
+    if isinstance(value, Settings):
+        return _has_search(vars(value))
+    if isinstance(value, dict):
+        return any(map(_has_search, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_search, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return _has_search(vars(value))
+    return False
 
 
 class Settings(BaseModel):
@@ -233,10 +272,13 @@ class Settings(BaseModel):
         unknown = [name for name in searched if name not in type(self).model_fields]
         if searched and not unknown:  # validated after Tune has drawn values
             values = {name: value for name, value in values.items() if name not in searched}
+        token = _without_checks.set(_without_checks.get() or bool(searched) or _has_search(values))
         try:
             super().__init__(**values)
         except ValidationError as error:
             raise ConfigError(_explain(type(self), error)) from None
+        finally:
+            _without_checks.reset(token)
         vars(self).update(searched)
         self.model_fields_set.update(searched)
 
@@ -285,13 +327,14 @@ class Settings(BaseModel):
             ConfigError: a setting is a search space.
         """
         for name, value in vars(self).items():
-            if is_search(value):
-                raise ConfigError(
-                    f"{name}: is a search space of Ray Tune; tune.Tuner(flowrl.tune.PPO, "
-                    "param_space=config) draws values from it"
-                )
             if isinstance(value, Settings):
                 value.check_no_search()
+            elif _has_search(value):
+                raise ConfigError(
+                    f"{name}: is a search space of Ray Tune, or contains one; "
+                    "tune.Tuner(flowrl.tune.PPO, param_space=config) draws values from it, but not "
+                    "within a PolicySpec"
+                )
 
     def _check_not_frozen(self) -> None:
         if self._frozen:
@@ -320,11 +363,14 @@ class Settings(BaseModel):
         if isinstance(value, dict) and isinstance(vars(self).get(name), Settings):
             value = self.updated(**{name: value})[name]  # it changes only what it names
         before = dict(vars(self))
+        token = _without_checks.set(_has_search(value) or _has_search(self))
         try:
             super().__setattr__(name, value)
         except ValidationError as error:
             vars(self).update(before)  # checks of several settings run after the assignment
             raise ConfigError(_explain(type(self), error)) from None
+        finally:
+            _without_checks.reset(token)
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and vars(self) == vars(other)

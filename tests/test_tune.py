@@ -17,9 +17,10 @@ from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
 
 import flowrl.tune
 from flowrl.algorithms.a2c import A2C, A2CConfig
+from flowrl.algorithms.dqn import DQNConfig
 from flowrl.algorithms.ppo import PPO, PPOConfig
 from flowrl.cli.main import main
-from flowrl.policies import ConfigError
+from flowrl.policies import ConfigError, PolicySpec
 from flowrl.sampling import DefaultCallbacks
 
 
@@ -109,6 +110,55 @@ def test_config_keeps_search_spaces():
         ppo_config(lrr=tune.choice([1]))
     with pytest.raises(ConfigError, match="lr"):
         flowrl.tune.PPO(config={**ppo_config().to_dict(), "lr": -1.0})
+
+
+@pytest.mark.parametrize("space", [tune.grid_search, tune.choice], ids=["grid", "choice"])
+@pytest.mark.parametrize(
+    ("searched", "fixed"),
+    [
+        ({"exploration_config": {"epsilon": [0.1, 0.2]}}, {}),
+        ({"num_atoms": [11, 51]}, {"v_min": 0.0}),
+        ({"noisy": [True]}, {"sigma0": 0.3}),
+        ({"prioritized_replay": [True]}, {"prioritized_replay_alpha": 0.5}),
+        ({"replay_buffer_capacity": [100_000]}, {"learning_starts": 80_000}),
+        ({"model": {"vf_share_layers": [True]}}, {"num_atoms": 51}),
+        ({"env_config": {"size": [1, 2]}}, {}),
+    ],
+    ids=lambda settings: "-".join(settings) or "-",
+)
+def test_settings_are_checked_together_when_values_are_drawn(space, searched, fixed):
+    spaces = {
+        name: {key: space(values) for key, values in value.items()}
+        if isinstance(value, dict)
+        else space(value)
+        for name, value in searched.items()
+    }
+    drawn = {
+        name: {key: values[0] for key, values in value.items()}
+        if isinstance(value, dict)
+        else value[0]
+        for name, value in searched.items()
+    }
+    config = DQNConfig(env="CartPole-v1", **spaces, **fixed)
+    with pytest.raises(ConfigError, match="is a search space of Ray Tune, or contains one"):
+        config.build()
+    config.gamma = 0.9
+    assert config.copy().updated(**drawn).gamma == 0.9
+    with pytest.raises(ConfigError, match="gamma: "):
+        config.gamma = 2.0
+
+
+def test_drawn_values_that_do_not_fit_together_are_rejected():
+    config = DQNConfig(env="CartPole-v1", num_atoms=tune.choice([1]), v_min=0.0)
+    with pytest.raises(ConfigError, match="v_min needs num_atoms above 1"):
+        config.updated(num_atoms=1)
+
+
+def test_search_space_within_a_policy_spec_is_rejected():
+    policies = {"a": PolicySpec(config={"lr": tune.choice([1e-3])})}
+    config = ppo_config(policies=policies, policy_mapping_fn=lambda *args, **kwargs: "a")
+    with pytest.raises(ConfigError, match=r"policies: is a search space.*not within a PolicySpec"):
+        config.build()
 
 
 def test_trainable_wraps_a_user_defined_algorithm():

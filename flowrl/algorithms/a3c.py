@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from flowrl.algorithms.a2c import A2C, A2CConfig, A2CTorchPolicy
-from flowrl.settings import Count, NotNegativeInt
+from flowrl.settings import Count, NotNegativeInt, check_of_settings
 from flowrl.trainer.config import PlanSetting, PlanSource
 
 
@@ -37,7 +37,7 @@ class A3CConfig(A2CConfig):
         """Return the options of AsyncGradients that limit the age of gradients."""
         return {"max_policy_lag": self.max_policy_lag, "stale_policy": self.stale_policy}
 
-    @model_validator(mode="after")
+    @check_of_settings
     def _check_gradient_settings(self) -> Self:
         if self.num_sgd_iter != 1 or self.sgd_minibatch_size:
             raise ValueError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any, ClassVar, Self
 
 import torch
-from pydantic import model_validator
 
 from flowrl.algorithms.kl_penalty import KLCoeff, KLPenalty
 from flowrl.algorithms.ppo import clipped_surrogate
@@ -16,7 +15,7 @@ from flowrl.algorithms.vtrace import VTraceConfig, VTracePolicy
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.target_network import TargetNetworkPolicy
 from flowrl.policies.torch_policy import TensorBatch
-from flowrl.settings import Fraction, NotNegativeInt, Positive
+from flowrl.settings import Fraction, NotNegativeInt, Positive, check_of_settings
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import PlanSetting, PlanSource
 
@@ -45,7 +44,7 @@ class APPOConfig(VTraceConfig):
     """Polyak coefficient of target updates, target = tau * online + (1 - tau) * target; 1
     copies the online weights."""
 
-    @model_validator(mode="after")
+    @check_of_settings
     def _check_kl_penalty(self) -> Self:
         has_minibatches = 0 < self.sgd_minibatch_size < self.train_batch_size
         copies_always = self.tau == 1 and self.target_network_update_freq <= self.train_batch_size

@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import optree
 import torch
-from pydantic import model_validator
 
 from flowrl.algorithms.offline_config import OfflineConfig
 from flowrl.algorithms.sac import SACSettings, SACTorchPolicy
@@ -21,7 +20,7 @@ from flowrl.data import SampleBatch
 from flowrl.ops import ReadMinari, ReadParquet
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.sampling.worker_set import WorkerSet
-from flowrl.settings import Count, NotNegative, NotNegativeInt, Positive
+from flowrl.settings import Count, NotNegative, NotNegativeInt, Positive, check_of_settings
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import PlanSetting, PlanSource
 
@@ -55,7 +54,7 @@ class CQLConfig(SACSettings, OfflineConfig):
     """Target of the gap per critic: the soft maximum of the values minus the value of the recorded
     action."""
 
-    @model_validator(mode="after")
+    @check_of_settings
     def _check_penalty(self) -> Self:
         default = type(self).model_fields["lagrangian_thresh"].default
         if self.lagrangian_thresh != default and not self.lagrangian:

@@ -15,7 +15,7 @@ import numpy as np
 import optree
 import torch
 from gymnasium import spaces
-from pydantic import Field, FiniteFloat, model_validator
+from pydantic import Field, FiniteFloat
 
 from flowrl.algorithms.off_policy import OffPolicyConfig
 from flowrl.policies.categorical_q import CategoricalQ
@@ -31,7 +31,14 @@ from flowrl.policies.schedules import Schedule
 from flowrl.policies.target_network import TargetNetworkPolicy
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
 from flowrl.policies.views import find_input_problem
-from flowrl.settings import ConfigError, Count, Fraction, NotNegativeInt, Positive
+from flowrl.settings import (
+    ConfigError,
+    Count,
+    Fraction,
+    NotNegativeInt,
+    Positive,
+    check_of_settings,
+)
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import PlanSetting, PlanSource
 
@@ -71,7 +78,7 @@ class DQNConfig(OffPolicyConfig):
     (hard updates), 0.01 after every train batch gives soft updates."""
     exploration_config: ExplorationConfig = ExplorationConfig(type="EpsilonGreedy")
 
-    @model_validator(mode="after")
+    @check_of_settings
     def _check_network_settings(self) -> Self:
         if not self.v_min < self.v_max:
             raise ValueError(f"v_min={self.v_min} is not below v_max={self.v_max}")

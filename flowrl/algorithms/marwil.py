@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from flowrl.algorithms.offline_config import OfflineConfig
 from flowrl.data import SampleBatch
@@ -18,7 +18,14 @@ from flowrl.ops import ReadMinari, ReadParquet
 from flowrl.policies.returns import discounted_returns
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
 from flowrl.sampling.worker_set import WorkerSet
-from flowrl.settings import ConfigError, Count, NotNegative, NotNegativeInt, Positive
+from flowrl.settings import (
+    ConfigError,
+    Count,
+    NotNegative,
+    NotNegativeInt,
+    Positive,
+    check_of_settings,
+)
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import PlanSetting, PlanSource
 
@@ -77,7 +84,7 @@ class BCConfig(MARWILConfig):
     beta: NotNegative = 0.0
     """Must be 0; use MARWIL for weighted rows."""
 
-    @model_validator(mode="after")
+    @check_of_settings
     def _check_beta(self) -> Self:
         if self.beta:
             raise ValueError(f"beta={self.beta}: BC does not weight rows, use MARWIL")

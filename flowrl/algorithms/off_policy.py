@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.ops import ReplayActors
@@ -14,7 +14,14 @@ from flowrl.policies.policy_spec import specs_of
 from flowrl.policies.schedules import LinearSchedule, env_step
 from flowrl.replay import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer
 from flowrl.seeding import derive_seed
-from flowrl.settings import ConfigError, Count, NotNegative, NotNegativeInt, Positive
+from flowrl.settings import (
+    ConfigError,
+    Count,
+    NotNegative,
+    NotNegativeInt,
+    Positive,
+    check_of_settings,
+)
 from flowrl.trainer.config import AlgorithmConfig, check_folder
 
 REPLAY_ACTOR_SETTINGS = ("num_replay_shards", "replay_buffer_shards_colocated_with_driver")
@@ -58,7 +65,7 @@ class OffPolicyConfig(AlgorithmConfig):
     """Added to absolute TD errors, so that every row can be drawn."""
     min_sample_timesteps_per_iteration: NotNegativeInt = 1000
 
-    @model_validator(mode="after")
+    @check_of_settings
     def _check_replay_settings(self) -> Self:
         for name in ("train_batch_size", "learning_starts"):
             if self.replay_buffer_capacity < getattr(self, name):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from gymnasium import spaces
-from pydantic import SkipValidation, model_validator
+from pydantic import SkipValidation
 
 from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
 from flowrl.envs.registry import SpacesOnlyEnv
@@ -18,7 +18,7 @@ from flowrl.offline.parquet import OfflineDataError, parquet_files, read_policy_
 from flowrl.offline.sources import ParquetSource
 from flowrl.ops import ReadMinari, ReadParquet
 from flowrl.sampling.worker_set import WorkerSet
-from flowrl.settings import ConfigError, setting
+from flowrl.settings import ConfigError, check_of_settings, setting
 from flowrl.trainer.config import AlgorithmConfig
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class OfflineConfig(AlgorithmConfig):
     """Action space of the environment that the experience was recorded in; None uses the space of
     `env`."""
 
-    @model_validator(mode="after")
+    @check_of_settings
     def _check_spaces(self) -> Self:
         spaces_by_name = {
             "observation_space": self.observation_space,

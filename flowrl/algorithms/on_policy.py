@@ -6,14 +6,13 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from pydantic import model_validator
 
 from flowrl.data import SampleBatch
 from flowrl.policies.models.fcnet import acts_by_numpy
 from flowrl.policies.returns import discounted_returns, generalized_advantages
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TorchPolicy
-from flowrl.settings import ConfigError, Fraction
+from flowrl.settings import ConfigError, Fraction, check_of_settings
 from flowrl.trainer.config import AlgorithmConfig
 
 _ONE_NUMBER_PER_ROW = ("advantages", "value_targets", "action_logp", "vf_preds")
@@ -38,7 +37,7 @@ class OnPolicyConfig(AlgorithmConfig):
     """Allow batches from a replay buffer, although the loss assumes samples of the current
     policy."""
 
-    @model_validator(mode="after")
+    @check_of_settings
     def _check_exploration(self) -> Self:
         self.exploration_config.check_has_probabilities()
         return self

@@ -7,14 +7,13 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 import optree
 import torch
-from pydantic import model_validator
 
 from flowrl.algorithms.dqn import DQN, DQNConfig, DQNTorchPolicy
 from flowrl.data import SampleBatch
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.policies.views import ViewRequirement
-from flowrl.settings import ConfigError, Count, Positive
+from flowrl.settings import ConfigError, Count, Positive, check_of_settings
 from flowrl.trainer.config import PlanSetting, PlanSource
 
 RAW_REWARDS = "raw_rewards"  # column: rewards before clipping and scaling, as `prev_rewards`
@@ -47,7 +46,7 @@ class R2D2Config(DQNConfig):
     h_function_epsilon: Positive = 1e-3
     """Weight of the linear term of the rescaling, which makes it invertible."""
 
-    @model_validator(mode="after")
+    @check_of_settings
     def _check_value_settings(self) -> Self:
         for name, value in (("num_atoms", 1), ("noisy", False)):
             if getattr(self, name) != value:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal, Self
 
 import numpy as np
-from pydantic import model_validator
 
 from flowrl.algorithms.async_learner import AsyncLearnerConfig
 from flowrl.data import SampleBatch
@@ -18,7 +17,15 @@ from flowrl.policies.models.fcnet import acts_by_numpy
 from flowrl.policies.returns import vtrace
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
-from flowrl.settings import ConfigError, Count, Fraction, NotNegative, NotNegativeInt, Positive
+from flowrl.settings import (
+    ConfigError,
+    Count,
+    Fraction,
+    NotNegative,
+    NotNegativeInt,
+    Positive,
+    check_of_settings,
+)
 
 BOOTSTRAP = "bootstrap_values"  # column: the sampler's values of next states
 
@@ -65,7 +72,7 @@ class VTraceConfig(AsyncLearnerConfig):
         max_batches = self.max_policy_lag // self.num_sgd_iter
         return {"limit": StalenessLimit(self.train_batch_size, max_batches)}
 
-    @model_validator(mode="after")
+    @check_of_settings
     def _check_waiting(self) -> Self:
         if self.stale_policy == "wait":
             if self.max_policy_lag is None:
@@ -85,7 +92,7 @@ class VTraceConfig(AsyncLearnerConfig):
                     )
         return self
 
-    @model_validator(mode="after")
+    @check_of_settings
     def _check_replay(self) -> Self:
         if self.replay_proportion and not self.replay_buffer_num_slots:
             raise ValueError("replay_proportion needs replay_buffer_num_slots of at least 1")
@@ -93,12 +100,12 @@ class VTraceConfig(AsyncLearnerConfig):
             raise ValueError("replay_buffer_num_slots needs a replay_proportion above 0")
         return self
 
-    @model_validator(mode="after")
+    @check_of_settings
     def _check_exploration(self) -> Self:
         self.exploration_config.check_has_probabilities()
         return self
 
-    @model_validator(mode="after")
+    @check_of_settings
     def _check_aggregation(self) -> Self:
         if self.num_aggregation_workers and not self.num_workers:
             raise ValueError(

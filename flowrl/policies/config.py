@@ -19,6 +19,7 @@ from flowrl.settings import (
     NotNegativeInt,
     Positive,
     Settings,
+    check_of_settings,
     setting,
 )
 
@@ -101,7 +102,7 @@ class ModelConfig(Settings):
     custom_model_config: dict[str, Any] = {}
     """Keyword arguments of the custom model."""
 
-    @model_validator(mode="after")
+    @check_of_settings
     def _fits_together(self) -> Self:
         if self.use_lstm and self.use_attention:
             raise ValueError("use_lstm and use_attention: use only one of them")
@@ -190,7 +191,7 @@ class ExplorationConfig(Settings):
                 "recorded, but the algorithm learns from them: use StochasticSampling"
             )
 
-    @model_validator(mode="after")
+    @check_of_settings
     def _fits_together(self) -> Self:
         of = {
             "epsilon": ("EpsilonGreedy",),

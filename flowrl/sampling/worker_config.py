@@ -17,7 +17,15 @@ from flowrl.sampling.callbacks import check_callbacks_class
 from flowrl.sampling.sample_collector import SampleCollector
 from flowrl.setting_aliases import canonical_names
 from flowrl.setting_values import nearest
-from flowrl.settings import ConfigError, Count, NotNegative, NotNegativeInt, Positive, setting
+from flowrl.settings import (
+    ConfigError,
+    Count,
+    NotNegative,
+    NotNegativeInt,
+    Positive,
+    check_of_settings,
+    setting,
+)
 
 DEFAULT_FRAGMENT_LENGTH = 200
 MULTIAGENT_KEYS = ("policies", "policy_mapping_fn", "policies_to_train", "count_steps_by")
@@ -207,7 +215,7 @@ class WorkerConfig(PolicyConfig):
             raise ValueError("_use_trajectory_view_api: must be True, the only supported value")
         return _flattened(values)
 
-    @model_validator(mode="after")
+    @check_of_settings
     def _check_worker_settings(self) -> Self:
         for name in ("num_gpus_per_worker", "custom_resources_per_worker", "placement_strategy"):
             if self.num_spare_workers and getattr(self, name):

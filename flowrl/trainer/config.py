@@ -21,7 +21,15 @@ from flowrl.policies.policy_spec import PolicyMapping, specs_of
 from flowrl.seeding import derive_seed
 from flowrl.setting_aliases import canonical_names
 from flowrl.setting_values import nearest
-from flowrl.settings import ConfigError, Count, NotNegativeInt, Positive, imported, setting
+from flowrl.settings import (
+    ConfigError,
+    Count,
+    NotNegativeInt,
+    Positive,
+    check_of_settings,
+    imported,
+    setting,
+)
 from flowrl.trainer.fluent import FluentSettings
 from flowrl.trainer.loggers import LoggerName, check_loggers
 from flowrl.trainer.memory_checks import check_processes, check_rows
@@ -228,7 +236,7 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
             values["log_to"] = [values["log_to"]]
         return values
 
-    @model_validator(mode="after")
+    @check_of_settings
     def _check_combinations(self) -> Self:
         if self.evaluation_parallel_to_training and not self.evaluation_num_workers:
             raise ValueError(
