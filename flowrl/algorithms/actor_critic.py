@@ -99,7 +99,7 @@ class ActorCriticPolicy(TargetNetworkPolicy):
     default_optimizer: FlatAdam | None = None
 
     def __init__(self, observation_space: Any, action_space: Any, config: Any):
-        name = type(self).__name__.removesuffix("TorchPolicy")
+        name = self.algorithm_name
         config = self.config_from(config)
         if isinstance(action_space, spaces.Box):
             is_unit = (action_space.low == -1).all() and (action_space.high == 1).all()
@@ -144,8 +144,7 @@ class ActorCriticPolicy(TargetNetworkPolicy):
 
     def check_discrete(self, action_space: Any) -> None:
         """Raise ConfigError for a space that is not a Box, unless the algorithm supports it."""
-        name = type(self).__name__.removesuffix("TorchPolicy")
-        raise ConfigError(f"{name} is for Box actions, not {action_space}")
+        raise ConfigError(f"{self.algorithm_name} is for Box actions, not {action_space}")
 
     # -- networks ----------------------------------------------------------------------------------
 

@@ -111,17 +111,19 @@ class DQNTorchPolicy(TargetNetworkPolicy):
 
     def __init__(self, observation_space: Any, action_space: Any, config: Any):
         if not isinstance(action_space, spaces.Discrete):
-            name = type(self).__name__.removesuffix("TorchPolicy")
-            raise ConfigError(f"{name} is for Discrete actions, not {action_space}")
+            raise ConfigError(f"{self.algorithm_name} is for Discrete actions, not {action_space}")
         super().__init__(observation_space, action_space, config)
         self.check_views()
 
     def check_views(self) -> None:
         """Raise ConfigError for networks with views that the loss does not support."""
-        self.config.model.check_no_memory("DQN")
+        self.config.model.check_no_memory(self.algorithm_name)
         extra_views = set(self.model.view_requirements) - {"obs"}
         if extra_views:
-            raise ConfigError(f"DQN's network sees only observations, not {sorted(extra_views)}")
+            raise ConfigError(
+                f"model: networks of {self.algorithm_name} read only observations, not the views "
+                f"{sorted(extra_views)}"
+            )
 
     @cached_property
     def q_function(self) -> QValues:

@@ -142,7 +142,7 @@ class MARWILTorchPolicy(TorchPolicy):
     config: MARWILConfig
 
     def __init__(self, observation_space: Any, action_space: Any, config: Any):
-        name = type(self).__name__.removesuffix("TorchPolicy")
+        name = self.algorithm_name
         config = self.config_from(config)
         config.model.check_no_memory(name)
         super().__init__(observation_space, action_space, config)

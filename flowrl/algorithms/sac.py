@@ -61,8 +61,9 @@ class SACTorchPolicy(ActorCriticPolicy):
 
     def check_discrete(self, action_space: Any) -> None:
         if not isinstance(action_space, spaces.Discrete):
-            name = type(self).__name__.removesuffix("TorchPolicy")
-            raise ConfigError(f"{name} is for Box and Discrete actions, not {action_space}")
+            raise ConfigError(
+                f"{self.algorithm_name} is for Box and Discrete actions, not {action_space}"
+            )
 
     def make_distribution(self) -> Any:
         if isinstance(self.action_space, spaces.Discrete):

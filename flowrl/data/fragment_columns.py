@@ -221,3 +221,16 @@ def _resized(array: np.ndarray, rows: int) -> np.ndarray:
     larger = np.zeros((rows, *array.shape[1:]), array.dtype)
     larger[: len(array)] = array
     return larger
+
+
+def by_lane(column: np.ndarray, order: np.ndarray | None = None) -> np.ndarray:
+    """Return a column [T, N, …] as a new array [rows, …], sorted by lane and time.
+
+    `order` selects from the time-major rows [T * N]; None selects all.
+    """
+    if order is not None:
+        # order is always in range: "clip" skips the check in take
+        return column.reshape(-1, *column.shape[2:]).take(order, 0, mode="clip")
+    if column.shape[1] == 1:
+        return column[:, 0].copy()
+    return np.swapaxes(column, 0, 1).copy(order="C").reshape(-1, *column.shape[2:])

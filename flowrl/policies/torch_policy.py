@@ -87,6 +87,11 @@ class TorchPolicy(Policy):
         return placed
 
     @property
+    def algorithm_name(self) -> str:
+        """Name of the algorithm, for messages: the name of the class without `TorchPolicy`."""
+        return type(self).__name__.removesuffix("TorchPolicy")
+
+    @property
     def acting_model(self) -> ActingModel:
         """The network that acts: `model`, or on a GPU something faster with the same weights.
 

@@ -94,7 +94,7 @@ class AgentBatches:
                 for segment, part in zip(own, rows, strict=True)
             ]
             segments += own
-        results = self._postprocess(parts, self._records.updated(episode)) if parts else []
+        results = self._postprocess(parts, self._records.update_record(episode)) if parts else []
         self.ready += [
             Postprocessed(episode, segment.order(), segment.trajectory.policy_id, rows)
             for segment, rows in zip(segments, results, strict=True)

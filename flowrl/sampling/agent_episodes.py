@@ -74,7 +74,7 @@ class AgentEpisodes:
         """Return the record of a running episode; None without callbacks of episodes."""
         for episode in self.all_running():
             if episode.record.episode_id == episode_id:
-                return self.records.updated(episode)
+                return self.records.update_record(episode)
         return None
 
     def all_running(self) -> list[RunningEpisode]:
@@ -210,7 +210,7 @@ class AgentEpisodes:
             info = (infos or {}).get(agent)
             self._start_agent(env_index, episode, agent, observation, info, counts_in_filter)
         self.changed.add(env_index)
-        self.records.call("on_episode_start", env_index, episode)
+        self.records.call("on_episode_start", episode)
 
     def check_of(self, agent: AgentID) -> ObservationCheck:
         """Return the check of an agent's observations."""
@@ -251,10 +251,10 @@ class AgentEpisodes:
         elif step.failed is not None:
             self._drop(env_index, episode, step)
         else:
-            self.records.call("on_episode_step", env_index, episode)
+            self.records.call("on_episode_step", episode)
             if step.terminateds["__all__"] or step.truncateds["__all__"]:
                 self._batches.end(episode)
-                self.records.call("on_episode_end", env_index, episode)
+                self.records.call("on_episode_end", episode)
                 self.ended.append(episode)
                 self.running[env_index] = None
                 if step.start is not None:
@@ -276,14 +276,14 @@ class AgentEpisodes:
             episode.returns[agent] = episode.returns.get(agent, 0.0) + pending
             following.returns[agent] = -pending
         self._batches.end_at_soft_horizon(episode, following)
-        self.records.call("on_episode_end", env_index, episode)
+        self.records.call("on_episode_end", episode)
         for trajectory in following.agents.values():
             trajectory.episode = following
         following.record.continue_from(episode.record)
         following.history = {agent: list(past) for agent, past in episode.history.items()}
         self.ended.append(episode)
         self.running[env_index] = following
-        self.records.call("on_episode_start", env_index, following)
+        self.records.call("on_episode_start", following)
 
     def _drop(self, env_index: int, episode: RunningEpisode, step: MultiAgentStep) -> None:
         """Drop the episode of a failed environment, and start one in the environment that replaces
@@ -296,7 +296,7 @@ class AgentEpisodes:
         episode.record.is_faulty = True
         for trajectory in episode.agents.values():
             trajectory.needs_action = False  # all have acted
-        self.records.call("on_episode_end", env_index, episode)
+        self.records.call("on_episode_end", episode)
         self._remove(episode)
         self.checks.forget(env_index)
         self.is_steady[env_index] = False

@@ -11,7 +11,12 @@ from flowrl.data.columns import map_leaves
 from flowrl.data.fragment_columns import FragmentColumns, value_at
 from flowrl.data.types import PolicyID
 from flowrl.policies.policy import Policy
-from flowrl.sampling.callbacks import EPISODE_EVENTS, EVENTS_WITH_EPISODE, call, overrides
+from flowrl.sampling.callbacks import (
+    EPISODE_EVENTS,
+    EVENTS_WITH_EPISODE,
+    call_for_episode,
+    overrides,
+)
 from flowrl.sampling.episode import AgentRecord, MultiAgentEpisode
 from flowrl.sampling.policy_lanes import PolicyLanes
 from flowrl.sampling.running_episodes import RunningEpisode, Trajectory
@@ -44,27 +49,19 @@ class AgentRecords:
         self._calls = {name for name in EPISODE_EVENTS if overrides(callbacks, name)}
         self.needs_steps = "on_episode_step" in self._calls
 
-    def updated(self, episode: RunningEpisode) -> MultiAgentEpisode | None:
-        """Return the updated record of an episode; None if records are not kept."""
+    def update_record(self, episode: RunningEpisode) -> MultiAgentEpisode | None:
+        """Update the record of an episode and return it; None if records are not kept."""
         if not self._is_used:
             return None
         for trajectory in episode.agents.values():
             self.update(trajectory)
         return episode.record
 
-    def call(self, name: str, env_index: int, episode: RunningEpisode) -> None:
+    def call(self, name: str, episode: RunningEpisode) -> None:
         """Call a callback with an episode, if it is overridden."""
-        if name not in self._calls:
-            return
-        call(
-            self._worker.callbacks,
-            name,
-            worker=self._worker,
-            base_env=self._base_env,
-            policies=dict(self._worker.policy_map),
-            episode=self.updated(episode),
-            env_index=env_index,
-        )
+        if name in self._calls:
+            self.update_record(episode)
+            call_for_episode(self._worker, name, self._base_env, episode.record)
 
     def update(self, trajectory: Trajectory) -> None:
         """Add the rows of a trajectory that are not in its episode's record yet."""

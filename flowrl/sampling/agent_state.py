@@ -31,7 +31,7 @@ def episodes_state_dict(
     saved = [*running, *episodes.ended]
     found: dict[int, Trajectory] = {}
     for episode in saved:
-        episodes.records.updated(episode)
+        episodes.records.update_record(episode)
         past = [t for trajectories in episode.history.values() for t in trajectories]
         found |= {id(trajectory): trajectory for trajectory in (*episode.agents.values(), *past)}
     for lanes in policies.values():

@@ -218,6 +218,21 @@ def call(callbacks: DefaultCallbacks, name: str, **arguments: Any) -> None:
     seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - started
 
 
+def call_for_episode(
+    worker: CallbackWorker, name: str, base_env: Any, episode: MultiAgentEpisode
+) -> None:
+    """Call a callback of a worker with an episode."""
+    call(
+        worker.callbacks,
+        name,
+        worker=worker,
+        base_env=base_env,
+        policies=dict(worker.policy_map),
+        episode=episode,
+        env_index=episode.env_id,
+    )
+
+
 def callback_seconds(callbacks: DefaultCallbacks) -> dict[str, float]:
     """Return the seconds in each method of the callbacks so far, by name."""
     # not set by __init__, which a subclass may override

@@ -231,13 +231,13 @@ class CollectorBatches(AgentBatches):
     def end(self, episode: RunningEpisode) -> None:
         record = episode.record
         collector = self._collectors.of_env(record.env_id)
-        collector.postprocess_trajectories_so_far(self._records.updated(episode))
+        collector.postprocess_trajectories_so_far(self._records.update_record(episode))
         collector.check_missing_dones(record.episode_id)
         if self._collectors.whole:
             self._finished[record.episode_id] = collector.get_multi_agent_batch_and_reset()
 
     def end_at_soft_horizon(self, episode: RunningEpisode, following: RunningEpisode) -> None:
-        record = self._records.updated(episode) or episode.record
+        record = self._records.update_record(episode) or episode.record
         collector = self._collectors.of_env(record.env_id)
         collector.continue_episode(record, following.record.episode_id)
         if self._collectors.whole:

@@ -12,7 +12,7 @@ from flowrl.envs.single_agent_adapter import SINGLE_AGENT
 from flowrl.envs.validation import ObservationCheck
 from flowrl.envs.vector_env import VectorStep
 from flowrl.sampling.agent_records import add_rows, note_observation
-from flowrl.sampling.callbacks import EPISODE_EVENTS, call, overrides
+from flowrl.sampling.callbacks import EPISODE_EVENTS, call_for_episode, overrides
 from flowrl.sampling.episode import MultiAgentEpisode
 from flowrl.sampling.sampler_worker import SamplerWorker
 
@@ -201,15 +201,7 @@ class EpisodeCallbacks:
 
     def _call(self, name: str, episode: MultiAgentEpisode) -> None:
         if name in self._calls:
-            call(
-                self._worker.callbacks,
-                name,
-                worker=self._worker,
-                base_env=self._base_env,
-                policies=dict(self._worker.policy_map),
-                episode=episode,
-                env_index=episode.env_id,
-            )
+            call_for_episode(self._worker, name, self._base_env, episode)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the running episodes, by environment, and those that are in no fragment yet."""

@@ -12,7 +12,7 @@ import optree
 
 from flowrl.data import SampleBatch
 from flowrl.data.columns import map_leaves
-from flowrl.data.fragment_columns import FragmentColumns
+from flowrl.data.fragment_columns import FragmentColumns, by_lane
 from flowrl.data.indexed_columns import IndexedColumn, NextRows
 from flowrl.data.lazy_columns import LazyColumn
 from flowrl.policies.policy import Policy
@@ -288,19 +288,6 @@ def _zero_others(column: np.ndarray, in_segments: np.ndarray) -> np.ndarray:
     copied = column.copy()
     copied[~in_segments] = 0
     return copied
-
-
-def by_lane(column: np.ndarray, order: np.ndarray | None) -> np.ndarray:
-    """Return a column [T, N, …] as a new array [rows, …], sorted by lane and time.
-
-    `order` selects from the time-major rows [T * N]; None selects all.
-    """
-    if order is not None:
-        # order is always in range: "clip" skips the check in take
-        return column.reshape(-1, *column.shape[2:]).take(order, 0, mode="clip")
-    if column.shape[1] == 1:
-        return column[:, 0].copy()
-    return np.swapaxes(column, 0, 1).copy(order="C").reshape(-1, *column.shape[2:])
 
 
 def _last_observations(columns: FragmentColumns, segments: Segments, finals: Any) -> Any:

@@ -353,7 +353,7 @@ class MultiAgentSampler:
         for episode in parts:
             episode.new_steps = episode.new_rows = 0
         for episode in running:
-            episodes.records.updated(episode)
+            episodes.records.update_record(episode)
         self.episodes += map(self._metrics_of, ended)
         since = self._shown_since(running) if episodes.has_agent_views else None
         lookback = max(lanes.columns.lookback for lanes in self._policies.values())

@@ -10,7 +10,7 @@ import numpy as np
 import optree
 
 from flowrl.data.columns import map_leaves
-from flowrl.data.fragment_columns import FragmentColumns, write
+from flowrl.data.fragment_columns import FragmentColumns, by_lane, write
 from flowrl.data.indexed_columns import NOTHING, IndexedColumn
 from flowrl.policies.acting_views import (
     ActingViews,
@@ -210,10 +210,6 @@ class Views(ActingViews):
         shown: dict[str, Any] = {}
         bases: dict[str, Any] = {}
         rows = columns.lookback + used
-
-        def by_lane(array: np.ndarray) -> np.ndarray:
-            return array[:rows].swapaxes(0, 1).copy(order="C").reshape(-1, *array.shape[2:])
-
         each_row = segments.rows()
         for name, view in self._training.items():
             column = columns.get(view.source)
@@ -225,7 +221,9 @@ class Views(ActingViews):
             elif is_state(view):
                 last = self._initial_states(segments, view.source)
             if view.source not in bases:
-                bases[view.source] = _joined(map_leaves(by_lane, column), last)
+                bases[view.source] = _joined(
+                    map_leaves(lambda array: by_lane(array[:rows]), column), last
+                )
             row, segment = each_row if view.repeat == 1 else segments.rows(view.repeat)
             index = _positions(view, columns, used, segments, row, segment)
             shown[name] = map_leaves(

@@ -19,7 +19,6 @@ from flowrl.data.checkpoint import (
 )
 from flowrl.iter.stage import walk
 from flowrl.monitoring.monitor import Monitor
-from flowrl.policies.code_references import code_path
 from flowrl.policies.policy import Policy
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import ConfigError
@@ -207,13 +206,13 @@ class Checkpointing:
         path = resolve_checkpoint(path)
         state, manifest = read_checkpoint(path)
         if manifest.get("plan_sha256") != self._plan_builder.sha256 and not other_plan:
-            own = list(map(code_path, type(self).__mro__))
             saved = manifest.get("algorithm")
-            if saved is not None and saved not in own:
-                name = saved.rpartition(":")[2]
+            name = None if saved is None else saved.rpartition(":")[2]
+            if name not in (None, type(self).__qualname__):
                 raise OtherPlanError(
                     f"{path}: it was written by {name}, but this algorithm is "
-                    f"{type(self).__name__}: use {name}.from_checkpoint(path)"
+                    f"{type(self).__name__}: use {name}.from_checkpoint(path); for policies of the "
+                    "same class, restore_policies(path) loads only these"
                 )
             folder = Path(path).parent
             run_dir = folder.parent if folder.name == "checkpoints" else "RUN_DIR"
