@@ -29,8 +29,9 @@ OTHERS = {
     *("num_learner_restarts", "num_group_restarts", "num_replay_shard_restarts"),
     *("num_replay_rows_lost", "num_replay_fragments_lost", "num_sampling_waits"),
     *("num_weight_broadcasts", "num_weight_syncs", "num_passes_over_data"),
-    "num_bytes_between_nodes",
-    "agent_reward_mean/<agent>",
+    *("num_bytes_between_nodes", "num_shards_failed"),
+    *("agent_reward_mean/<agent>", "env_runners/agent_episode_returns_mean/<agent>"),
+    *("grad_wait_time_ms", "grad_wait_throughput"),
 }
 
 
