@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -20,7 +20,7 @@ from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.setting_aliases import INFO_COUNTERS
 from flowrl.settings import NotNegative, NotNegativeInt, Positive, Settings, setting
-from flowrl.state_schema import Amount, Fields, Natural, check_state
+from flowrl.state_schema import Fields, Natural, check_state
 
 Result = dict[str, Any]
 
@@ -217,7 +217,7 @@ class CollectMetrics:
     state_fields: ClassVar[Fields] = {
         "window": list[list[Any]],
         "episodes_total": Natural,
-        "last_counters": dict[str, Amount],
+        "env_steps_reported": Natural,
         "info": dict[str, dict[str, Any]],
         "trainers": dict[str, dict[str, Any]],
     }
@@ -237,7 +237,7 @@ class CollectMetrics:
         self._workers = workers
         self._window: deque[Sequence[Any]] = deque(maxlen=window)
         self._episodes_total = 0
-        self._last_counters: dict[str, int] = {}
+        self._env_steps_reported = 0
         self._info: Info = {}  # newest entry of each policy
         self._trainers: dict[str, dict[str, Any]] = {}  # name -> totals of a training operator
 
@@ -246,31 +246,15 @@ class CollectMetrics:
         context.check_counters()
         counters, plan = context.counters, PlanMetrics.of(context)
         finished = self._take_episodes(plan)
-        health = plan.worker_health.values()
-        steps = counters["num_env_steps_sampled"]
-        since = {name: counters[name] - self._last_counters.get(name, 0) for name in counters}
-        self._last_counters = dict(counters)
         episodes = self._episode_metrics(finished)
         self._info |= plan.info
         info = {policy_id: _without_rows(entry) for policy_id, entry in self._info.items()}
         lags = [lag for trainer in plan.trainers.values() for lag in trainer.policy_lags]
         episodes["hist_stats"] |= {"policy_lags": lags} if lags else {}
-        trainers = self._trainer_metrics(plan)
         return {
-            "timesteps_total": steps,
-            "timesteps_this_iter": since.get("num_env_steps_sampled", 0),
-            "agent_timesteps_total": counters["num_agent_steps_sampled"],
+            **self._step_metrics(counters),
             **episodes,
-            "num_env_steps_sampled": steps,
-            "num_env_steps_sampled_lifetime": steps,
-            "num_env_steps_trained": counters["num_env_steps_trained"],
-            "num_agent_steps_sampled": counters["num_agent_steps_sampled"],
-            "num_agent_steps_trained": counters["num_agent_steps_trained"],
-            "num_healthy_workers": self._workers.num_workers - len(self._workers.failed),
-            "num_remote_worker_restarts": counters["num_shard_restarts"],
-            "num_env_restarts": sum(worker.env_restarts for worker in health),
-            "num_faulty_episodes": sum(worker.faulty_episodes for worker in health),
-            "num_episodes_restarted": self._workers.num_episodes_restarted,
+            **self._worker_metrics(counters, plan),
             "info": {
                 **context.info,
                 **{alias: counters[name] for alias, name in INFO_COUNTERS.items()},
@@ -298,8 +282,34 @@ class CollectMetrics:
                 }
                 for policy_id, entry in info.items()
             },
-            "trainers": trainers,
+            "trainers": self._trainer_metrics(plan),
             "timers": self._timers(context.timers, plan),
+        }
+
+    def _step_metrics(self, counters: defaultdict[str, int]) -> Result:
+        """Return the numbers of steps sampled and trained on."""
+        steps = counters["num_env_steps_sampled"]
+        since_last_report, self._env_steps_reported = steps - self._env_steps_reported, steps
+        return {
+            "timesteps_total": steps,
+            "timesteps_this_iter": since_last_report,
+            "agent_timesteps_total": counters["num_agent_steps_sampled"],
+            "num_env_steps_sampled": steps,
+            "num_env_steps_sampled_lifetime": steps,
+            "num_env_steps_trained": counters["num_env_steps_trained"],
+            "num_agent_steps_sampled": counters["num_agent_steps_sampled"],
+            "num_agent_steps_trained": counters["num_agent_steps_trained"],
+        }
+
+    def _worker_metrics(self, counters: defaultdict[str, int], plan: PlanMetrics) -> Result:
+        """Return the numbers of failures and restarts of workers and environments."""
+        health = plan.worker_health.values()
+        return {
+            "num_healthy_workers": self._workers.num_workers - len(self._workers.failed),
+            "num_remote_worker_restarts": counters["num_shard_restarts"],
+            "num_env_restarts": sum(worker.env_restarts for worker in health),
+            "num_faulty_episodes": sum(worker.faulty_episodes for worker in health),
+            "num_episodes_restarted": self._workers.num_episodes_restarted,
         }
 
     def _take_episodes(self, plan: PlanMetrics) -> int:
@@ -389,7 +399,7 @@ class CollectMetrics:
         return {
             "window": [list(episode) for episode in self._window],
             "episodes_total": self._episodes_total,
-            "last_counters": dict(self._last_counters),
+            "env_steps_reported": self._env_steps_reported,
             "info": {pid: _without_rows(entry) for pid, entry in self._info.items()},
             "trainers": copy.deepcopy(self._trainers),
         }
@@ -402,7 +412,7 @@ class CollectMetrics:
         self._window.clear()
         self._window.extend(state["window"])
         self._episodes_total = state["episodes_total"]
-        self._last_counters = dict(state["last_counters"])
+        self._env_steps_reported = state["env_steps_reported"]
         self._info = dict(state["info"])
         self._trainers = copy.deepcopy(state["trainers"])
 

@@ -277,6 +277,21 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         self._check_not_stopped()
         check_ray()
         started = time.perf_counter()
+        self._prepare_training()
+        plan_result = self._next_of_plan()
+        result = self._result_of(plan_result, time.perf_counter() - started)
+        self.last_result = result  # set even if the evaluation fails
+        evaluation = self._evaluator.evaluate_if_due(self.iteration, self.evaluate)
+        if evaluation is not None:
+            result["evaluation"] = evaluation
+        callbacks = self.workers.local_worker().callbacks
+        call(callbacks, "on_train_result", algorithm=self, result=result)
+        if self.config.log_to:
+            self._loggers.write(result)
+        return result
+
+    def _prepare_training(self) -> None:
+        """Check the plan and start what runs beside it, before the first result."""
         self.check_start()
         if not self._has_trained:
             self._use_free_cores()
@@ -286,6 +301,9 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         self.plan.start(self.config.seed)
         if self.config.monitor:
             self.monitor.start()
+
+    def _next_of_plan(self) -> dict[str, Any]:
+        """Return the next result of the plan."""
         try:
             with self.monitor.pulling():
                 plan_result = next(self.plan)
@@ -296,7 +314,15 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
                 "plan: it must end in StandardMetricsReporting, but it yielded a "
                 f"{type(plan_result).__name__}"
             )
-        elapsed = time.perf_counter() - started
+        return plan_result
+
+    def _result_of(self, plan_result: dict[str, Any], elapsed: float) -> dict[str, Any]:
+        """Return the result of an iteration: that of the plan, with times [s] and the diagnosis.
+
+        Args:
+            plan_result: the result of the plan.
+            elapsed: duration of the iteration [s].
+        """
         self.iteration += 1
         self._time_total_s += elapsed
         result = NamedMetrics(
@@ -320,14 +346,6 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         if self._save_s:
             result["timers"]["checkpoint_time_ms"] = 1000 * self._save_s
             self._save_s = 0.0
-        self.last_result = result  # set even if the evaluation fails
-        evaluation = self._evaluator.evaluate_if_due(self.iteration, self.evaluate)
-        if evaluation is not None:
-            result["evaluation"] = evaluation
-        callbacks = self.workers.local_worker().callbacks
-        call(callbacks, "on_train_result", algorithm=self, result=result)
-        if self.config.log_to:
-            self._loggers.write(result)
         return result
 
     def finish_evaluation(self) -> dict[str, Any] | None:
