@@ -111,6 +111,8 @@ def _print_metrics(name: str, metrics: dict[str, Any]) -> None:
         f"mean length {metrics['episode_len_mean']:.1f}, "
         f"{format_count(metrics['episodes'], 'episode')}"
     )
+    if dropped := metrics["num_faulty_episodes"]:
+        print(f"         dropped, because the environment failed: {dropped} more")
     for policy_id, value in metrics["policy_reward_mean"].items():
         print(f"         policy {policy_id}: mean return {format_number(value)} per agent")
 

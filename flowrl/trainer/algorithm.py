@@ -479,7 +479,8 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
 
         Returns:
             `episode_reward_mean`, `_min`, `_max`, `_std`, `episode_len_mean` [env steps],
-            `episodes`, and `policy_reward_mean`: policy id -> mean return per agent.
+            `episodes`, `num_faulty_episodes`, the number of those that were dropped because their
+            environment failed, and `policy_reward_mean`: policy id -> mean return per agent.
 
         Raises:
             ConfigError: an argument is invalid, or there is no environment.

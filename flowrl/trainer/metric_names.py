@@ -21,12 +21,6 @@ from flowrl.settings import ConfigError
 from flowrl.trainer.metric_reference import METRICS, POLICY_METRICS, RESULT_METRICS
 
 _MAX_LISTED_METRICS = 10  # in the message about an unknown one
-_EPISODE_METRICS = (
-    "episode_reward_mean",
-    "episode_reward_min",
-    "episode_reward_max",
-    "episode_len_mean",
-)
 # statistics that each policy names itself: GROUP/<policy id>/...
 _LEARNER_GROUPS = ("learners", "info/learner")
 # metrics that callbacks, operators and environments name: GROUP/...
@@ -195,8 +189,7 @@ def check_metric_name(name: Any, config: Any, setting: str) -> None:
         )
     known = [*RESULT_METRICS, *(f"{group}/{pid}" for group in POLICY_METRICS for pid in policies)]
     evaluation_metrics = [
-        f"evaluation/{metric}"
-        for metric in (*_EPISODE_METRICS, "episode_reward_std", "episodes", "training_iteration")
+        metric for metric in METRICS if metric.startswith("evaluation/") and "<" not in metric
     ]
     if config.evaluation_interval is not None:
         known += evaluation_metrics
