@@ -155,7 +155,7 @@ def gathers(rounds: int) -> None:
         for gather, num_async in (("async", 1), ("async", 4), ("sync", 1)):
             shards = from_actors(actors)
             if gather == "async":
-                stream = shards.gather_async(num_async=num_async, ask_again="before")
+                stream = shards.gather_async(num_async=num_async, next_request="before_item")
                 bare = partial(seconds, bare_async, actors, num_async, items)
             else:
                 stream = shards.gather_sync()

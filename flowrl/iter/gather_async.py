@@ -21,7 +21,7 @@ class GatherAsync(Gather):
     Args:
         shards: the shards to read.
         num_async: requests in flight per shard.
-        ask_again: see ParallelIterator.gather_async.
+        next_request: see ParallelIterator.gather_async.
         limit: limits the requests in flight.
         options: see Gather.
     """
@@ -35,15 +35,15 @@ class GatherAsync(Gather):
         self,
         shards: Shards,
         num_async: int = 1,
-        ask_again: Literal["after", "before"] = "after",
+        next_request: Literal["after_item", "before_item"] = "after_item",
         limit: RequestLimit | None = None,
         **options: Any,
     ):
         if not isinstance(num_async, int) or num_async < 1:
             raise ValueError(f"gather_async: num_async must be an int >= 1, got {num_async!r}")
-        if ask_again not in ("after", "before"):
+        if next_request not in ("after_item", "before_item"):
             raise ValueError(
-                f'gather_async: ask_again must be "after" or "before", got {ask_again!r}'
+                f'gather_async: next_request must be "after_item" or "before_item", got {next_request!r}'
             )
         super().__init__(shards, **options)
         self.title = f"{self.name}(num_async={num_async}) {shards.name}"
@@ -51,7 +51,7 @@ class GatherAsync(Gather):
         self.depends_on_sibling = limit is not None
         self._limit_reached = False
         self.num_async = num_async
-        self._request_first = ask_again == "before"
+        self._requests_before_item = next_request == "before_item"
         self._ready: deque[Any] = deque()
         # shards to request; a shard appears once per request that it lacks
         self._to_request: deque[ShardState] | None = None
@@ -97,7 +97,7 @@ class GatherAsync(Gather):
             assert self._to_request is not None
             self._to_request.append(request.shard)
             try:
-                if self._request_first:
+                if self._requests_before_item:
                     self._send_requests()  # the shard works while its reply is fetched
             finally:  # receive the reply even if sending raises
                 received = self._receive(ref)

@@ -204,7 +204,7 @@ class ParallelIterator(Generic[T]):
         self,
         batch_ms: float = 0,
         num_async: int = 1,
-        ask_again: Literal["after", "before"] = "after",
+        next_request: Literal["after_item", "before_item"] = "after_item",
         on_error: OnError = "raise",
         limit: RequestLimit | None = None,
     ) -> LocalIterator[T]:
@@ -213,12 +213,12 @@ class ParallelIterator(Generic[T]):
         Args:
             batch_ms: milliseconds for which a shard collects items before it replies.
             num_async: requests in flight per shard.
-            ask_again: when to send a shard its next request. "after": at the pull that follows its
-                item, when the consumer has processed the item. "before": before the item is
-                returned, so the shard works meanwhile. Between the request of an item and its
-                return, at most `num_async - 1` ("after") or `num_async` ("before") other items of
-                the same shard are returned. With `batch_ms`, these limits count replies, of any
-                number of items.
+            next_request: when to send a shard its next request. "after_item": at the pull that
+                follows its item, when the consumer has processed the item. "before_item": before
+                the item is returned, so the shard works meanwhile. Between the request of an item
+                and its return, at most `num_async - 1` ("after_item") or `num_async`
+                ("before_item") other items of the same shard are returned. With `batch_ms`, these
+                limits count replies, of any number of items.
             on_error: "raise", Skip(max), or Retry(times), for exceptions in the code of a shard.
                 Retry requests the shard again, and the item that failed is lost; to retry items,
                 chain `for_each(fn, on_error=Retry(n))`.
@@ -227,7 +227,7 @@ class ParallelIterator(Generic[T]):
         stage = GatherAsync(
             Shards(self._shards, self.name),
             num_async,
-            ask_again,
+            next_request,
             limit,
             batch_ms=batch_ms,
             on_error=on_error,
@@ -278,7 +278,7 @@ def _partition_items(
     """
     reader = stream_id.rpartition("/")[0]
     partitioned = Shards(shards, name, f"{reader}.{key}", partition)
-    stage = GatherAsync(partitioned, ask_again="before", batch_ms=batch_ms)
+    stage = GatherAsync(partitioned, next_request="before_item", batch_ms=batch_ms)
     return LocalIterator(stage, f"part {partition[0]} of {name}")
 
 

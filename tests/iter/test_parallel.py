@@ -57,10 +57,10 @@ def test_last_round_has_items_of_live_shards_only(in_process):
         assert list(stream) == [[1, 2], [3]]
 
 
-@pytest.mark.parametrize(("ask_again", "batch_ms"), [("after", 0), ("before", 5)])
-def test_gather_async_returns_all_items_with_their_sources(in_process, ask_again, batch_ms):
+@pytest.mark.parametrize(("next_request", "batch_ms"), [("after_item", 0), ("before_item", 5)])
+def test_gather_async_returns_all_items_with_their_sources(in_process, next_request, batch_ms):
     it = from_items(list(range(20)), 3, in_process=in_process)
-    options = {"num_async": 2, "ask_again": ask_again, "batch_ms": batch_ms}
+    options = {"num_async": 2, "next_request": next_request, "batch_ms": batch_ms}
     with it.gather_async(**options).zip_with_source() as stream:
         pairs = list(stream)
     assert sorted(item for _, item in pairs) == list(range(20))
@@ -198,14 +198,16 @@ def test_lag_does_not_exceed_the_requests_in_flight(ray_session):
 
     actor = ray_session.remote(num_cpus=0)(Echo).remote()
     for num_async in (1, 3):
-        for ask_again in ("after", "before"):
+        for next_request in ("after_item", "before_item"):
             ray_session.get(actor.set_received.remote(0))
-            stream = from_actors([actor]).gather_async(num_async=num_async, ask_again=ask_again)
+            stream = from_actors([actor]).gather_async(
+                num_async=num_async, next_request=next_request
+            )
             lags = []
             while len(lags) < 20:
                 lags.append(len(lags) - next(stream))
                 actor.set_received.remote(len(lags))
-            assert max(lags) == num_async - (ask_again == "after")
+            assert max(lags) == num_async - (next_request == "after_item")
             stream.stop()
     ray_session.kill(actor)
 
@@ -440,8 +442,8 @@ def test_invalid_arguments_are_rejected_when_chained():
         it.gather_async(num_async=0)
     with pytest.raises(ValueError, match="batch_ms"):
         it.gather_async(batch_ms=-1)
-    with pytest.raises(ValueError, match="ask_again"):
-        it.gather_async(ask_again="never")
+    with pytest.raises(ValueError, match="next_request"):
+        it.gather_async(next_request="never")
     with pytest.raises(TypeError, match="for_each"):
         it.for_each(3)
     with pytest.raises(ValueError, match="at least 1"):
