@@ -43,7 +43,8 @@ class GatherAsync(Gather):
             raise ValueError(f"gather_async: num_async must be an int >= 1, got {num_async!r}")
         if next_request not in ("after_item", "before_item"):
             raise ValueError(
-                f'gather_async: next_request must be "after_item" or "before_item", got {next_request!r}'
+                'gather_async: next_request must be "after_item" or "before_item", '
+                f"got {next_request!r}"
             )
         super().__init__(shards, **options)
         self.title = f"{self.name}(num_async={num_async}) {shards.name}"
