@@ -43,6 +43,11 @@ from flowrl.ops.gradients import (
     ComputeGradients,
 )
 from flowrl.ops.inspection import Breakpoint, Print, Record
+from flowrl.ops.intervals import (
+    OncePerTimeInterval,
+    OncePerTimestepsElapsed,
+    WaitUntilTimestepsElapsed,
+)
 from flowrl.ops.offline import ReadMinari, ReadParquet, WriteParquet
 from flowrl.ops.replay import (
     MixInReplay,
@@ -60,12 +65,7 @@ from flowrl.ops.rollout import (
     SelectExperiences,
     StandardizeFields,
 )
-from flowrl.ops.staleness import (
-    OncePerTimeInterval,
-    OncePerTimestepsElapsed,
-    StalenessLimit,
-    WaitUntilTimestepsElapsed,
-)
+from flowrl.ops.staleness import StalenessLimit
 from flowrl.ops.train import (
     MultiGPUTrainOneStep,
     TrainOneStep,
