@@ -261,7 +261,7 @@ class _AlgorithmConfigEvaluation(TypedDict, total=False):
     evaluation_num_workers: int
     """Number of Ray actors that share an evaluation; 0 evaluates in this process."""
     evaluation_parallel_to_training: bool
-    """Continue training during an evaluation. The result of the iteration in which it finishes contains it; the next evaluation waits for it, and so does the end of the run."""
+    """Continue training during an evaluation. The result of the iteration in which it finishes contains it; the next evaluation waits for it. At the end of a run, `learn()` and `flowrl train` wait for the last one."""
     evaluation_config: dict[str, Any]
     """Settings that differ in evaluations, such as env, env_config or explore (False by default); settings that evaluations do not use are rejected."""
     evaluation_video_dir: str | None
@@ -545,7 +545,7 @@ class _BCConfigTraining(_MARWILConfigTraining, total=False):
 
 class _ActorCriticSettingsTraining(_AlgorithmConfigTraining, total=False):
     q_model: flowrl.policies.config.ModelConfig | _ModelConfig | None
-    """Settings of the critics' networks that differ from those of `model`. A custom model is also created for each critic, where its observation space contains the action."""
+    """Networks of the critics; None uses `model`. A mapping contains the settings that differ from `model`. A custom model is created for each critic, whose observation space contains the action."""
     actor_lr: (
         float
         | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]

@@ -6,10 +6,9 @@ import copy
 import re
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import is_dataclass
 from functools import wraps
 from importlib import import_module
-from typing import Annotated, Any, NamedTuple, Never, Self, TypeVar
+from typing import Annotated, Any, NamedTuple, Never, Self, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -147,18 +146,18 @@ def check_of_settings(method: Callable[[R], R]) -> Any:
     return model_validator(mode="after")(check)
 
 
-def _has_search(value: Any) -> bool:
-    """Return whether settings are or contain a search space of Ray Tune."""
-    if is_search(value):
-        return True
-    if isinstance(value, Settings):
-        return _has_search(vars(value))
-    if isinstance(value, dict):
-        return any(map(_has_search, value.values()))
-    if isinstance(value, (list, tuple)):
-        return any(map(_has_search, value))
-    if is_dataclass(value) and not isinstance(value, type):
-        return _has_search(vars(value))
+def contains_search(value: Any) -> bool:
+    """Return whether settings are or contain a search space of Ray Tune, in records, dicts, lists
+    and tuples."""
+    remaining, seen = [value], set()
+    while remaining:
+        part = remaining.pop()
+        if is_search(part):
+            return True
+        if isinstance(part, (Settings, dict, list, tuple)) and id(part) not in seen:
+            seen.add(id(part))
+            part = vars(part) if isinstance(part, Settings) else part
+            remaining.extend(part.values() if isinstance(part, dict) else part)
     return False
 
 
@@ -272,7 +271,9 @@ class Settings(BaseModel):
         unknown = [name for name in searched if name not in type(self).model_fields]
         if searched and not unknown:  # validated after Tune has drawn values
             values = {name: value for name, value in values.items() if name not in searched}
-        token = _without_checks.set(_without_checks.get() or bool(searched) or _has_search(values))
+        token = _without_checks.set(
+            _without_checks.get() or bool(searched) or contains_search(values)
+        )
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -329,11 +330,10 @@ class Settings(BaseModel):
         for name, value in vars(self).items():
             if isinstance(value, Settings):
                 value.check_no_search()
-            elif _has_search(value):
+            elif contains_search(value):
                 raise ConfigError(
                     f"{name}: is a search space of Ray Tune, or contains one; "
-                    "tune.Tuner(flowrl.tune.PPO, param_space=config) draws values from it, but not "
-                    "within a PolicySpec"
+                    "tune.Tuner(flowrl.tune.PPO, param_space=config) draws values from it"
                 )
 
     def _check_not_frozen(self) -> None:
@@ -360,10 +360,10 @@ class Settings(BaseModel):
             vars(self)[name] = value
             self.model_fields_set.add(name)
             return
-        if isinstance(value, dict) and isinstance(vars(self).get(name), Settings):
+        if isinstance(value, dict) and _is_record(type(self), name):
             value = self.updated(**{name: value})[name]  # it changes only what it names
         before = dict(vars(self))
-        token = _without_checks.set(_has_search(value) or _has_search(self))
+        token = _without_checks.set(contains_search(value) or contains_search(self))
         try:
             super().__setattr__(name, value)
         except ValidationError as error:
@@ -451,6 +451,13 @@ class Settings(BaseModel):
     def chosen(self) -> dict[str, Any]:
         """Return the settings that were set explicitly."""
         return {name: self[name] for name in self.keys() if name in self.model_fields_set}
+
+
+def _is_record(cls: type[Settings], name: str) -> bool:
+    """Return whether the values of a setting are records, or None."""
+    annotation = cls.model_fields[name].annotation
+    types = get_args(annotation) or (annotation,)
+    return any(isinstance(one, type) and issubclass(one, Settings) for one in types)
 
 
 def _copied(value: Any) -> Any:

@@ -148,6 +148,16 @@ def test_settings_are_checked_together_when_values_are_drawn(space, searched, fi
         config.gamma = 2.0
 
 
+def test_values_of_any_kind_are_searched_for_search_spaces():
+    repeated = [1]
+    repeated.append(repeated)
+    config = ppo_config(env_config={"slots": tune.TuneConfig(), "list": repeated})
+    assert config.env_config["list"] is not None
+    config.env_config = {"list": [repeated, {"a": tune.choice([1])}]}
+    with pytest.raises(ConfigError, match="env_config: is a search space"):
+        config.check_no_search()
+
+
 def test_drawn_values_that_do_not_fit_together_are_rejected():
     config = DQNConfig(env="CartPole-v1", num_atoms=tune.choice([1]), v_min=0.0)
     with pytest.raises(ConfigError, match="v_min needs num_atoms above 1"):
@@ -157,7 +167,7 @@ def test_drawn_values_that_do_not_fit_together_are_rejected():
 def test_search_space_within_a_policy_spec_is_rejected():
     policies = {"a": PolicySpec(config={"lr": tune.choice([1e-3])})}
     config = ppo_config(policies=policies, policy_mapping_fn=lambda *args, **kwargs: "a")
-    with pytest.raises(ConfigError, match=r"policies: is a search space.*not within a PolicySpec"):
+    with pytest.raises(ConfigError, match=r"the config of 'a' has a search space"):
         config.build()
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from gymnasium import spaces
+from pydantic import model_validator
 
 from flowrl.algorithms.off_policy import OffPolicyConfig
 from flowrl.policies.action_scaling import is_bounded
@@ -33,8 +34,9 @@ class ActorCriticSettings(AlgorithmConfig):
     grad_clip: Positive | None = None
     model: ModelConfig = ModelConfig(fcnet_hiddens=[256, 256], fcnet_activation="relu")
     q_model: ModelConfig | None = None
-    """Settings of the critics' networks that differ from those of `model`. A custom model is also
-    created for each critic, where its observation space contains the action."""
+    """Networks of the critics; None uses `model`. A mapping contains the settings that differ from
+    `model`. A custom model is created for each critic, whose observation space contains the
+    action."""
     actor_lr: Schedule | None = None
     """Learning rate of the actor; None uses `lr`."""
     critic_lr: Schedule | None = None
@@ -46,6 +48,22 @@ class ActorCriticSettings(AlgorithmConfig):
     target_network_update_freq: NotNegativeInt = 0
     """Env steps sampled between updates of the target networks; 0 updates them after every train
     batch."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete_q_model(cls, values: Any) -> Any:
+        """Replace a mapping for `q_model` by all settings of the critics' networks."""
+        if not (isinstance(values, dict) and isinstance(values.get("q_model"), dict)):
+            return values
+        model, changes = values.get("model", {}), values["q_model"]
+        if isinstance(model, dict):
+            try:
+                model = cls.model_fields["model"].default.updated(**model)
+            except ConfigError:
+                return values  # `model` is invalid
+        if changes.get("custom_model", "") is None:
+            changes = {"custom_model_config": {}, **changes}
+        return {**values, "q_model": {**dict(model.items()), **changes}}
 
 
 class ActorCriticConfig(ActorCriticSettings, OffPolicyConfig):
@@ -155,12 +173,11 @@ class ActorCriticPolicy(TargetNetworkPolicy):
     def make_model(self) -> ModelV2:
         config = self.config
         actor_config = config.model.updated(vf_share_layers=True, free_log_std=False)
-        q_changes = {} if config.q_model is None else config.q_model.chosen()
         return ActorCritic(
             self.make_catalog_model(actor_config),
             self.action_space,
             2 if config.twin_q else 1,
-            config.model.updated(**q_changes),
+            config.q_model or config.model,
             random_stream(config.seed, "policy", "critics"),
             self.extra_parameters(),
         )

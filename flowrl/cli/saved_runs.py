@@ -10,6 +10,7 @@ from flowrl.cli.arguments import import_from_current_folder
 from flowrl.cli.run_settings import absolute_plan
 from flowrl.data.checkpoint import CheckpointError, read_manifest, resolve_checkpoint, run_dir_of
 from flowrl.policies.code_references import UntrustedCodeError, code_path
+from flowrl.policies.json_codec import text_of_changes
 from flowrl.setting_values import equal_code
 from flowrl.settings import ConfigError
 from flowrl.trainer.config import AlgorithmConfig, absolute_folders
@@ -176,14 +177,13 @@ def _in_program_message(path: str, code: dict[str, str]) -> str:
             f"or continue in that program: {code['algorithm'].split(':')[-1]}.from_checkpoint("
             f"{path!r})"
         )
-    changes = ", ".join(f"{name!r}: …" for name in code)
     are = "is" if len(code) == 1 else "are"
     return (
         f"{path}: its {' and its '.join(code)} {are} code or an object of the program itself "
         f"({', '.join(code.values())}), which no other program has: move code to a module in the "
         "current folder, replace objects by numbers, text, lists, dicts or arrays, and train "
         "again; or continue in Python: "
-        f"Algorithm.from_checkpoint({path!r}, config={{{changes}}})"
+        f"Algorithm.from_checkpoint({path!r}, config={text_of_changes(code)})"
     )
 
 

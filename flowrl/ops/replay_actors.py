@@ -3,7 +3,6 @@ when they are stored."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -18,7 +17,8 @@ from flowrl.iter.errors import add_note
 from flowrl.iter.in_process import InProcessActor, fetch
 from flowrl.iter.journal import Journal
 from flowrl.iter.metrics import MetricsContext, count_bytes_between_nodes, current_metrics
-from flowrl.iter.ray_runtime import actor_class, death_errors, leave_ray, node_id, start_ray
+from flowrl.iter.ray_runtime import actor_class, leave_ray, node_id, start_ray
+from flowrl.iter.recovery import is_death
 from flowrl.iter.waiting import ready_refs
 from flowrl.replay import MultiAgentReplayBuffer
 from flowrl.replay.multi_agent import loss_rows
@@ -96,8 +96,7 @@ class ReplayActors:
     Args:
         make: shard number -> new MultiAgentReplayBuffer, whose own replay ratio is ignored.
         num_shards: number of actors.
-        batch_rows: expected rows of the first batch. Of later ones, as many rows are expected as
-            the batch that arrived last had; the replay ratio counts them until the batch arrives.
+        batch_rows: maximum rows of a batch; the replay ratio counts them until the batch arrives.
         learning_starts, training_intensity: see ReplayRatio; for all shards together.
         seed: seed of the random choice of shards; None seeds from the operating system.
         colocated: place the actors on the node of this process; if False, on any node.
@@ -116,7 +115,6 @@ class ReplayActors:
         "rng": dict[str, Any],
         "turn": Natural,
         "restarts": list[Natural],
-        "batch_rows": Natural,
     }
 
     def __init__(
@@ -148,7 +146,7 @@ class ReplayActors:
         self._restarts = [0] * num_shards
         self._pending_adds: list[deque[_PendingAdd]] = [deque() for _ in range(num_shards)]
         self._updates: list[list[Update]] = [[] for _ in range(num_shards)]
-        self._batches_in_flight = self._rows_in_flight = 0  # requested, but not received
+        self._in_flight = 0  # batches requested but not received
         self._next_shard = 0  # to draw from
         self._owns_ray = False
         self.journal: Journal | None = None
@@ -213,7 +211,7 @@ class ReplayActors:
         self._pending_adds = [deque() for _ in range(self.num_shards)]
         for updates in self._updates:
             updates.clear()
-        self._batches_in_flight = self._rows_in_flight = 0
+        self._in_flight = 0
 
     # -- storing -----------------------------------------------------------------------------------
 
@@ -268,10 +266,10 @@ class ReplayActors:
                 except ObjectLostError as error:  # its worker died
                     log.warning("a fragment was lost before it was stored: %s", error)
                     self._count("num_replay_fragments_lost")
-                except death_errors() as error:
-                    self._replace_shard(index, error)
-                    break
-                except Exception:
+                except Exception as error:
+                    if is_death(error):
+                        self._replace_shard(index, error)
+                        break
                     adds.popleft()
                     raise
                 adds.popleft()
@@ -321,12 +319,11 @@ class ReplayActors:
         while number < most and self.can_sample(alternate):
             self.ratio.note_drawn(self.batch_rows)
             number += 1
-        self._batches_in_flight += number
-        self._rows_in_flight += number * self.batch_rows
+        self._in_flight += number
         updates, self._updates[index] = self._updates[index], []
         handle = self.handles()[index]
         source = Source(index, self._restarts[index], origin=ORIGIN)
-        return PendingDraw(source, handle.serve.remote(updates, number), number, self.batch_rows)
+        return PendingDraw(source, handle.serve.remote(updates, number), number)
 
     def receive_batches(self, request: PendingDraw) -> list[Batch]:
         """Return the batches of a finished request; none if the shard is empty or has died.
@@ -334,25 +331,29 @@ class ReplayActors:
         Raises:
             Exception: the shard's error.
         """
-        source, ref, number, expected_rows = request
+        from ray.exceptions import ObjectLostError
+
+        source, ref, number = request
         index = source.shard
-        self._batches_in_flight -= number
-        self._rows_in_flight -= number * expected_rows
+        self._in_flight -= number
         batches: list[Batch] = []
         node = None
         try:
             batches, rows, has_items, node = fetch(ref)
             if not self._is_replaced(source):
                 self.rows[index], self._has_items[index], self._nodes[index] = rows, has_items, node
-        except death_errors() as error:
+        except ObjectLostError as error:
+            log.warning("batches of replay shard %d were lost: %s", index, error)
+        except Exception as error:
+            if not is_death(error):
+                raise
             if not self._is_replaced(source):
                 self._replace_shard(index, error)
         finally:
             for _ in range(number - len(batches)):
-                self.ratio.note_drawn(-expected_rows, batches=-1)
+                self.ratio.note_drawn(-self.batch_rows, batches=-1)
         for batch in batches:
-            self.batch_rows = max(loss_rows(batch), 1)
-            self.ratio.note_drawn(self.batch_rows - expected_rows, batches=0)
+            self.ratio.note_drawn(loss_rows(batch) - self.batch_rows, batches=0)
             batch.sources = (source,)
             if node != self._node:
                 count_bytes_between_nodes(batch.size_bytes())
@@ -383,8 +384,11 @@ class ReplayActors:
 
     def _send_updates(self, shard: int) -> None:
         updates, self._updates[shard] = self._updates[shard], []
-        with contextlib.suppress(*death_errors()):  # the next request replaces the shard
+        try:
             fetch(self.handles()[shard].serve.remote(updates, 0))
+        except Exception as error:
+            if not is_death(error):  # otherwise, the next request replaces the shard
+                raise
 
     # -- statistics and state ----------------------------------------------------------------------
 
@@ -403,14 +407,13 @@ class ReplayActors:
         one.
         """
         ratio = copy(self.ratio)
-        ratio.note_drawn(-self._rows_in_flight, batches=-self._batches_in_flight)
+        ratio.note_drawn(-self.batch_rows * self._in_flight, batches=-self._in_flight)
         return {
             "shards": [self._shard_state(shard) for shard in range(self.num_shards)],
             "ratio": ratio.state_dict(),
             "rng": stream_state(self.rng),
             "turn": self._next_shard,
             "restarts": list(self._restarts),
-            "batch_rows": self.batch_rows,
         }
 
     def _shard_state(self, shard: int) -> dict[str, Any]:
@@ -422,7 +425,9 @@ class ReplayActors:
             self._send_updates(shard)
             try:
                 state: dict[str, Any] = fetch(self.handles()[shard].state_dict.remote())
-            except death_errors() as error:
+            except Exception as error:
+                if not is_death(error):
+                    raise
                 self._replace_shard(shard, error)
                 continue
             return state
@@ -450,7 +455,8 @@ class ReplayActors:
             except Exception as error:  # Ray logs the errors of the others if nothing fetches them
                 errors.append(error)
         if errors:
-            add_note(errors[0], "replay_buffer_capacity is divided among the replay shards")
+            if isinstance(errors[0], ValueError) and "capacity" in str(errors[0]):
+                add_note(errors[0], "replay_buffer_capacity is divided among the replay shards")
             raise errors[0]
         self.rows = rows
         self._has_items = [rows > 0 for rows in self.rows]
@@ -458,8 +464,7 @@ class ReplayActors:
         restore_stream(self.rng, state["rng"])
         self._next_shard = int(state["turn"])
         self._restarts = list(state["restarts"])
-        self.batch_rows = int(state["batch_rows"])
-        self._batches_in_flight = self._rows_in_flight = 0
+        self._in_flight = 0
         for updates in self._updates:
             updates.clear()
 
@@ -473,7 +478,6 @@ class PendingDraw(NamedTuple):
     source: Source  # of the batches
     ref: Any  # of a DrawReply
     number: int  # of batches
-    expected_rows: int  # of each batch
 
 
 class _PendingAdd(NamedTuple):

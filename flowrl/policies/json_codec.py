@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -81,12 +81,13 @@ def config_from_json(
         if not (isinstance(cls, type) and issubclass(cls, Settings)):
             raise TypeError(f"{cls!r} is not a class of settings")
         changes = cls.canonical(dict(changes))
-        values = changed_values(cls, saved["values"], changes, resolver)
-    except (CheckpointError, ConfigError):
+        config = cls(**changed_values(cls, saved["values"], changes, resolver))
+    except CheckpointError:
         raise
     except (ImportError, *DAMAGED) as error:
+        if isinstance(error, ConfigError) and changes:
+            raise
         raise CheckpointError(f"its settings cannot be restored: {error}") from error
-    config = cls(**values)
     if "chosen" in saved:  # the others have the defaults of the class, which a policy may change
         config.model_fields_set.intersection_update({*saved["chosen"], *changes})
     return config
@@ -124,12 +125,24 @@ def is_given(settings: Mapping[str, Any], name: str) -> bool:
 
 def missing_settings_error(names: list[str]) -> CheckpointError:
     """Return the error for settings that a checkpoint does not contain."""
-    outer, _, inner = names[0].partition(".")
-    example = f"{{{outer!r}: {{{inner!r}: …}}}}" if inner else f"{{{outer!r}: …}}"
     return CheckpointError(
         f"it does not contain the settings {names}; pass them again: "
-        f"from_checkpoint(path, config={example})"
+        f"from_checkpoint(path, config={text_of_changes(names)})"
     )
+
+
+def text_of_changes(names: Iterable[str]) -> str:
+    """Return a mapping that sets these settings, as text: {'env': …, 'model': {'custom_model': …}}.
+
+    Args:
+        names: names of settings, such as `env` and `model.custom_model`.
+    """
+    parts: dict[str, list[str]] = {}
+    for name in names:
+        outer, _, inner = name.partition(".")
+        parts.setdefault(outer, []).extend([inner] if inner else [])
+    texts = [f"{n!r}: {text_of_changes(inner) if inner else '…'}" for n, inner in parts.items()]
+    return f"{{{', '.join(texts)}}}"
 
 
 def encode(value: Any) -> Any:
@@ -193,9 +206,10 @@ def decode_setting(
     """
     base = BASES.get(name, inherited)
     try:
-        if name == "custom_model" and isinstance(value, str) and ":" in value:
-            return resolver.resolve(value, base)  # a path that building the model would import
-        return decode(value, resolver, base)
+        decoded = decode(value, resolver, base)
+        if name == "custom_model" and isinstance(decoded, str) and ":" in decoded:
+            return resolver.resolve(str(decoded), base)  # a path that building the model imports
+        return decoded
     except UntrustedCodeError as error:
         raise error.within(name) from None
 

@@ -141,7 +141,8 @@ class ReplayRatio:
         """Restore the result of `state_dict`.
 
         If the state was made with other settings, the settings of this object hold for the rows
-        that are stored from now on: draws that are due stay due, and no others become due.
+        that are stored from now on. Draws that are due stay due, unless one of the two
+        training_intensities is None; no others become due.
         """
         check_own_state(self, state)
         self.stored, self.drawn = int(state["stored"]), int(state["drawn"])
@@ -153,7 +154,7 @@ class ReplayRatio:
             return
         saved.stored, saved._rows_allowed_before = self.stored, self._rows_allowed_before
         due = 0.0
-        if saved.is_learning and saved.training_intensity is not None:
+        if saved.training_intensity is not None:
             due = saved._rows_allowed - self.drawn
         self._rows_allowed_before = 0.0
         if self.training_intensity is not None:

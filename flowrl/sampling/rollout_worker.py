@@ -269,12 +269,12 @@ class RolloutWorker:
             "node": self._node,
         }
 
-    # -- learning ------------------------------------------------------------------------------
-
     @property
     def num_faulty_episodes(self) -> int:
         """Number of episodes that were dropped because their environment failed."""
         return self._sampling.num_faulty_episodes
+
+    # -- learning ------------------------------------------------------------------------------
 
     def on_learn_on_batch(
         self, policy: Policy, rows: SampleBatch, result: dict[str, float]

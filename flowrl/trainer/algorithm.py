@@ -352,7 +352,8 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         """Wait for the evaluation that runs parallel to training, add its metrics to the last
         result as `evaluation`, and return them; see `evaluation_parallel_to_training`.
 
-        `learn()` and `flowrl train` call it at the end of a run.
+        `learn()` and `flowrl train` call it at the end of a run. An earlier evaluation in the last
+        result is replaced; `on_train_result` is not called again.
 
         Returns:
             the metrics; None if no evaluation was running, or its worker died.
@@ -364,7 +365,8 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         if evaluation is not None and self.last_result is not None:
             self.last_result["evaluation"] = evaluation
             if self.config.log_to:
-                self._loggers.write(self.last_result)
+                names = ("training_iteration", "timesteps_total", "evaluation")
+                self._loggers.write({name: self.last_result[name] for name in names})
         return evaluation
 
     @with_hints

@@ -79,6 +79,9 @@ def settings_of_manifest(
     """
     changes = canonical_names(dict(config or {}))
     chosen_by_caller = {*changes, "plan"}  # these settings need no trust
+    for name in ("model", "q_model"):
+        if not is_given(changes, f"{name}.custom_model"):
+            chosen_by_caller.discard(name)
     try:
         saved_class = str(manifest["algorithm"])
         plan = changes.get("plan", manifest["config"]["values"].get("plan"))
@@ -135,10 +138,9 @@ def _completed(
     outer, _, inner = name.partition(".")
     if not is_given(plan_config, name):
         return changes
-    value = plan_config[outer]
-    if inner and isinstance(value, Mapping):
-        value = _completed(dict(changes.get(outer, {})), inner, value)
-    return changes | {outer: value}
+    if inner:
+        return changes | {outer: _completed(changes.get(outer, {}), inner, plan_config[outer])}
+    return changes | {outer: plan_config[outer]}
 
 
 def _known_classes(cls: Any, plan: Any) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from flowrl.settings import (
     NotNegativeInt,
     Positive,
     check_of_settings,
+    contains_search,
     imported,
     setting,
 )
@@ -108,7 +109,8 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
     """Number of Ray actors that share an evaluation; 0 evaluates in this process."""
     evaluation_parallel_to_training: bool = setting(False, group="evaluation")
     """Continue training during an evaluation. The result of the iteration in which it finishes
-    contains it; the next evaluation waits for it, and so does the end of the run."""
+    contains it; the next evaluation waits for it. At the end of a run, `learn()` and `flowrl
+    train` wait for the last one."""
     evaluation_config: dict[str, Any] = setting({}, group="evaluation")
     """Settings that differ in evaluations, such as env, env_config or explore (False by default);
     settings that evaluations do not use are rejected."""
@@ -269,6 +271,12 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
             ConfigError: the first problem found.
         """
         self.check_no_search()
+        for policy_id, spec in specs_of(self.policies).items():
+            if contains_search(spec.config):
+                raise ConfigError(
+                    f"policies: the config of {policy_id!r} has a search space of Ray Tune, which "
+                    "draws no values within a PolicySpec"
+                )
         if self.env_or_spaces() is None:
             raise ConfigError(
                 'env: no environment is set: .environment(env="CartPole-v1") in Python, '

@@ -348,6 +348,15 @@ def test_q_model_configures_the_critics():
 def test_q_model_changes_only_the_settings_that_it_names():
     model = make(q_model={"fcnet_hiddens": [5]}).model
     assert [critic.model_config.fcnet_activation for critic in model.critics] == ["relu"] * 2
+    config = SACConfig(model=SMALL, q_model={"fcnet_hiddens": [5]})
+    assert SACConfig.from_dict(config.to_dict()) == config
+    assigned = SACConfig(model=SMALL)
+    assigned.q_model = {"fcnet_hiddens": [5]}
+    assert assigned.q_model == config.q_model
+    with pytest.raises(ConfigError, match=r"unknown setting 'q_model\.hidden'"):
+        SACConfig(q_model={"hidden": [5]})
+    with pytest.raises(ConfigError, match=r"unknown setting 'model\.hidden'"):
+        SACConfig(model={"hidden": [5]}, q_model={"fcnet_hiddens": [5]})
     model = make(q_model={"fcnet_activation": "tanh"}).model
     assert [[layer.out_features for layer in c.hidden] for c in model.critics] == [[8, 6]] * 2
 
@@ -369,6 +378,10 @@ def test_message_about_a_custom_model_names_the_critic():
         make(model={"custom_model": OfObservations})
     model = make(model={"custom_model": OfObservations}, q_model={"custom_model": None}).model
     assert type(model.critics[0]).__name__ == "FullyConnectedNetwork"
+    with_arguments = {"custom_model": OfObservations, "custom_model_config": {"size": 1}}
+    assert (
+        SACConfig(model=with_arguments, q_model={"custom_model": None}).q_model == SACConfig().model
+    )
 
 
 def test_restored_policy_learns_identically():

@@ -336,24 +336,40 @@ def make_buffer_of(capacity):
     )
 
 
-def test_expected_rows_of_a_batch_follow_the_batches_that_arrived():
-    def stored():
-        actors = ReplayActors(lambda shard: make_buffer_of(200), 1, 40, training_intensity=1)
-        actors.journal = Replays()
-        for i in range(20):
-            actors.add(rows(5, i))
-        actors._process_stored("draws")
-        return actors
+def test_rows_of_smaller_batches_are_drawn_up_to_the_ratio():
+    actors = ReplayActors(lambda shard: make_buffer_of(200), 1, 40, training_intensity=1)
+    actors.journal = Replays()
+    for i in range(20):
+        actors.add(rows(5, i))
+    actors._process_stored("draws")
+    request = actors.request_batches(100)
+    assert request.number == 2  # 100 rows are due, and a batch has at most 40
+    assert actors.state_dict()["ratio"]["drawn"] == 0
+    while True:
+        actors.receive_batches(request)
+        assert actors.ratio.drawn <= 100
+        request = actors.request_batches(100)
+        if not request.number:
+            break
+    assert actors.ratio.drawn > 100 - 40
 
-    actors = stored()
-    assert actors.request_batches(100).number == 2  # 100 rows are due
-    state = actors.state_dict()
-    assert (state["ratio"]["drawn"], state["batch_rows"]) == (0, 40)
-    actors = stored()
-    actors.receive_batches(actors.request_batches())
-    assert actors.ratio.drawn == 4
-    assert actors.request_batches(100).number == 24
-    assert actors.ratio.drawn == 100
+
+def test_lost_batches_of_a_live_shard_keep_its_rows(actors, monkeypatch):
+    from ray.exceptions import ObjectLostError
+
+    for i in range(8):
+        actors.add(rows(5, i))
+    before = list(wait_until_stored(actors))
+    request = actors.request_batches()
+
+    def lost(ref):
+        monkeypatch.undo()
+        raise ObjectLostError("0", None, "")
+
+    monkeypatch.setattr("flowrl.ops.replay_actors.fetch", lost)
+    assert actors.receive_batches(request) == []
+    assert actors.ratio.drawn == 0
+    assert actors.rows == before
 
 
 @pytest.mark.slow

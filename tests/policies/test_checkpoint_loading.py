@@ -149,6 +149,17 @@ def test_code_without_an_import_path_must_be_passed_again(tmp_path):
 
 
 @pytest.mark.parametrize("load", LOADERS)
+def test_invalid_saved_record_names_the_checkpoint(tmp_path, load):
+    path, _ = train_and_save(tmp_path, model={"fcnet_activation": "relu"})
+    state, manifest = read_checkpoint(path)
+    manifest = json.loads(json.dumps(manifest).replace('"relu"', '"step"'))
+    generated = ("format", "files", "blake2b")
+    write_checkpoint(path, state, {k: v for k, v in manifest.items() if k not in generated})
+    with pytest.raises(CheckpointError, match=r"checkpoint.*fcnet_activation"):
+        load(path)
+
+
+@pytest.mark.parametrize("load", LOADERS)
 def test_changes_of_a_nested_record_keep_its_other_settings(tmp_path, load):
     exploration = {"type": "EpsilonGreedy", "epsilon": 0.3, "random_timesteps": 10}
     model = {"fcnet_hiddens": [8], "fcnet_activation": "relu"}
@@ -165,11 +176,17 @@ def test_changes_of_a_nested_record_keep_its_other_settings(tmp_path, load):
         load(path, config={"model": {"fcnet_hiddens": 3}})
 
 
+@pytest.mark.parametrize("is_code", [True, False], ids=["code", "array"])
 @pytest.mark.parametrize("load", LOADERS)
-def test_changes_of_a_nested_record_do_not_trust_its_other_settings(tmp_path, load):
+def test_changes_of_a_nested_record_do_not_trust_its_other_settings(tmp_path, load, is_code):
     path, _ = train_and_save(tmp_path, model={"custom_model": FromScript})
     state, manifest = read_checkpoint(path)
-    manifest = json.loads(json.dumps(manifest).replace(FromScript.__qualname__, "Other"))
+    code = f"{FromScript.__module__}:{FromScript.__qualname__}"
+    other = code.replace("FromScript", "Other")
+    encoded = {"__code__": other} if is_code else encode(np.array(other))
+    text = json.dumps(manifest)
+    assert json.dumps({"__code__": code}) in text
+    manifest = json.loads(text.replace(json.dumps({"__code__": code}), json.dumps(encoded)))
     generated = ("format", "files", "blake2b")
     write_checkpoint(path, state, {k: v for k, v in manifest.items() if k not in generated})
     with pytest.raises(CheckpointError, match=r"model\.custom_model is the code.*not trusted"):

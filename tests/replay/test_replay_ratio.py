@@ -57,9 +57,13 @@ def test_same_settings_continue_exactly():
 def test_draws_that_are_due_stay_due():
     ratio = ReplayRatio(0, 2.0)
     ratio.note_stored(100)  # 200 rows are due
-    assert (
-        resumed(ratio, 0, 1.0)
-        .missing_draws(BATCH)
-        .endswith("draw 20 batches before storing another one")
-    )
+    assert "draw 20 batches" in resumed(ratio, 0, 1.0).missing_draws(BATCH)
+    later = resumed(resumed(ratio, 400, 2.0), 0, 2.0)
+    assert "draw 20 batches" in later.missing_draws(BATCH)
     assert "store 10 more rows" in resumed(ReplayRatio(), 10, 1.0).missing_stores(BATCH)
+
+
+def test_no_draws_are_due_after_a_change_to_one_batch_per_batch():
+    ratio = ReplayRatio(0, 2.0)
+    ratio.note_stored(100)
+    assert not resumed(ratio, 0, None).may_draw(BATCH)

@@ -203,6 +203,19 @@ def test_end_of_a_run_waits_for_the_evaluation_parallel_to_training(ray_session,
     assert json.loads(lines[-1])["evaluation"]["training_iteration"] == 3
 
 
+def test_last_result_is_written_if_the_last_evaluation_fails(tmp_path, monkeypatch):
+    with a2c_config().build() as algorithm:
+
+        def fail():
+            raise ArithmeticError("the evaluation failed")
+
+        monkeypatch.setattr(algorithm._evaluator, "finish", fail)
+        with pytest.raises(ArithmeticError):
+            algorithm.learn(stop={"training_iteration": 3}, run_dir=tmp_path / "r", progress=False)
+    lines = (tmp_path / "r/result.json").read_text().splitlines()
+    assert [json.loads(line)["training_iteration"] for line in lines] == [1, 2, 3]
+
+
 class FailsAtStepFour(gym.Wrapper):
     def __init__(self, context):
         super().__init__(gym.make("CartPole-v1"))

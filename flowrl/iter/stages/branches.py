@@ -335,7 +335,7 @@ class Duplicate(Stage):
         self.buffers: list[deque[tuple[Any, tuple[Source, ...]]]] = [deque() for _ in range(n)]
         self.children: list[DuplicateChild] = []
         self.dropped = [0] * n
-        self._left = [False] * n
+        self._closed = [False] * n
         self.has_ended = False
 
     def blocking(self) -> list[int]:
@@ -347,12 +347,12 @@ class Duplicate(Stage):
         ]
 
     def is_closed(self, index: int) -> bool:
-        """Return whether `leave` was called for a child."""
-        return self._left[index]
+        """Return whether `close` was called for a child."""
+        return self._closed[index]
 
     def close(self, index: int) -> None:
         """Stop buffering items for a child whose consumer has ended."""
-        self._left[index] = True
+        self._closed[index] = True
         self.buffers[index].clear()
 
     def pull(self, block: bool) -> Any:
@@ -369,7 +369,7 @@ class Duplicate(Stage):
         self.items += 1
         sources = self.parents[0].sources
         for index, buffer in enumerate(self.buffers):
-            if self._left[index]:
+            if self._closed[index]:
                 continue
             if len(buffer) >= self.max_buffered:
                 self.dropped[index] += 1
@@ -391,7 +391,7 @@ class Duplicate(Stage):
                 [[item, sources_to_list(sources)] for item, sources in buffer]
                 for buffer in self.buffers
             ],
-            "left": list(self._left),
+            "left": list(self._closed),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -400,7 +400,7 @@ class Duplicate(Stage):
             deque((item, sources_from_list(sources)) for item, sources in buffer)
             for buffer in state["buffers"]
         ]
-        self._left = list(state["left"])
+        self._closed = list(state["left"])
 
 
 class DuplicateChild(Stage):

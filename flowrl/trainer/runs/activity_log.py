@@ -38,8 +38,15 @@ class ActivityLog:
     def append(self, activity: Activity) -> None:
         """Write an activity if it is due; the first error of the file system is logged."""
         self._skipped.append(activity)
-        if len(self._skipped) < self._every:
-            return
+        if len(self._skipped) >= self._every:
+            self._write()
+
+    def close(self) -> None:
+        """Write the activities since the last record as one."""
+        if self._skipped:
+            self._write()
+
+    def _write(self) -> None:
         activity, self._skipped = _last_of(self._skipped), []
         try:
             if self._num_records >= MAX_RECORDS:

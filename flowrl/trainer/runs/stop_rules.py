@@ -240,8 +240,8 @@ class PendingMetrics:
         group, which a callback should have set, and once if metrics are missing after several.
 
         Raises:
-            ConfigError: the result has the metric's group but not the metric, or the metric is not
-                a number.
+            ConfigError: the result has the statistics of the metric's policy but not the metric, or
+                the metric is not a number.
         """
         self._num_results += 1
         self._settings = {
@@ -273,22 +273,16 @@ def has_metric(result: dict[str, Any], name: str, setting: str) -> bool:
         setting: setting that names the metric, for the error message.
 
     Raises:
-        ConfigError: the result has the statistics of the policy without the metric, or a custom
-            metric with a similar name.
+        ConfigError: the result has the statistics of the policy without the metric.
     """
     if metric_value(result, name) is not None:
         return True
-    learned = policy_of_statistic(name) in result["learners"]
-    episodes_ended = name.startswith("custom_metrics/") and result["episodes_in_window"]
-    if not (learned or episodes_ended):
+    if policy_of_statistic(name) not in result["learners"]:
         return False
     group = name.split("/")[0]
     metrics = flatten_result({group: result[group]})
     known = [path for path, value in metrics if isinstance(value, (int, float))]
-    hint = nearest(name, known)
-    if not (learned or hint):  # later episodes may have the metric
-        return False
     raise ConfigError(
-        f"{setting}: there is no metric {name!r}.{hint} Metrics in {group}: "
+        f"{setting}: there is no metric {name!r}.{nearest(name, known)} Metrics in {group}: "
         f"{', '.join(known) or 'none'}"
     )

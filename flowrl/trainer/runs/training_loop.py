@@ -94,7 +94,7 @@ def train_until(
     previous = algorithm.last_result
     pending = PendingMetrics(stop, config.checkpoint_score_attribute)
     started = saved = time.perf_counter()
-    exit_code, reason, result = 0, None, None
+    exit_code, reason, result, written = 0, None, None, None
     with SignalHandler() as signals:
         try:
             if display != "none":
@@ -106,9 +106,10 @@ def train_until(
                 window = config.metrics_num_episodes_for_smoothing
                 reason = stop.reached(result, window, now - started)
                 if reason is not None:
-                    algorithm.finish_evaluation()
+                    _finish_evaluation(algorithm, signals, result)
                 if run is not None:
                     run.write(result)
+                written = result
                 if progress is not None:
                     progress.add(result)
                 pending.check(result)
@@ -122,7 +123,7 @@ def train_until(
         except BaseException as error:
             stopped = _stopped_by(error, signals)
             if stopped is None:
-                result = _write_last_result(algorithm, run, result, previous)
+                result = _write_last_result(algorithm, run, written, previous)
                 if run is not None:
                     _save_after_error(algorithm, run, result, error)
                 raise
@@ -137,7 +138,7 @@ def train_until(
             if exit_code == 129:
                 discard_lost_output()
         if exit_code:
-            result = _write_last_result(algorithm, run, result, previous)
+            result = _write_last_result(algorithm, run, written, previous)
         checkpoint = None if run is None else run.save(algorithm, result)
         exit_code = exit_code or signals.exit_code
         if run is not None:
@@ -163,6 +164,7 @@ def _open_files(algorithm: Any, run: RunDirectory, files: ExitStack) -> Recordin
     if (seconds := algorithm.config.trace_s) is not None:
         algorithm.plan.start(algorithm.config.seed)
         files.callback(_write_trace, Tracer(algorithm.plan, seconds), run.path / TRACE)
+    files.callback(activity_log.close)
     files.callback(listeners.remove, activity_log.append)
     files.callback(recording.close)
     return recording
@@ -176,6 +178,20 @@ def _train_once(algorithm: Any, signals: SignalHandler) -> Any:
         return algorithm.train()
     finally:
         signals.armed = False
+
+
+def _finish_evaluation(algorithm: Any, signals: SignalHandler, result: dict[str, Any]) -> None:
+    """Wait for the evaluation that runs parallel to training, which a signal may interrupt, and add
+    it to the last result."""
+    if signals.exit_code:
+        return
+    signals.armed = True
+    try:
+        evaluation = algorithm.finish_evaluation()
+    finally:
+        signals.armed = False
+    if evaluation is not None:
+        result["evaluation"] = evaluation
 
 
 def _stopped_by(error: BaseException, signals: SignalHandler) -> tuple[int, str] | None:
@@ -270,21 +286,23 @@ def _checkpoint_is_due(algorithm: Any, result: Mapping[str, Any], seconds: float
     return config.checkpoint_every_s is not None and seconds > config.checkpoint_every_s
 
 
-def _write_last_result(algorithm: Any, run: RunDirectory | None, result: Any, previous: Any) -> Any:
+def _write_last_result(
+    algorithm: Any, run: RunDirectory | None, written: Any, previous: Any
+) -> Any:
     """Write the algorithm's last result if an error, such as in its evaluation, prevented that.
 
     Args:
         algorithm: the algorithm that was interrupted.
         run: its run directory, or None.
-        result: the last result that was written.
+        written: the last result that was written.
         previous: the last result before this training.
 
     Returns:
         the last result.
     """
     last = algorithm.last_result
-    if last is result or last is previous or last["training_iteration"] < algorithm.iteration:
-        return result
+    if last is written or last is previous or last["training_iteration"] < algorithm.iteration:
+        return written
     if run is not None:
         run.write(last)
     return last

@@ -37,6 +37,9 @@ def test_long_runs_keep_a_limited_number(tmp_path, monkeypatch):
     # the records count all restarts up to the last one
     counted = sum(one.counters["num_shard_restarts"] for one in records)
     assert counted == sum(number % 7 for number in range(numbers[-1] + 1))
+    log.close()
+    counted = sum(one.counters["num_shard_restarts"] for one in read_activities(tmp_path))
+    assert counted == sum(number % 7 for number in range(200))
 
 
 def test_activities_after_a_checkpoint_are_removed(tmp_path):
