@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from copy import copy
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -87,6 +88,29 @@ class ReplayShard:
         return len(self.buffer)
 
 
+@dataclass
+class ShardRecord:
+    """What the driver knows of one shard.
+
+    Attributes:
+        actor: the actor of the shard; None before it is started.
+        rows: number of rows, as of its last reply.
+        has_items: whether it has anything to draw, as of its last reply.
+        node: id of its node, as of its last reply.
+        restarts: how often its actor was replaced.
+        pending_adds: batches that it has not stored yet, the oldest first.
+        updates: priority updates that the next request sends.
+    """
+
+    actor: Any = None
+    rows: int = 0
+    has_items: bool = False
+    node: str | None = None
+    restarts: int = 0
+    pending_adds: deque[_PendingAdd] = field(default_factory=deque)
+    updates: list[Update] = field(default_factory=list)
+
+
 class ReplayActors:
     """A replay buffer in shards on Ray actors, which start on first use.
 
@@ -136,16 +160,11 @@ class ReplayActors:
         self.batch_rows = batch_rows
         self.ratio = ReplayRatio(learning_starts, training_intensity)
         self.rng = random_stream(seed, "replay", "shards")
-        self.rows = [0] * num_shards
-        self._has_items = [False] * num_shards  # as of the last reply of each shard
+        self.shards = [ShardRecord() for _ in range(num_shards)]
         self.colocated = colocated
         self.address = address
         self._node: str | None = None
-        self._nodes: list[str | None] = [None] * num_shards
-        self._handles: list[Any] = []
-        self._restarts = [0] * num_shards
-        self._pending_adds: list[deque[_PendingAdd]] = [deque() for _ in range(num_shards)]
-        self._updates: list[list[Update]] = [[] for _ in range(num_shards)]
+        self._has_started = False
         self._in_flight = 0  # batches requested but not received
         self._next_shard = 0  # to draw from
         self._owns_ray = False
@@ -154,23 +173,27 @@ class ReplayActors:
 
     # -- actors ------------------------------------------------------------------------------------
 
-    def handles(self) -> list[Any]:
-        """Return the actors; start them on the first call."""
-        if not self._handles and self._reruns_journal:
-            shards = range(self.num_shards)
-            self._handles = [InProcessActor(ReplayShard(self.make_shard, i)) for i in shards]
-        elif not self._handles:
+    def started_shards(self) -> list[ShardRecord]:
+        """Return the shards; start their actors on the first call."""
+        if self._has_started:
+            return self.shards
+        if not self._reruns_journal:
             self._owns_ray = start_ray(self.address)
             self._node = node_id()
-            self._handles = [self._start_shard(index) for index in range(self.num_shards)]
-        return self._handles
+        for index, shard in enumerate(self.shards):
+            shard.actor = self._start_actor(index)
+        self._has_started = True
+        return self.shards
 
     @property
     def _reruns_journal(self) -> bool:
         """Whether a recorded run is repeated."""
         return self.journal is not None and self.journal.replays
 
-    def _start_shard(self, index: int) -> Any:
+    def _start_actor(self, index: int) -> Any:
+        """Start the actor of a shard; in a rerun of a recorded run, it is in this process."""
+        if self._reruns_journal:
+            return InProcessActor(ReplayShard(self.make_shard, index))
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         options: dict[str, Any] = {}
@@ -183,14 +206,12 @@ class ReplayActors:
         if self.journal is not None:
             self.journal.end(f"replay shard {index} died")
         log.warning("replay shard %d died and is replaced by an empty one: %s", index, error)
+        shard = self.shards[index]
         self._count("num_replay_shard_restarts")
-        self._count("num_replay_rows_lost", self.rows[index])
-        self.rows[index], self._has_items[index] = 0, False
-        self._updates[index].clear()
-        self._restarts[index] += 1
-        self._handles[index] = self._start_shard(index)
-        unstored, self._pending_adds[index] = self._pending_adds[index], deque()
-        self._pending_adds[index].extend(self._send_batch(index, *add[1:]) for add in unstored)
+        self._count("num_replay_rows_lost", shard.rows)
+        self.shards[index] = ShardRecord(self._start_actor(index), restarts=shard.restarts + 1)
+        for add in shard.pending_adds:
+            self._send_batch(index, add.batch, add.node)
 
     def _count(self, name: str, number: int = 1) -> None:
         """Add to a counter of the plan, also outside of a pull: while a checkpoint is written."""
@@ -203,14 +224,16 @@ class ReplayActors:
         import ray
 
         if ray.is_initialized() and not self._reruns_journal and not ray_health.is_ray_lost():
-            for handle in self._handles:
-                ray.kill(handle)
+            for shard in self.shards:
+                if shard.actor is not None:
+                    ray.kill(shard.actor)
         if self._owns_ray:
             leave_ray()
-        self._handles, self._owns_ray = [], False
-        self._pending_adds = [deque() for _ in range(self.num_shards)]
-        for updates in self._updates:
-            updates.clear()
+        self._has_started = self._owns_ray = False
+        for shard in self.shards:
+            shard.actor = None
+            shard.pending_adds.clear()
+            shard.updates.clear()
         self._in_flight = 0
 
     # -- storing -----------------------------------------------------------------------------------
@@ -223,29 +246,33 @@ class ReplayActors:
         """
         if not self.ratio.may_store(self.batch_rows, alternate) and self._may_have_items():
             return False
-        if any(len(adds) >= ADDS_IN_FLIGHT for adds in self._pending_adds):
+        if self._full_shards():
             self._process_stored("room")
-        return all(len(adds) < ADDS_IN_FLIGHT for adds in self._pending_adds)
+        return not self._full_shards()
+
+    def _full_shards(self) -> list[ShardRecord]:
+        """Return the shards that have no room for another batch in flight."""
+        return [shard for shard in self.shards if len(shard.pending_adds) >= ADDS_IN_FLIGHT]
 
     def waits(self) -> list[Any]:
         """Return the oldest pending reference of each shard that has no room."""
-        return [adds[0].ref for adds in self._pending_adds if len(adds) >= ADDS_IN_FLIGHT]
+        return [shard.pending_adds[0].ref for shard in self._full_shards()]
 
     def add(self, batch: Batch | BatchRef) -> None:
         """Send a batch to a random shard, without waiting until it is stored."""
         self._metrics = current_metrics() or self._metrics
-        self.handles()
+        self.started_shards()
         index = int(self.rng.integers(self.num_shards))
         ref = batch if isinstance(batch, BatchRef) else BatchRef([batch], 0, {})
         for part, node in zip(ref.parts, ref.nodes, strict=True):
-            self._pending_adds[index].append(self._send_batch(index, part, node or self._node))
+            self._send_batch(index, part, node or self._node)
         self.ratio.note_stored(batch.agent_steps())
 
-    def _send_batch(self, index: int, batch: Any, node: str | None) -> _PendingAdd:
+    def _send_batch(self, index: int, batch: Any, node: str | None) -> None:
         if self._reruns_journal:
             batch = BatchRef([batch], 0, {}).get()
-        ref = self.handles()[index].add.remote(batch, node)
-        return _PendingAdd(ref, batch, node)
+        shard = self.shards[index]
+        shard.pending_adds.append(_PendingAdd(shard.actor.add.remote(batch, node), batch, node))
 
     def _process_stored(self, purpose: str) -> None:
         """Process the replies of shards that have stored batches.
@@ -255,13 +282,12 @@ class ReplayActors:
         """
         from ray.exceptions import ObjectLostError
 
-        for index in range(self.num_shards):
-            adds = self._pending_adds[index]
+        for index, shard in enumerate(self.shards):
+            adds = shard.pending_adds
             while adds and self.is_ready(adds[0].ref, f"stored for {purpose}"):
                 try:
                     added: AddReply = fetch(adds[0].ref)
-                    self.rows[index], self._has_items[index], bytes_received, node = added
-                    self._nodes[index] = node
+                    shard.rows, shard.has_items, bytes_received, shard.node = added
                     count_bytes_between_nodes(bytes_received)
                 except ObjectLostError as error:  # its worker died
                     log.warning("a fragment was lost before it was stored: %s", error)
@@ -294,9 +320,9 @@ class ReplayActors:
 
     def _may_have_items(self) -> bool:
         """Return False if all shards have replied that there is nothing to draw."""
-        if not any(self._has_items):
+        if not any(shard.has_items for shard in self.shards):
             self._process_stored("draws")
-        return any(self._has_items) or any(self._pending_adds)
+        return any(shard.has_items or shard.pending_adds for shard in self.shards)
 
     def missing_stores(self) -> str:
         """Return what must be stored before the next draw."""
@@ -320,10 +346,10 @@ class ReplayActors:
             self.ratio.note_drawn(self.batch_rows)
             number += 1
         self._in_flight += number
-        updates, self._updates[index] = self._updates[index], []
-        handle = self.handles()[index]
-        source = Source(index, self._restarts[index], origin=ORIGIN)
-        return PendingDraw(source, handle.serve.remote(updates, number), number)
+        shard = self.started_shards()[index]
+        updates, shard.updates = shard.updates, []
+        source = Source(index, shard.restarts, origin=ORIGIN)
+        return PendingDraw(source, shard.actor.serve.remote(updates, number), number)
 
     def receive_batches(self, request: PendingDraw) -> list[Batch]:
         """Return the batches of a finished request; none if the shard is empty or has died.
@@ -341,7 +367,8 @@ class ReplayActors:
         try:
             batches, rows, has_items, node = fetch(ref)
             if not self._is_replaced(source):
-                self.rows[index], self._has_items[index], self._nodes[index] = rows, has_items, node
+                shard = self.shards[index]
+                shard.rows, shard.has_items, shard.node = rows, has_items, node
         except ObjectLostError as error:
             log.warning("batches of replay shard %d were lost: %s", index, error)
         except Exception as error:
@@ -361,7 +388,7 @@ class ReplayActors:
 
     def _is_replaced(self, source: Source) -> bool:
         """Return whether the shard that a batch was drawn from has died since."""
-        return source.incarnation < self._restarts[source.shard]
+        return source.incarnation < self.shards[source.shard].restarts
 
     def update_priorities(
         self, source: Source, policy_id: str, batch_indexes: np.ndarray, priorities: np.ndarray
@@ -377,15 +404,15 @@ class ReplayActors:
         """
         if self._is_replaced(source):
             return
-        shard = source.shard
-        self._updates[shard].append((policy_id, batch_indexes, priorities))
-        if len(self._updates[shard]) >= UPDATES_KEPT:  # without draws, no request has sent them
+        shard = self.started_shards()[source.shard]
+        shard.updates.append((policy_id, batch_indexes, priorities))
+        if len(shard.updates) >= UPDATES_KEPT:  # without draws, no request has sent them
             self._send_updates(shard)
 
-    def _send_updates(self, shard: int) -> None:
-        updates, self._updates[shard] = self._updates[shard], []
+    def _send_updates(self, shard: ShardRecord) -> None:
+        updates, shard.updates = shard.updates, []
         try:
-            fetch(self.handles()[shard].serve.remote(updates, 0))
+            fetch(shard.actor.serve.remote(updates, 0))
         except Exception as error:
             if not is_death(error):  # otherwise, the next request replaces the shard
                 raise
@@ -394,11 +421,11 @@ class ReplayActors:
 
     def __len__(self) -> int:
         """Return the number of rows, as of the last reply of each shard."""
-        return sum(self.rows)
+        return sum(shard.rows for shard in self.shards)
 
     def stats(self) -> list[dict[str, Any]]:
         """Return the statistics of each shard."""
-        return [fetch(handle.stats.remote()) for handle in self.handles()]
+        return [fetch(shard.actor.stats.remote()) for shard in self.started_shards()]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all shards, after they have stored the batches in flight.
@@ -409,26 +436,27 @@ class ReplayActors:
         ratio = copy(self.ratio)
         ratio.note_drawn(-self.batch_rows * self._in_flight, batches=-self._in_flight)
         return {
-            "shards": [self._shard_state(shard) for shard in range(self.num_shards)],
+            "shards": [self._shard_state(index) for index in range(self.num_shards)],
             "ratio": ratio.state_dict(),
             "rng": stream_state(self.rng),
             "turn": self._next_shard,
-            "restarts": list(self._restarts),
+            "restarts": [shard.restarts for shard in self.shards],
         }
 
-    def _shard_state(self, shard: int) -> dict[str, Any]:
+    def _shard_state(self, index: int) -> dict[str, Any]:
         while True:
-            while self._pending_adds[shard]:
+            while pending := self.started_shards()[index].pending_adds:
                 if not self._reruns_journal:
-                    ray_health.wait([self._pending_adds[shard][0].ref], 1)
+                    ray_health.wait([pending[0].ref], 1)
                 self._process_stored("a checkpoint")
+            shard = self.shards[index]
             self._send_updates(shard)
             try:
-                state: dict[str, Any] = fetch(self.handles()[shard].state_dict.remote())
+                state: dict[str, Any] = fetch(shard.actor.state_dict.remote())
             except Exception as error:
                 if not is_death(error):
                     raise
-                self._replace_shard(shard, error)
+                self._replace_shard(index, error)
                 continue
             return state
 
@@ -440,14 +468,14 @@ class ReplayActors:
         """
 
         check_own_state(self, state)
-        shards = state["shards"]
-        if len(shards) != self.num_shards or len(state["restarts"]) != self.num_shards:
+        states = state["shards"]
+        if len(states) != self.num_shards or len(state["restarts"]) != self.num_shards:
             raise ValueError(
-                f"cannot load a state of {len(shards)} replay shards for {self.num_shards} shards: "
+                f"cannot load a state of {len(states)} replay shards for {self.num_shards} shards: "
                 "set num_replay_shards to the same number"
             )
-        pairs = zip(self.handles(), shards, strict=True)
-        refs = [handle.load_state_dict.remote(shard) for handle, shard in pairs]
+        pairs = zip(self.started_shards(), states, strict=True)
+        refs = [shard.actor.load_state_dict.remote(saved) for shard, saved in pairs]
         rows, errors = [], []
         for ref in refs:
             try:
@@ -458,15 +486,14 @@ class ReplayActors:
             if isinstance(errors[0], ValueError) and "capacity" in str(errors[0]):
                 add_note(errors[0], "replay_buffer_capacity is divided among the replay shards")
             raise errors[0]
-        self.rows = rows
-        self._has_items = [rows > 0 for rows in self.rows]
+        restarts = state["restarts"]
+        for shard, number, count in zip(self.shards, rows, restarts, strict=True):
+            shard.rows, shard.has_items, shard.restarts = number, number > 0, count
+            shard.updates.clear()
         self.ratio.load_state_dict(state["ratio"])
         restore_stream(self.rng, state["rng"])
         self._next_shard = int(state["turn"])
-        self._restarts = list(state["restarts"])
         self._in_flight = 0
-        for updates in self._updates:
-            updates.clear()
 
     def __repr__(self) -> str:
         return f"ReplayActors(num_shards={self.num_shards}, batch_rows={self.batch_rows})"

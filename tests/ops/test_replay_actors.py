@@ -51,14 +51,18 @@ def actors(ray_session):
         replay_actors.stop()
 
 
+def rows_of(actors):
+    return [shard.rows for shard in actors.shards]
+
+
 def wait_until_stored(actors):
     """Wait until the shards have stored all batches; return their numbers of rows."""
     deadline = time.monotonic() + 60  # generous, for busy machines
-    while any(actors._pending_adds):
+    while any(shard.pending_adds for shard in actors.shards):
         assert time.monotonic() < deadline
         actors._process_stored("draws")
         time.sleep(0.01)
-    return actors.rows
+    return rows_of(actors)
 
 
 def kill(shard):
@@ -84,7 +88,7 @@ def test_restored_shards_ignore_priorities_of_dead_ones():
     def shards():
         actors = make(num_shards=1)
         actors.journal = Replays()
-        actors._start_shard = lambda index: InProcessActor(ReplayShard(actors.make_shard, index))
+        actors._start_actor = lambda index: InProcessActor(ReplayShard(actors.make_shard, index))
         return actors
 
     actors, copy = shards(), shards()
@@ -115,7 +119,7 @@ def test_plan_over_shards_keeps_the_replay_ratio(actors):
     added = sum(shard["default_policy"]["num_rows_added"] for shard in stats)
     assert added == ratio.stored == plan.metrics.counters["num_agent_steps_stored"]
     plan.stop()
-    assert actors._handles == []
+    assert all(shard.actor is None for shard in actors.shards)
 
 
 def test_operators_pulled_by_hand_store_and_draw_in_any_order(ray_session):
@@ -158,7 +162,7 @@ def test_lost_rows_are_stored_again_before_the_next_draw(ray_session):
     with metrics_scope(MetricsContext()), Replay(actors=actors, num_async=1) as draw:
         next(store)
         wait_until_stored(actors)
-        kill(actors.handles()[0])
+        kill(actors.started_shards()[0].actor)
         with pytest.raises(RuntimeError, match="the replay buffer has nothing to draw: store mo"):
             next(draw)
         next(store)
@@ -217,15 +221,15 @@ def test_dead_shard_is_replaced(actors):
     for i in range(10):
         actors.add(rows(5, i))
     before = list(wait_until_stored(actors))
-    kill(actors.handles()[0])
+    kill(actors.started_shards()[0].actor)
     with metrics_scope(MetricsContext()) as metrics:
         for i in range(20):
             actors.add(rows(5, i))
         wait_until_stored(actors)
         assert metrics.counters["num_replay_shard_restarts"] == 1
         assert metrics.counters["num_replay_rows_lost"] == before[0]
-    assert sum(actors.rows) == 150 - before[0]
-    kill(actors.handles()[1])
+    assert sum(rows_of(actors)) == 150 - before[0]
+    kill(actors.started_shards()[1].actor)
     with metrics_scope(MetricsContext()) as metrics:
         drawn = [actors.receive_batches(actors.request_batches()) for _ in range(2)]
         assert [len(batches) for batches in drawn] == [1, 0]
@@ -265,14 +269,14 @@ def test_state_dict_replaces_a_dead_shard(ray_session):
         for i in range(8):
             actors.add(rows(5, i))
         wait_until_stored(actors)
-        kill(actors.handles()[0])
+        kill(actors.started_shards()[0].actor)
         actors.add(rows(5))
         actors.add(rows(5))
     state = actors.state_dict()  # a checkpoint is written outside of a pull
     assert metrics.counters["num_replay_shard_restarts"] == 1
     other = make(learning_starts=12, training_intensity=2)
     other.load_state_dict(state)
-    assert sum(other.rows) == sum(actors.rows) >= 10
+    assert sum(rows_of(other)) == sum(rows_of(actors)) >= 10
     actors.stop()
     other.stop()
 
@@ -280,12 +284,12 @@ def test_state_dict_replaces_a_dead_shard(ray_session):
 def test_replies_contain_row_counts_and_nodes(actors):
     for i in range(3):
         actors.add(rows(5, i))
-    while not all(actors.rows):
+    while not all(rows_of(actors)):
         with metrics_scope(MetricsContext()) as metrics:
             actors.add(rows(5))
             actors.receive_batches(actors.request_batches())
             assert metrics.counters["num_bytes_between_nodes"] == 0
-    assert set(actors._nodes) == {actors._node}
+    assert {shard.node for shard in actors.shards} == {actors._node}
 
 
 def test_shard_that_is_killed_for_lack_of_memory_is_replaced(actors, monkeypatch):
@@ -369,7 +373,7 @@ def test_lost_batches_of_a_live_shard_keep_its_rows(actors, monkeypatch):
     monkeypatch.setattr("flowrl.ops.replay_actors.fetch", lost)
     assert actors.receive_batches(request) == []
     assert actors.ratio.drawn == 0
-    assert actors.rows == before
+    assert rows_of(actors) == before
 
 
 @pytest.mark.slow
@@ -378,7 +382,7 @@ def test_dead_shard_is_replaced_only_once(actors):
         actors.add(rows(5, i))
     wait_until_stored(actors)
     requests = [actors.request_batches() for _ in range(4)]
-    kill(actors.handles()[0])
+    kill(actors.started_shards()[0].actor)
     with metrics_scope(MetricsContext()) as metrics:
         for request in requests:
             actors.receive_batches(request)
@@ -393,15 +397,15 @@ def test_priorities_of_rows_that_died_with_their_shard_are_dropped(actors):
     with metrics_scope(MetricsContext()):
         batches = [actors.receive_batches(actors.request_batches())[0] for _ in range(2)]
         late = actors.request_batches()
-        kill(actors.handles()[0])
+        kill(actors.started_shards()[0].actor)
         assert actors.receive_batches(actors.request_batches()) != []  # of shard 1
         assert actors.receive_batches(actors.request_batches()) == []  # replaces shard 0
-        while actors.rows[0] < 10:
+        while rows_of(actors)[0] < 10:
             actors.add(rows(5))
             wait_until_stored(actors)
-        stored = list(actors.rows)
+        stored = list(rows_of(actors))
         actors.receive_batches(late)
-        assert actors.rows == stored  # not those of the dead shard
+        assert rows_of(actors) == stored  # not those of the dead shard
         operator = UpdateReplayPriorities(actors=actors)
         for batch in batches:
             values = {"td_error": np.full(4, 9.0), "batch_indexes": batch["batch_indexes"]}
@@ -481,7 +485,7 @@ def test_plan_that_only_stores_stops_the_actors(ray_session):
     actors = make()
     plan = LocalIterator([rows(4)]).for_each(StoreToReplayBuffer(actors=actors))
     plan.take(1)
-    handles = list(actors.handles())
+    handles = [shard.actor for shard in actors.started_shards()]
     plan.stop()
     with pytest.raises(ray_session.exceptions.RayActorError):
         ray_session.get([handle.state_dict.remote() for handle in handles], timeout=30)
