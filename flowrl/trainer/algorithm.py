@@ -291,7 +291,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         return result
 
     def _prepare_training(self) -> None:
-        """Check the plan and start what runs beside it, before the first result."""
+        """Check the plan, and start the plan, the loggers and the monitor if they do not run."""
         self.check_start()
         if not self._has_trained:
             self._use_free_cores()
