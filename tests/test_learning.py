@@ -332,8 +332,8 @@ def learning_curve(plan, steps, **settings):
     ],
 )
 def test_sac_and_td3_solve_pendulum(plan, seed, numpy_gradients):
-    """Pendulum-v1 is solved within 12,000 env steps and stays solved until 20,000."""
-    curve = learning_curve(plan, 20_000, seed=seed, numpy_gradients=numpy_gradients)
+    """Pendulum-v1 is solved within 12,000 env steps and stays solved until 15,000."""
+    curve = learning_curve(plan, 15_000, seed=seed, numpy_gradients=numpy_gradients)
     solved_at = next(steps for steps, value in curve if steps >= 4000 and value >= -200)
     assert solved_at <= 12_000
     assert curve[-1][1] >= -220

@@ -37,7 +37,7 @@ def train(tmp_path, plan, *flags, steps=3000):
 
 @pytest.fixture(scope="module")
 def recorded_a3c(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("a3c"), "a3c", steps=500)
+    return train(tmp_path_factory.mktemp("a3c"), "a3c", "--num-workers=1", steps=500)
 
 
 @pytest.fixture

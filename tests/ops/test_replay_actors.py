@@ -8,7 +8,6 @@ import pytest
 
 from flowrl.data import SampleBatch
 from flowrl.iter import LocalIterator, MetricsContext, Source, metrics_scope
-from flowrl.iter.in_process import InProcessActor
 from flowrl.ops import (
     BatchRef,
     Concurrently,
@@ -18,7 +17,6 @@ from flowrl.ops import (
     StoreToReplayBuffer,
     UpdateReplayPriorities,
 )
-from flowrl.ops.replay_actors import ReplayShard
 from flowrl.replay import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer
 from flowrl.sampling import WorkerSet
 from flowrl.settings import ConfigError
@@ -41,6 +39,32 @@ def make(num_shards=2, **settings):
         )
 
     return ReplayActors(buffer, num_shards, 4, seed=0, **settings)
+
+
+class RepeatedJournal:
+    """The journal of a rerun, in which the shards are objects of this process."""
+
+    replays = True
+
+    def __init__(self):
+        self.plan_log = self
+
+    def observe(self, name, value):
+        return value
+
+    def end(self, reason):
+        pass
+
+
+def in_process(replay_actors):
+    """Let the shards be objects of this process, which do not have to be started."""
+    replay_actors.journal = RepeatedJournal()
+    return replay_actors
+
+
+@pytest.fixture
+def local_actors():
+    return in_process(make(learning_starts=12, training_intensity=2))
 
 
 @pytest.fixture
@@ -75,23 +99,8 @@ def kill(shard):
             ray.get(shard.stats.remote())
 
 
-class Replays:
-    """A journal that is repeated: the shards are in this process."""
-
-    replays = True
-
-    def end(self, reason):
-        pass
-
-
 def test_restored_shards_ignore_priorities_of_dead_ones():
-    def shards():
-        actors = make(num_shards=1)
-        actors.journal = Replays()
-        actors._start_actor = lambda index: InProcessActor(ReplayShard(actors.make_shard, index))
-        return actors
-
-    actors, copy = shards(), shards()
+    actors, copy = in_process(make(1)), in_process(make(1))
     actors.add(rows(100))
     actors._process_stored("draws")
     (drawn,) = actors.receive_batches(actors.request_batches())
@@ -202,16 +211,16 @@ def test_fragments_are_stored_by_reference(ray_session):
         ParallelRollouts(in_process, by_reference=True)
 
 
-def test_shard_of_a_batch_receives_its_priorities(actors):
+def test_shard_of_a_batch_receives_its_priorities(local_actors):
     for i in range(8):
-        actors.add(rows(5, i))
-    wait_until_stored(actors)
-    update = UpdateReplayPriorities(actors=actors)
-    request = actors.request_batches()
-    [batch] = actors.receive_batches(request)
+        local_actors.add(rows(5, i))
+    wait_until_stored(local_actors)
+    update = UpdateReplayPriorities(actors=local_actors)
+    request = local_actors.request_batches()
+    [batch] = local_actors.receive_batches(request)
     row_stats = {"batch_indexes": batch["batch_indexes"], "td_error": np.full(4, -9.0)}
     update((batch, {"default_policy": {"rows": row_stats}}))
-    states = actors.state_dict()["shards"]
+    states = local_actors.state_dict()["shards"]
     weights = [shard["buffers"]["default_policy"]["weights"] for shard in states]
     assert weights[request.source.shard].max() > 2
     assert weights[1 - request.source.shard].max() == 1.0
@@ -245,21 +254,21 @@ def update_priorities(actors, times):
         actors.update_priorities(SHARD_0, "default_policy", np.array([0]), np.array([1.0]))
 
 
-def test_one_request_returns_several_batches(actors):
+def test_one_request_returns_several_batches(local_actors):
     for i in range(8):
-        actors.add(rows(5, i))
-    wait_until_stored(actors)
-    request = actors.request_batches(3)
+        local_actors.add(rows(5, i))
+    wait_until_stored(local_actors)
+    request = local_actors.request_batches(3)
     assert request.number == 3
-    batches = actors.receive_batches(request)
+    batches = local_actors.receive_batches(request)
     assert [batch.count for batch in batches] == [4, 4, 4]
     assert {batch.sources[0].shard for batch in batches} == {request.source.shard}
-    pending = actors.request_batches(100)
+    pending = local_actors.request_batches(100)
     assert pending.number == 11  # 2 x (40 - 12) rows are due
-    assert not actors.can_sample()
-    assert actors.state_dict()["ratio"]["drawn"] == 12  # without the pending batches
-    assert len(actors.receive_batches(pending)) == 11
-    assert actors.state_dict()["ratio"]["drawn"] == 56
+    assert not local_actors.can_sample()
+    assert local_actors.state_dict()["ratio"]["drawn"] == 12  # without the pending batches
+    assert len(local_actors.receive_batches(pending)) == 11
+    assert local_actors.state_dict()["ratio"]["drawn"] == 56
 
 
 @pytest.mark.slow
@@ -292,13 +301,13 @@ def test_replies_contain_row_counts_and_nodes(actors):
     assert {shard.node for shard in actors.shards} == {actors._node}
 
 
-def test_shard_that_is_killed_for_lack_of_memory_is_replaced(actors, monkeypatch):
+def test_shard_that_is_killed_for_lack_of_memory_is_replaced(local_actors, monkeypatch):
     from ray.exceptions import OutOfMemoryError
 
     for i in range(8):
-        actors.add(rows(5, i))
-    wait_until_stored(actors)
-    request = actors.request_batches()
+        local_actors.add(rows(5, i))
+    wait_until_stored(local_actors)
+    request = local_actors.request_batches()
 
     def killed(ref):
         monkeypatch.undo()
@@ -306,7 +315,7 @@ def test_shard_that_is_killed_for_lack_of_memory_is_replaced(actors, monkeypatch
 
     monkeypatch.setattr("flowrl.ops.replay_actors.fetch", killed)
     with metrics_scope(MetricsContext()) as metrics:
-        assert actors.receive_batches(request) == []
+        assert local_actors.receive_batches(request) == []
         assert metrics.counters["num_replay_shard_restarts"] == 1
 
 
@@ -319,15 +328,19 @@ def test_errors_of_shards_have_their_own_type(ray_session):
         actors.add(rows(5))
         with pytest.raises(ConfigError, match=r"^no buffer for default_policy$"):
             wait_until_stored(actors)
-    smaller = ReplayActors(lambda shard: make_buffer_of(10), 2, 4)
-    state = make(learning_starts=12)
-    with metrics_scope(MetricsContext()):
-        state.add(rows(5))
-        wait_until_stored(state)
+    larger = in_process(make(1))
+    larger.add(rows(5))
+    with pytest.raises(ConfigError, match=r"^no buffer for default_policy$"):
+        actors.load_state_dict(larger.state_dict())
+    actors.stop()
+
+
+def test_state_of_a_larger_buffer_is_rejected():
+    smaller = in_process(ReplayActors(lambda shard: make_buffer_of(10), 2, 4))
+    larger = in_process(make())
+    larger.add(rows(5))
     with pytest.raises(ValueError, match="capacity"):
-        smaller.load_state_dict(state.state_dict())
-    for one in (actors, smaller, state):
-        one.stop()
+        smaller.load_state_dict(larger.state_dict())
 
 
 def no_buffer(policy_id):
@@ -341,8 +354,9 @@ def make_buffer_of(capacity):
 
 
 def test_rows_of_smaller_batches_are_drawn_up_to_the_ratio():
-    actors = ReplayActors(lambda shard: make_buffer_of(200), 1, 40, training_intensity=1)
-    actors.journal = Replays()
+    actors = in_process(
+        ReplayActors(lambda shard: make_buffer_of(200), 1, 40, training_intensity=1)
+    )
     for i in range(20):
         actors.add(rows(5, i))
     actors._process_stored("draws")
@@ -358,22 +372,22 @@ def test_rows_of_smaller_batches_are_drawn_up_to_the_ratio():
     assert actors.ratio.drawn > 100 - 40
 
 
-def test_lost_batches_of_a_live_shard_keep_its_rows(actors, monkeypatch):
+def test_lost_batches_of_a_live_shard_keep_its_rows(local_actors, monkeypatch):
     from ray.exceptions import ObjectLostError
 
     for i in range(8):
-        actors.add(rows(5, i))
-    before = list(wait_until_stored(actors))
-    request = actors.request_batches()
+        local_actors.add(rows(5, i))
+    before = list(wait_until_stored(local_actors))
+    request = local_actors.request_batches()
 
     def lost(ref):
         monkeypatch.undo()
         raise ObjectLostError("0", None, "")
 
     monkeypatch.setattr("flowrl.ops.replay_actors.fetch", lost)
-    assert actors.receive_batches(request) == []
-    assert actors.ratio.drawn == 0
-    assert rows_of(actors) == before
+    assert local_actors.receive_batches(request) == []
+    assert local_actors.ratio.drawn == 0
+    assert rows_of(local_actors) == before
 
 
 @pytest.mark.slow
@@ -414,26 +428,26 @@ def test_priorities_of_rows_that_died_with_their_shard_are_dropped(actors):
     assert [bool(state["weights"].max() > 2) for state in states] == [False, True]
 
 
-def test_errors_of_priority_updates_are_raised(actors):
+def test_errors_of_priority_updates_are_raised(local_actors):
     for _ in range(6):
-        actors.add(rows(4))
-    wait_until_stored(actors)
-    drawn = actors.ratio.drawn
-    actors.update_priorities(SHARD_0, "unknown", np.array([0]), np.array([1.0]))
-    actors.update_priorities(SHARD_0, "default_policy", np.array([0]), np.array([7.0]))
+        local_actors.add(rows(4))
+    wait_until_stored(local_actors)
+    drawn = local_actors.ratio.drawn
+    local_actors.update_priorities(SHARD_0, "unknown", np.array([0]), np.array([1.0]))
+    local_actors.update_priorities(SHARD_0, "default_policy", np.array([0]), np.array([7.0]))
     with pytest.raises(KeyError, match="unknown"):
-        actors.receive_batches(actors.request_batches(2))
-    assert actors.ratio.drawn == drawn  # the failed request does not count
-    weights = actors.state_dict()["shards"][0]["buffers"]["default_policy"]["weights"]
+        local_actors.receive_batches(local_actors.request_batches(2))
+    assert local_actors.ratio.drawn == drawn  # the failed request does not count
+    weights = local_actors.state_dict()["shards"][0]["buffers"]["default_policy"]["weights"]
     assert weights.max() > 2  # the valid update was applied
-    actors.update_priorities(SHARD_0, "unknown", np.array([0]), np.array([1.0]))
+    local_actors.update_priorities(SHARD_0, "unknown", np.array([0]), np.array([1.0]))
     with pytest.raises(KeyError, match="unknown"):  # sent without a draw after 64 updates
-        update_priorities(actors, 63)
+        update_priorities(local_actors, 63)
     batch = rows(2)
     batch.sources = (Source(0, origin="replay"),) * 2
     info = {"default_policy": {"rows": {"td_error": np.ones(2), "batch_indexes": np.arange(2)}}}
     with pytest.raises(ValueError, match="this batch has 2 sources"):
-        UpdateReplayPriorities(actors=actors)((batch, info))
+        UpdateReplayPriorities(actors=local_actors)((batch, info))
 
 
 @pytest.mark.slow

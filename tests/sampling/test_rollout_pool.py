@@ -23,6 +23,7 @@ def timesteps(worker):
     return {policy_id: policy.timestep for policy_id, policy in worker.policy_map.items()}
 
 
+@pytest.mark.slow_on_actors
 def test_timestep_of_every_policy_advances_with_the_samples(num_workers):
     with DQNConfig(**SMALL, num_workers=num_workers, learning_starts=200).build() as algorithm:
         for has_learned in (False, True):
