@@ -104,7 +104,7 @@ class Gather(Stage):
         self._poll = True
         self._loaded = False
         self._num_membership_changes = shards.num_membership_changes()
-        self._sources: tuple[Source, ...] = ()
+        self._item_sources: tuple[Source, ...] = ()
         self._limit: RequestLimit | None = None
 
     def start(self, seed: str | None) -> None:
@@ -115,10 +115,6 @@ class Gather(Stage):
         if self._batch_ms:
             self._end_journal("the number of items that batch_ms collects is not recorded")
         self.shards.start()
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        return self._sources
 
     def source_actor(self, source: Source) -> Any:
         return self.shards.handle(source.shard) if source.origin == self.name else None

@@ -107,7 +107,7 @@ class GatherAsync(Gather):
                     for item, _ in received:
                         self._limit.received(request.mark, item)
         item, source = self._queue.popleft()
-        self._sources = (source,)
+        self._item_sources = (source,)
         self.items += 1
         return item
 

@@ -48,7 +48,7 @@ class GatherSync(Gather):
         while True:
             if self._queue:
                 item, source = self._queue.popleft()
-                self._sources = (source,)
+                self._item_sources = (source,)
                 self.items += 1
                 return item
             if self._run_round(block):
@@ -59,7 +59,7 @@ class GatherSync(Gather):
                 if self._flat:
                     self._queue.extend(in_order)
                     continue
-                self._sources = tuple(source for _, source in in_order)
+                self._item_sources = tuple(source for _, source in in_order)
                 self.items += 1
                 return [item for item, _ in in_order]
             return NOT_READY

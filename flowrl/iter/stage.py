@@ -111,6 +111,7 @@ class Stage:
     resumable = True  # False: its position is not saved, a restored plan starts it again
     is_asynchronous = False  # True: the order of its items depends on when they arrive
     journal: Journal | None = None  # of the plan; set before `start`
+    _item_sources: tuple[Source, ...] | None = None  # see `sources`; None: those of the parent
 
     def __init__(self, *parents: Stage):
         self.parents = parents
@@ -172,7 +173,9 @@ class Stage:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """Sources of the item returned last."""
+        """Sources of the item returned last: by default, those of the parent's item."""
+        if self._item_sources is not None:
+            return self._item_sources
         return self.parents[0].sources if self.parents else ()
 
     def source_actor(self, source: Source) -> Any:

@@ -237,7 +237,7 @@ class DequeueStage(Stage):
         self.resumable = learner_thread is not None
         self._check = check
         self._signal: Signal | None = None
-        self._emitted: tuple[Source, ...] = ()
+        self._item_sources: tuple[Source, ...] = ()
         self.last_update: UpdateSpan | None = None  # of the item returned last
 
     def start(self, seed: str | None) -> None:
@@ -272,7 +272,7 @@ class DequeueStage(Stage):
         if item is not NOT_READY and self.learner_thread is not None:
             learned, item = item, _record(self.learner_thread, item)
             self.last_update = UpdateSpan(learned.ended_at, learned.learn_s, learned.batch.count)
-            self._emitted = item[0].sources
+            self._item_sources = item[0].sources
         return item
 
     def _get(self) -> Any:
@@ -286,10 +286,6 @@ class DequeueStage(Stage):
             return self.queue.get_nowait()
         except queue.Empty:
             return NOT_READY
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        return self._emitted
 
     def waits(self) -> list[Any]:
         alive = [] if self._check is None else [time.monotonic() + LIVENESS_S]

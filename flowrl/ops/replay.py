@@ -184,7 +184,7 @@ class ReplayActorsStage(ReplayStage):
         self._num_async = num_async
         self._pending: deque[PendingDraw] = deque()
         self._drawn: deque[Batch] = deque()
-        self._sources: tuple[Source, ...] = ()
+        self._item_sources: tuple[Source, ...] = ()
 
     def start(self, seed: str | None) -> None:
         self.buffer.journal = self.journal
@@ -194,7 +194,7 @@ class ReplayActorsStage(ReplayStage):
             self._request()
             if self._drawn:
                 batch = self._drawn.popleft()
-                self._sources = batch.sources
+                self._item_sources = batch.sources
                 return batch
             if not self._pending or not self.buffer.is_ready(self._pending[0].ref, "drawn"):
                 return NOT_READY
@@ -211,10 +211,6 @@ class ReplayActorsStage(ReplayStage):
             if not self._is_due():
                 return
             self._pending.append(self.buffer.request_batches(per_request, self.alternates))
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        return self._sources
 
     def waits(self) -> list[Any]:
         return [self._pending[0].ref] if self._pending else []

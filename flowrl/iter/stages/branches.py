@@ -413,7 +413,7 @@ class DuplicateChild(Stage):
         self.name = f"duplicate_child[{index}]"
         self._duplicate = duplicate
         self._index = index
-        self._sources: tuple[Source, ...] = ()
+        self._item_sources: tuple[Source, ...] = ()
         duplicate.children.append(self)
 
     def pull(self, block: bool) -> Any:
@@ -430,7 +430,7 @@ class DuplicateChild(Stage):
                     'use fewer, or set when_full="drop_oldest"'
                 )
             return NOT_READY
-        item, self._sources = duplicate.buffers[self._index].popleft()
+        item, self._item_sources = duplicate.buffers[self._index].popleft()
         self.items += 1
         return item
 
@@ -461,7 +461,3 @@ class DuplicateChild(Stage):
 
     def can_return_not_ready(self) -> bool:
         return True
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        return self._sources

@@ -32,7 +32,7 @@ class Batch(Stage):
         self.size = size
         self._pending: list[Any] = []
         self._pending_sources: list[Source] = []
-        self._emitted: tuple[Source, ...] = ()
+        self._item_sources: tuple[Source, ...] = ()
 
     def pull(self, block: bool) -> Any:
         parent = self.parents[0]
@@ -48,13 +48,9 @@ class Batch(Stage):
             self._pending.append(item)
             self._pending_sources.extend(parent.sources)
         batch, self._pending = self._pending, []
-        self._emitted, self._pending_sources = tuple(self._pending_sources), []
+        self._item_sources, self._pending_sources = tuple(self._pending_sources), []
         self.items += 1
         return batch
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        return self._emitted
 
     def extra_stats(self) -> dict[str, Any]:
         return {"queued": len(self._pending)}
@@ -93,7 +89,7 @@ class Shuffle(Stage):
         self._window: list[tuple[Any, tuple[Source, ...]]] = []
         self._loaded = False
         self._ended = False
-        self._emitted: tuple[Source, ...] = ()
+        self._item_sources: tuple[Source, ...] = ()
 
     def start(self, seed: str | None) -> None:
         if self.seed is None and seed is not None and not self._loaded:
@@ -112,13 +108,9 @@ class Shuffle(Stage):
             window.append((item, self.parents[0].sources))
         if not window:
             raise StopIteration
-        item, self._emitted = window.pop(self._random.randint(0, len(window) - 1))
+        item, self._item_sources = window.pop(self._random.randint(0, len(window) - 1))
         self.items += 1
         return item
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        return self._emitted
 
     def extra_stats(self) -> dict[str, Any]:
         return {"queued": len(self._window)}

@@ -66,7 +66,7 @@ class ForEachConcurrent(FunctionStage):
         self._to_submit: deque[_Task] = deque()
         self._done: deque[Any] = deque()
         self._ended = False
-        self._emitted: tuple[Source, ...] = ()
+        self._item_sources: tuple[Source, ...] = ()
 
     def start(self, seed: str | None) -> None:
         if self.journal is not None:
@@ -145,13 +145,9 @@ class ForEachConcurrent(FunctionStage):
                 note_origin(task_error, self, task.item)
                 if self._drop_or_raise(task_error, task.item) is DROPPED:
                     continue
-            self._emitted = task.sources
+            self._item_sources = task.sources
             self.items += 1
             return result
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        return self._emitted
 
     def waits(self) -> list[Any]:
         full = self._ended or len(self._in_flight) >= self.max_concurrency

@@ -99,7 +99,7 @@ class ForEachWithHooks(ForEach):
                 item = self._pull_up(block)
                 if item is NOT_READY:
                     return item
-                self._item_sources = super().sources
+                self._item_sources = self.parents[0].sources
                 if not self._has_room():
                     self._held = item
                     return NOT_READY
@@ -114,10 +114,6 @@ class ForEachWithHooks(ForEach):
                     continue
             self.items += 1
             return result
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        return self._item_sources
 
     def waits(self) -> list[Any]:
         if self._full:
@@ -225,7 +221,7 @@ class Combine(FunctionStage):
         self._pending: deque[Any] = deque()
         # sources of the items since the last non-empty list
         self._sources: deque[Source] = deque(maxlen=MAX_SOURCES)
-        self._emitted: tuple[Source, ...] = ()
+        self._item_sources: tuple[Source, ...] = ()
 
     def _call(self, item: Any) -> Any:
         elements = self.fn(item)
@@ -251,14 +247,10 @@ class Combine(FunctionStage):
             self._sources.extend(self.parents[0].sources)
             if elements:
                 self._pending = elements
-                self._emitted = tuple(self._sources)
+                self._item_sources = tuple(self._sources)
                 self._sources.clear()
         self.items += 1
         return self._pending.popleft()
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        return self._emitted
 
     def extra_stats(self) -> dict[str, Any]:
         return {**super().extra_stats(), "queued": len(self._pending)}
@@ -267,14 +259,14 @@ class Combine(FunctionStage):
         return {
             **super().state_dict(),
             "pending": list(self._pending),
-            "emitted": sources_to_list(self._emitted),
+            "emitted": sources_to_list(self._item_sources),
             "sources": sources_to_list(self._sources),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._pending = deque(state["pending"])
-        self._emitted = sources_from_list(state["emitted"])
+        self._item_sources = sources_from_list(state["emitted"])
         self._sources.extend(sources_from_list(state["sources"]))
 
 
@@ -294,16 +286,16 @@ class Flatten(Combine):
         is_first = not self._pending
         element = super().pull(block)
         if is_first and element is not NOT_READY:
-            one_each = len(self._emitted) == len(self._pending) + 1
+            one_each = len(self._item_sources) == len(self._pending) + 1
             known = self.parents[0].yields_lists and one_each
-            self._element_sources = self._emitted if known else ()
+            self._element_sources = self._item_sources if known else ()
         return element
 
     @property
     def sources(self) -> tuple[Source, ...]:
         if self._element_sources:
             return (self._element_sources[-len(self._pending) - 1],)
-        return self._emitted
+        return self._item_sources
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "element_sources": sources_to_list(self._element_sources)}
