@@ -40,6 +40,7 @@ OPTIONS = {
 """Command -> its options that are not settings, for errors of other commands."""
 
 
+ENV_HELP = "the environment (default: that of the plan's config)"
 PLAN_HELP = "a shipped plan (`flowrl plans` lists them), or a plan file"
 
 

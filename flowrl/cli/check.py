@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowrl.cli.arguments import PLAN_HELP, Parser
+from flowrl.cli.arguments import ENV_HELP, PLAN_HELP, Parser
 from flowrl.cli.display import print_failure, printable
 from flowrl.monitoring.plan_check import check_plan
 from flowrl.trainer.plan_settings import plan_config
@@ -16,8 +16,10 @@ def check_command(arguments: list[str]) -> int:
         "operators that are missing, asynchronous rollouts of an on-policy algorithm.",
     )
     parser.add_argument("plan", metavar="PLAN", help=PLAN_HELP)
-    plan = parser.parse_args(arguments).plan
-    with plan_config(plan).build(plan=plan) as algorithm:
+    parser.add_argument("--env", metavar="ENV", help=ENV_HELP)
+    options = parser.parse_args(arguments)
+    plan = options.plan
+    with plan_config(plan, options.env).build(plan=plan) as algorithm:
         try:
             problems = check_plan(algorithm.plan.stage, algorithm.workers)
         except Exception as error:

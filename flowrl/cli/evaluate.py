@@ -113,6 +113,8 @@ def _print_metrics(name: str, metrics: dict[str, Any]) -> None:
     )
     if dropped := metrics["num_faulty_episodes"]:
         print(f"         dropped, because the environment failed: {dropped} more")
+    if unfinished := metrics["num_unfinished_episodes"]:
+        print(f"         did not end: {unfinished} more")
     for policy_id, value in metrics["policy_reward_mean"].items():
         print(f"         policy {policy_id}: mean return {format_number(value)} per agent")
 

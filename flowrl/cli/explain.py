@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowrl.cli.arguments import PLAN_HELP, Parser
+from flowrl.cli.arguments import ENV_HELP, PLAN_HELP, Parser
 from flowrl.cli.display import print_failure
 from flowrl.trainer.plan_settings import plan_config
 
@@ -11,8 +11,10 @@ def explain_command(arguments: list[str]) -> int:
     """Run the command; return the exit code."""
     parser = Parser(prog="flowrl explain", description="Print a plan as a tree without running it.")
     parser.add_argument("plan", metavar="PLAN", help=PLAN_HELP)
-    plan = parser.parse_args(arguments).plan
-    with plan_config(plan).build(plan=plan) as algorithm:
+    parser.add_argument("--env", metavar="ENV", help=ENV_HELP)
+    options = parser.parse_args(arguments)
+    plan = options.plan
+    with plan_config(plan, options.env).build(plan=plan) as algorithm:
         try:
             print(algorithm.plan.explain())
         except Exception as error:

@@ -13,12 +13,13 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from flowrl.data.serialization import can_be_saved
 from flowrl.envs.time_limit import get_elapsed_steps, set_elapsed_steps
+from flowrl.envs.validation import unwrapped
 from flowrl.seeding import restore_stream
 
 
 def find_rng(env: Any) -> np.random.Generator | None:
     """Return the random generator of an environment, or None if it has not created one."""
-    attributes = getattr(getattr(env, "unwrapped", env), "__dict__", {})
+    attributes = getattr(unwrapped(env), "__dict__", {})
     for name in ("_np_random", "np_random"):
         if isinstance(attributes.get(name), np.random.Generator):
             return attributes[name]

@@ -11,7 +11,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
 from flowrl.envs.restarting_envs import close_quietly
-from flowrl.envs.validation import ObservationCheck, space_of
+from flowrl.envs.validation import ObservationCheck, space_of, unwrapped
 from flowrl.envs.vector_env import VectorStep
 from flowrl.seeding import derive_seed
 from flowrl.settings import ConfigError
@@ -48,6 +48,11 @@ class GymnasiumVectorEnv:
     ):
         self.env = env
         self._make_env, self._make_restored = make_env, make_restored
+        if isinstance(env, SyncVectorEnv) and len(set(map(unwrapped, env.envs))) < len(env.envs):
+            raise ConfigError(
+                "env: several sub-environments are the same environment: create each one inside of "
+                "its function"
+            )
         self._failed = False
         self.num_envs = env.num_envs
         self.observation_space = space_of(env, "single_observation_space")
@@ -89,7 +94,8 @@ class GymnasiumVectorEnv:
         """Return observations indexed by environment: the array, or a list of nested ones.
 
         Raises:
-            ConfigError: the array has another shape, which numpy might broadcast.
+            ConfigError: the array has another shape, which numpy might broadcast, or a dtype that
+                cannot be cast to the space's, such as floats for integers.
         """
         if self._check.is_array:
             if getattr(observations, "shape", None) != self._shape:
@@ -99,8 +105,32 @@ class GymnasiumVectorEnv:
                     f"env: the {type(self.env).__name__} returned {kind} as observations, expected "
                     f"an array of shape {self._shape}"
                 )
+            if not np.can_cast(observations.dtype, self._check.dtype, "same_kind"):
+                raise ConfigError(
+                    f"env: the {type(self.env).__name__} returned observations of type "
+                    f"{observations.dtype}, expected {self._check.dtype}"
+                )
             return observations
         return list(iterate(self.env.observation_space, observations))
+
+    def _one_per_env(self, name: str, values: Any, kinds: str) -> np.ndarray:
+        """Return values of the sub-environments as an array.
+
+        Args:
+            name: of the values, in messages.
+            values: one per environment.
+            kinds: numpy's characters of the kinds of dtypes that are valid.
+
+        Raises:
+            ConfigError: another number of values, or another kind of values.
+        """
+        array = np.asarray(values)
+        if array.shape != (self.num_envs,) or array.dtype.kind not in kinds:
+            raise ConfigError(
+                f"env: step() of the {type(self.env).__name__} returned {values!r:.60} as {name}, "
+                f"expected an array of {self.num_envs} {'numbers' if 'f' in kinds else 'bools'}"
+            )
+        return array
 
     def step(
         self, actions: Any, observations: Any, rewards: Any, terminateds: Any, truncateds: Any
@@ -116,13 +146,27 @@ class GymnasiumVectorEnv:
         except Exception as error:
             error.add_note(f"raised by step() of an environment in a {type(self.env).__name__}")
             raise
-        stepped, rewards[:], terminateds[:], truncateds[:], infos = returned
+        stepped, of_rewards, of_terminateds, of_truncateds, infos = returned
+        rewards[:] = self._one_per_env("rewards", of_rewards, "fiub")
+        terminateds[:] = self._one_per_env("terminateds", of_terminateds, "biu")
+        truncateds[:] = self._one_per_env("truncateds", of_truncateds, "biu")
+        if not isinstance(infos, dict):
+            raise ConfigError(
+                f"env: step() of the {type(self.env).__name__} returned infos as a "
+                f"{type(infos).__name__}, expected a dict: remove the wrapper DictInfoToList"
+            )
         self._failed = False
         next_obs = self._by_env(stepped)
         done = np.logical_or(terminateds, truncateds)
         if done.any():
             ended = result.ended = np.flatnonzero(done)
             same_step = self.autoreset_mode is AutoresetMode.SAME_STEP
+            if same_step and "final_obs" not in infos:
+                raise ConfigError(
+                    f"env: step() of the {type(self.env).__name__} returned no "
+                    'infos["final_obs"], the last observations of episodes, which AutoresetMode.'
+                    "SAME_STEP requires"
+                )
             if self._check.is_array and not same_step:
                 result.final = next_obs[ended]
             else:

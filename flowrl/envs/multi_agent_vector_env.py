@@ -26,6 +26,7 @@ from flowrl.settings import ConfigError
 ResetResult = tuple[dict[Any, Any], dict[Any, dict[str, Any]]]  # observations and infos by agent
 
 MAX_CACHED_AGENTS = 10_000  # agents whose spaces are cached
+MAX_STEPS_WITHOUT_ACTIONS = 1000  # consecutive steps of an episode in which no agent may act
 
 _NOT_DONE = {"__all__": False}
 _FLAG_TYPES = {bool, np.bool_}
@@ -144,6 +145,7 @@ class DirectMultiAgentVectorEnv:
         self.num_envs = len(envs.envs)
         self.possible_agents = list(getattr(first, "possible_agents", None) or [])
         self._lengths = [0] * self.num_envs  # env steps of the current episodes
+        self._idle_steps = [0] * self.num_envs  # the last of them, in which no agent acted
 
     @property
     def num_restarts(self) -> int:
@@ -174,7 +176,7 @@ class DirectMultiAgentVectorEnv:
         return [self._reset(i) for i in range(self.num_envs)]
 
     def _reset(self, index: int) -> ResetResult:
-        self._lengths[index] = 0
+        self._lengths[index] = self._idle_steps[index] = 0
         while True:
             observations, infos = self._envs.reset(index)
             _check_dict("reset", "observations", observations)
@@ -205,6 +207,14 @@ class DirectMultiAgentVectorEnv:
         return [self._step(index, env_actions) for index, env_actions in enumerate(actions)]
 
     def _step(self, index: int, actions: dict[Any, Any]) -> MultiAgentStep:
+        self._idle_steps[index] = 0 if actions else self._idle_steps[index] + 1
+        if self._idle_steps[index] > MAX_STEPS_WITHOUT_ACTIONS:
+            raise ConfigError(
+                f"env: no agent acted in the last {MAX_STEPS_WITHOUT_ACTIONS} steps of "
+                f"sub-environment {index}, and its episode has not ended: when all agents have "
+                'ended, step() must return "__all__": True in terminateds or truncateds '
+                "(PettingZoo: remove the agents from self.agents)"
+            )
         step = MultiAgentStep()
         self._envs.action_logs[index].append(copy_actions(actions))
         try:

@@ -29,7 +29,7 @@ from flowrl.envs.env_state import (
     set_env_state,
     unpack_actions,
 )
-from flowrl.envs.validation import RESET_RESULTS, check_result, env_name
+from flowrl.envs.validation import RESET_RESULTS, check_result, env_name, unwrapped
 from flowrl.seeding import derive_seed, restore_stream
 from flowrl.settings import ConfigError
 from flowrl.state_schema import Fields, Natural, check_state
@@ -134,10 +134,25 @@ class RestartingEnvs:
                 continue
             if self.envs[index] is None:
                 raise ConfigError("env: the creator returned None: does it return the environment?")
+            self._check_distinct(index)
             self._num_created[index] += 1
             if self._on_env_created is not None:
                 self._on_env_created(index, self.envs[index])
         return self.envs[index]
+
+    def _check_distinct(self, index: int) -> None:
+        """Check that the creator returned another environment than for the other indices.
+
+        Raises:
+            ConfigError: it did not; steps would go to one environment and mix its episodes.
+        """
+        base = unwrapped(self.envs[index])
+        for other, env in enumerate(self.envs):
+            if other != index and env is not None and unwrapped(env) is base:
+                raise ConfigError(
+                    f"env: the creator returned the same environment for sub-environments {other} "
+                    f"and {index}: create it inside of the function, or pass the environment itself"
+                )
 
     def reset(self, index: int) -> tuple[Any, dict[str, Any]]:
         """Start an episode; recreate the environment if its reset fails.

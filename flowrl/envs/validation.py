@@ -51,9 +51,14 @@ def env_name(env: Any) -> str:
         if not type(env).__module__.startswith(("gymnasium.", "flowrl.envs.time_limit")):
             return type(env).__name__
         env = env.env
-    env = getattr(env, "unwrapped", env)
+    env = unwrapped(env)
     spec_id = getattr(getattr(env, "spec", None), "id", None)
     return spec_id if isinstance(spec_id, str) else type(env).__name__
+
+
+def unwrapped(env: Any) -> Any:
+    """Return the environment within all wrappers."""
+    return getattr(env, "unwrapped", env)
 
 
 def space_of(env: Any, name: str) -> Any:

@@ -92,7 +92,12 @@ def mermaid(stage: Stage, profiler: Profiler | None = None) -> str:
 
 def as_json(stage: Stage, profiler: Profiler | None = None) -> str:
     """Return the rows of `stats_rows` as JSON."""
-    return json.dumps(stats_rows(stage, profiler), indent=1)
+    return json.dumps(stats_rows(stage, profiler), indent=1, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of an operator's `extra_stats` as JSON has it: numpy's numbers as numbers."""
+    return value.item() if getattr(value, "size", None) == 1 else str(value)
 
 
 FORMATS = {"tree": tree, "mermaid": mermaid, "json": as_json}

@@ -151,7 +151,7 @@ class Gather(Stage):
         """Send a request to a shard; return False during its back-off."""
         if shard.dead_incarnation is not None and not self._replace(shard):
             return False
-        ref = self.shards.submit(shard.index, self._batch_ms, shard.num_received)
+        ref = self.shards.submit(shard.index, self._batch_ms, shard.num_received, shard.errors)
         incarnation = self.shards.incarnation(shard.index)
         mark = None if self._limit is None else self._limit.mark()
         self._in_flight[ref] = PendingRequest(shard, incarnation, time.monotonic(), mark)
@@ -211,17 +211,19 @@ class Gather(Stage):
             shard.status = "ended"
         if items:
             shard.deaths = 0
+        number = self.shards.number(shard.index)
         received = []
         for item, item_tags in zip(items, tags, strict=True):
-            source = Source(
-                shard.index, request.incarnation, shard.num_received, item_tags, self.name
-            )
+            source = Source(number, request.incarnation, shard.num_received, item_tags, self.name)
             received.append((item, source))
             shard.newest = source
             shard.num_received += 1
         return received
 
     # -- failures ------------------------------------------------------------------------------
+
+    def _describe(self, shard: ShardState) -> str:
+        return f"shard {self.shards.number(shard.index)} of {self.shards.name}"
 
     def _handle_error(self, shard: ShardState, error: BaseException) -> list[Any]:
         """Apply the error policy to an exception in the code of a shard."""
@@ -240,7 +242,7 @@ class Gather(Stage):
         error = without_stop_iteration(error)
         # keep the notes of the shard's own stream; the path in the plan starts at this stage
         vars(error).update(_flowrl_stage=self, _flowrl_noted=False, _flowrl_item=None)
-        add_note(error, f"raised by shard {shard.index} of {self.shards.name}")
+        add_note(error, f"raised by {self._describe(shard)}")
         return error
 
     def _handle_death(self, shard: ShardState, incarnation: int, error: BaseException) -> None:
@@ -249,7 +251,7 @@ class Gather(Stage):
         Raises:
             ShardFailedError: the shard cannot be replaced.
         """
-        self._end_journal(f"shard {shard.index} of {self.shards.name} died or did not reply")
+        self._end_journal(f"{self._describe(shard)} died or did not reply")
         if shard.dead_incarnation is not None or self.shards.incarnation(shard.index) > incarnation:
             return  # another request to the same worker has reported it
         death = _describe_death(error)
@@ -265,7 +267,7 @@ class Gather(Stage):
         backoff_s = min(recovery.backoff_s * 2 ** (shard.deaths - 1), recovery.max_backoff_s)
         shard.dead_incarnation = incarnation
         shard.restart_at = time.monotonic() + backoff_s
-        log.warning("shard %d of %s died (%s)", shard.index, self.shards.name, death)
+        log.warning("%s died (%s)", self._describe(shard), death)
 
     def _fail_shard(self, shard: ShardState, reason: str, error: BaseException | None) -> None:
         """Mark a shard as failed and raise ShardFailedError."""
@@ -273,7 +275,7 @@ class Gather(Stage):
         self.shards.mark_failed(shard.index)
         _count("num_shards_failed")
         failed = ShardFailedError(
-            f"shard {shard.index} of {self.shards.name} has failed: {reason}. Last error: "
+            f"{self._describe(shard)} has failed: {reason}. Last error: "
             f"{shard.last_death}. The stream continues with the remaining {len(self.live())} of "
             f"{len(self.states)} shards"
         )
@@ -385,7 +387,11 @@ class Gather(Stage):
         return {name: n for name, n in stats.items() if n or name == "shards_live"}
 
     def shard_stats(self) -> dict[int, list[dict[str, Any]]]:
-        return {shard.index: shard.step_stats for shard in self.states if shard.step_stats}
+        return {
+            self.shards.number(shard.index): shard.step_stats
+            for shard in self.states
+            if shard.step_stats
+        }
 
     def queued(self) -> list[Source]:
         """Return the sources of the items that were received but not returned yet."""

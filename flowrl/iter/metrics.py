@@ -70,7 +70,11 @@ class Timer:
         return sum(self._units) / seconds if seconds else 0.0
 
 
-_FIELDS: Fields = {"counters": dict[str, Amount], "scopes": dict[str, Any]}
+_FIELDS: Fields = {
+    "counters": dict[str, Amount],
+    "scopes": dict[str, Any],
+    "records": dict[str, dict[str, Any]],
+}
 
 
 class MetricsContext:
@@ -93,17 +97,25 @@ class MetricsContext:
         self.timers: defaultdict[str, Timer] = defaultdict(Timer)
         self.info: dict[str, Any] = {}
         self.scopes: dict[str, MetricsContext] = {}
-        self._records: dict[type, Any] = {}
+        self._records: dict[str, Any] = {}  # name of a class -> its instance
+        self._record_states: dict[str, Any] = {}  # loaded, of instances that do not exist yet
         self.on_lost: list[Any] = []
         self.journal: Journal | None = None
         self._operators: dict[str, Any] = {}
 
     def singleton(self, cls: type[R]) -> R:
-        """Return the plan's single instance of `cls`, created at the first call."""
-        if cls not in self._records:
-            self._records[cls] = cls()
-        record: R = self._records[cls]
-        return record
+        """Return the plan's single instance of `cls`, created at the first call.
+
+        Its `state_dict` is part of the state of this context.
+        """
+        name = cls.__name__
+        if name not in self._records:
+            record: Any = cls()
+            if name in self._record_states:
+                record.load_state_dict(self._record_states.pop(name))
+            self._records[name] = record
+        found: R = self._records[name]
+        return found
 
     def scope_of(self, operator: Any) -> MetricsContext:
         """Return the context of one operator, identified by the name of its stage in the plan."""
@@ -146,7 +158,12 @@ class MetricsContext:
 
     def state_dict(self) -> dict[str, Any]:
         scopes = {name: scope.state_dict() for name, scope in self.scopes.items()}
-        return {"counters": dict(self.counters), "scopes": scopes}
+        records = {name: record.state_dict() for name, record in self._records.items()}
+        return {
+            "counters": dict(self.counters),
+            "scopes": scopes,
+            "records": {**self._record_states, **records},
+        }
 
     def check_state(self, state: Any, name: str = "metrics") -> None:
         """Check that `load_state_dict` accepts a state.
@@ -157,12 +174,18 @@ class MetricsContext:
         check_state(state, _FIELDS, name)
         for scope_name, scope_state in state["scopes"].items():
             self.check_state(scope_state, f"{name}/{scope_name}")
+        for record_name, record in self._records.items():
+            if record_name in state["records"]:
+                record.check_state(state["records"][record_name])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.counters.clear()
         self.counters.update(state["counters"])
         for name, scope_state in state["scopes"].items():
             self.scopes.setdefault(name, MetricsContext()).load_state_dict(scope_state)
+        self._record_states = dict(state["records"])
+        for name in self._records.keys() & self._record_states.keys():
+            self._records[name].load_state_dict(self._record_states.pop(name))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "on_lost": [], "journal": None, "_operators": {}}

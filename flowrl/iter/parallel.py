@@ -122,9 +122,17 @@ class ParallelIterator(Generic[T]):
         Args:
             num_partitions: number of shards afterwards.
             batch_ms: milliseconds for which a shard collects items per request.
+
+        Raises:
+            ValueError: `num_partitions` is below 1, or the shards are rollout workers.
         """
         if num_partitions < 1:
             raise ValueError(f"repartition: num_partitions must be >= 1, got {num_partitions}")
+        if any(shard.pool.keeps_state for shard in self._shards):
+            raise ValueError(
+                f"repartition: {self.name} cannot be repartitioned, because its episodes, counters "
+                "and weights belong to its workers: gather the rollouts first"
+            )
         key = uuid.uuid4().hex  # another repartition of these shards reads its own streams
         generators = [
             partial(_partition_items, self._shards, self.name, (i, num_partitions), batch_ms, key)
@@ -270,14 +278,17 @@ def _partition_items(
     batch_ms: float,
     key: str,
     stream_id: str,
+    seed: str | None,
 ) -> LocalIterator[Any]:
     """Return the items of one partition; runs in its worker.
 
-    The part of `stream_id` before the slash is equal for all partitions that one gather reads: they
-    share the streams of the shards.
+    The parts of `stream_id` and `seed` before the slash are equal for all partitions that one
+    gather reads: they share the streams of the shards.
     """
     reader = stream_id.rpartition("/")[0]
     partitioned = Shards(shards, name, f"{reader}.{key}", partition)
+    if seed is not None:
+        partitioned.seed = seed.rpartition("/")[0]
     stage = GatherAsync(partitioned, next_request="before_item", batch_ms=batch_ms)
     return LocalIterator(stage, f"part {partition[0]} of {name}")
 
@@ -326,9 +337,8 @@ def from_items(
         in_process: run the shards in this process, without actors.
     """
     _check_shards(num_shards)
-    if not isinstance(items, Sequence):
-        items = list(items)
-    shards: list[list[T]] = [list(items[i::num_shards]) for i in range(num_shards)]
+    items = list(items)
+    shards: list[list[T]] = [items[i::num_shards] for i in range(num_shards)]
     item_type = type(items[0]).__name__ if items else "None"
     suffix = ", repeat=True" if repeat else ""
     name = f"from_items[{item_type}, {len(items)}, shards={num_shards}{suffix}]"

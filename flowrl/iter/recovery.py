@@ -38,10 +38,11 @@ class Recovery:
     def __post_init__(self) -> None:
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise ValueError(f"Recovery: timeout_s must be > 0 or None, got {self.timeout_s}")
-        if self.max_restarts < 0 or self.max_identical_deaths < 1 or self.backoff_s < 0:
+        at_least_0 = (self.max_restarts, self.backoff_s, self.max_backoff_s)
+        if not all(value >= 0 for value in at_least_0) or not self.max_identical_deaths >= 1:
             raise ValueError(
-                "Recovery: max_restarts and backoff_s must be >= 0 and max_identical_deaths >= 1, "
-                f"one is out of range in {self}"
+                "Recovery: max_restarts, backoff_s and max_backoff_s must be >= 0 and "
+                f"max_identical_deaths >= 1, one is out of range in {self}"
             )
 
 

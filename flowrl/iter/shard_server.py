@@ -25,9 +25,7 @@ def serve(worker: Any, request: ShardRequest) -> Reply:
                 "the stream"
             )
         stream_class = ShardStream if request.partition is None else PartitionedStream
-        streams[request.stream_id] = stream_class(
-            worker, request.stream_id, request.steps, request.skip, request.seed
-        )
+        streams[request.stream_id] = stream_class(worker, request.steps, request)
     try:
         return streams[request.stream_id].reply(request)
     except BaseException as error:
@@ -155,9 +153,9 @@ class PartitionWorker(ParallelIteratorWorker):
 
     replayable = False
 
-    def items_for(self, stream_id: str) -> Iterable[Any]:
+    def items_for(self, stream_id: str, seed: str | None) -> Iterable[Any]:
         """Return the items for one reader, whose partitions share the streams of the shards."""
-        items: Iterable[Any] = self._item_generator(stream_id)
+        items: Iterable[Any] = self._item_generator(stream_id, seed)
         return items
 
 

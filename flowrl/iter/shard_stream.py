@@ -46,6 +46,7 @@ class ShardRequest(NamedTuple):
         batch_ms: milliseconds for which the shard collects items; 0 requests one item.
         partition: (index, number of partitions) of a repartition.
         seed: seed of the steps.
+        skip_errors: errors to ignore after the skipped items, because they were raised before.
     """
 
     stream_id: str
@@ -54,6 +55,7 @@ class ShardRequest(NamedTuple):
     batch_ms: float = 0
     partition: tuple[int, int] | None = None
     seed: str | None = None
+    skip_errors: int = 0
 
 
 def _bind(argument: Any, worker: Any) -> Any:
@@ -65,14 +67,16 @@ def _bind(argument: Any, worker: Any) -> Any:
 class ShardStream:
     """The stream of one shard, in the process of its worker."""
 
-    def __init__(self, worker: Any, stream_id: str, steps: Sequence[Step], skip: int, seed: Any):
+    def __init__(self, worker: Any, steps: Sequence[Step], request: ShardRequest):
         if not hasattr(worker, "items"):
             raise TypeError(
                 f"{type(worker).__name__} lacks items(), which returns the items of the shard: "
                 "derive it from ParallelIteratorWorker"
             )
         items_for = getattr(worker, "items_for", None)
-        items = worker.items if items_for is None else partial(items_for, stream_id)
+        items: Any = worker.items
+        if items_for is not None:
+            items = partial(items_for, request.stream_id, request.seed)
         stream: Any = LocalIterator(items, type(worker).__name__)
         for method, args, options, line in steps:
             bound_args = [_bind(arg, worker) for arg in args]
@@ -82,8 +86,10 @@ class ShardStream:
         self._tags = getattr(worker, "reply_tags", None)
         self._stats_due = time.monotonic() + STATS_INTERVAL_S
         self._error: BaseException | None = None
-        self._skip = skip if getattr(worker, "replayable", False) else 0
-        stream.start(seed)
+        replayable = getattr(worker, "replayable", False)
+        self._skip = request.skip if replayable else 0
+        self._skip_errors = request.skip_errors if replayable else 0
+        stream.start(request.seed)
 
     def reply(self, request: ShardRequest) -> Reply:
         """Return the next item, or the items of the next `batch_ms` milliseconds."""
@@ -123,6 +129,16 @@ class ShardStream:
     def _next(self, request: ShardRequest) -> Any:
         if self._skip:
             self._skip_items()
+        while self._skip_errors:
+            try:
+                item = next(self._stream)
+            except StopIteration:
+                raise
+            except Exception:
+                self._skip_errors -= 1
+            else:
+                self._skip_errors = 0
+                return item
         return next(self._stream)
 
     def _skip_items(self) -> None:
@@ -150,8 +166,8 @@ class PartitionedStream(ShardStream):
     """The stream of one shard that the partitions of a `repartition` share: partition i of n gets
     every n-th item, starting at item i."""
 
-    def __init__(self, worker: Any, stream_id: str, steps: Sequence[Step], skip: int, seed: Any):
-        super().__init__(worker, stream_id, steps, skip, seed)
+    def __init__(self, worker: Any, steps: Sequence[Step], request: ShardRequest):
+        super().__init__(worker, steps, request)
         self._num_items = 0
         self._backlogs: dict[int, deque[Any]] = {}
 

@@ -70,6 +70,7 @@ class Shards:
         self._created: dict[int, int] = {}  # shard -> incarnation with the stream, or UNCONFIRMED
         self._submit_next: dict[int, Callable[[], Any]] = {}  # shard -> request for the next item
         self._acquired = False
+        self._has_one_pool = len(self.pools()) == 1
         self._growing: list[Shard] = []
         for shard in shards:
             if shard.adds_joined_workers and not any(
@@ -98,6 +99,11 @@ class Shards:
         """Return the pools, each once."""
         return list({id(shard.pool): shard.pool for shard in self._shards}.values())
 
+    def number(self, index: int) -> int:
+        """Return the number of a shard in sources and messages: its worker's if all workers are of
+        one pool, also if only some of them are read; else its index."""
+        return self._shards[index].worker if self._has_one_pool else index
+
     def recovery(self, index: int) -> Recovery:
         return self._shards[index].recovery
 
@@ -108,13 +114,14 @@ class Shards:
                 pool.acquire()
             self._acquired = True
 
-    def submit(self, index: int, batch_ms: float = 0, skip: int = 0) -> Any:
+    def submit(self, index: int, batch_ms: float = 0, skip: int = 0, skip_errors: int = 0) -> Any:
         """Send a request to a shard and return a ref of the reply.
 
         Args:
             index: of the shard.
             batch_ms: milliseconds for which the shard collects items.
             skip: items to skip if its stream must be recreated.
+            skip_errors: errors after these items to ignore in the recreated stream.
         """
         pool, worker, steps, *_ = self._shards[index]
         incarnation = pool.incarnation(worker)
@@ -132,6 +139,7 @@ class Shards:
             batch_ms,
             self._partition,
             seed,
+            skip_errors,
         )
         return pool.submit(worker, request)
 
@@ -183,8 +191,11 @@ class Shards:
     def incarnation(self, index: int) -> int:
         return self._shards[index].pool.incarnation(self._shards[index].worker)
 
-    def handle(self, index: int) -> Any:
-        return self._shards[index].pool.handle(self._shards[index].worker)
+    def handle(self, number: int) -> Any:
+        """Return the worker of the shard with a `number`, or the handle of its actor."""
+        if self._has_one_pool:
+            return self._shards[0].pool.handle(number)
+        return self._shards[number].pool.handle(self._shards[number].worker)
 
     def replace(self, index: int) -> bool:
         return self._shards[index].pool.replace(self._shards[index].worker)

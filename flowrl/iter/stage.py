@@ -45,7 +45,8 @@ Pull = Callable[[bool], Any]
 class Source:
     """The origin of an item: shard, incarnation (number of restarts), sequence number.
 
-    Shards are numbered from 0, so the shard of a remote rollout worker is its `worker_index` - 1.
+    Shards are numbered from 0, so the shard of a remote rollout worker is its `worker_index` - 1,
+    also if a plan reads only some of the workers.
 
     `tags` holds what the worker reported with the item (sampling: weights version, step counts);
     `origin` is the name of the gather stage, unique in the plan.

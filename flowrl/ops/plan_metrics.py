@@ -10,6 +10,7 @@ from typing import Any
 from flowrl.iter import MetricsContext
 from flowrl.iter.metrics import Timer
 from flowrl.learners.learner import Updates
+from flowrl.state_schema import Fields, Natural, check_state
 
 MAX_EPISODES = 10_000  # finished episodes kept for the next report
 MAX_LAGS = 10_000  # policy lags kept for the next report, per training operator
@@ -17,6 +18,18 @@ MAX_LAGS = 10_000  # policy lags kept for the next report, per training operator
 Info = dict[str, Any]
 """Policy id -> {"learner_stats": …, "num_agent_steps_trained": …}, and "rows" if the policy reports
 values per row; see TrainOneStep."""
+
+
+_FIELDS: Fields = {
+    "new_episodes": list[list[Any]],
+    "num_new_episodes": Natural,
+    "trainers": dict[str, dict[str, Any]],
+}
+_TRAINER: Fields = {
+    "policies": list[str] | None,
+    "num_env_steps_trained": Natural,
+    "policy_lags": list[Natural],
+}
 
 
 @dataclass
@@ -109,6 +122,42 @@ class PlanMetrics:
             number += 1
             name = f"{base}#{number}"
         self._names[name] = operator
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next report has to count."""
+        return {
+            "new_episodes": [[worker, list(episode)] for worker, episode in self.new_episodes],
+            "num_new_episodes": self.num_new_episodes,
+            "trainers": {
+                name: {
+                    "policies": None if trainer.policies is None else sorted(trainer.policies),
+                    "num_env_steps_trained": trainer.num_env_steps_trained,
+                    "policy_lags": list(trainer.policy_lags),
+                }
+                for name, trainer in self.trainers.items()
+            },
+        }
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Check that `load_state_dict` accepts a state.
+
+        Raises:
+            StateError: it does not.
+        """
+        check_state(state, _FIELDS, "metrics")
+        for name, trainer in state["trainers"].items():
+            check_state(trainer, _TRAINER, f"metrics/trainers/{name}")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.check_state(state)
+        self.new_episodes.clear()
+        self.new_episodes.extend((worker, episode) for worker, episode in state["new_episodes"])
+        self.num_new_episodes = state["num_new_episodes"]
+        self.trainers = {}
+        for name, saved in state["trainers"].items():
+            trainer = self.trainers[name] = TrainerMetrics(saved["policies"])
+            trainer.num_env_steps_trained = saved["num_env_steps_trained"]
+            trainer.policy_lags.extend(saved["policy_lags"])
 
     @property
     def info(self) -> Info:

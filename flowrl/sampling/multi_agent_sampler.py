@@ -225,11 +225,6 @@ class MultiAgentSampler:
         if (steps - 1) * envs < most <= steps * envs:
             what = "finished episode" if self._whole else "row of an agent"
             log.warning("%d env steps without a %s; all of them stay in memory", most, what)
-        if steps > most and not self._whole:
-            raise RuntimeError(
-                f"no agent acted in {steps} steps of every environment, so there are no agent "
-                'steps to count: use count_steps_by="env_steps"'
-            )
 
     # -- a step ------------------------------------------------------------------------------------
 

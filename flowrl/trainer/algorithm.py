@@ -482,7 +482,9 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         Returns:
             `episode_reward_mean`, `_min`, `_max`, `_std`, `episode_len_mean` [env steps],
             `episodes`, `num_faulty_episodes`, the number of those that were dropped because their
-            environment failed, and `policy_reward_mean`: policy id -> mean return per agent.
+            environment failed, `num_unfinished_episodes`, the number of those that did not end (no
+            episode ended in 200,000 env steps of each environment), and `policy_reward_mean`:
+            policy id -> mean return per agent. NaN without an episode.
 
         Raises:
             ConfigError: an argument is invalid, or there is no environment.

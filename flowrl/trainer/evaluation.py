@@ -28,8 +28,8 @@ log = logging.getLogger("flowrl")
 MAX_EPISODE_STEPS = 200_000  # env steps of each environment within which an episode must end
 LONG_EPISODE_STEPS = 20_000  # the same before a warning
 _TIME_LIMIT = (
-    "give the environment a limit (gymnasium.wrappers.TimeLimit), or set "
-    'evaluation_config={"horizon": …}'
+    "give the environment a limit (gymnasium.wrappers.TimeLimit), or set horizon (--horizon of "
+    'flowrl train), for evaluations alone evaluation_config={"horizon": …}'
 )
 
 
@@ -48,6 +48,7 @@ class Played(NamedTuple):
 
     episodes: list[EpisodeMetrics]  # in the order in which they ended
     num_faulty: int  # episodes that were dropped because their environment failed
+    num_unfinished: int  # episodes that did not end within MAX_EPISODE_STEPS
 
 
 def evaluate_policies(
@@ -64,6 +65,8 @@ def evaluate_policies(
 
     So that short episodes are not overrepresented, each environment plays an equal share of the
     episodes or, with `by_steps`, plays its running episode to the end after `duration` env steps.
+    If no episode ends within MAX_EPISODE_STEPS env steps of each environment, the evaluation ends
+    with a warning.
 
     Args:
         policies: policy id -> policy.
@@ -75,9 +78,6 @@ def evaluate_policies(
         by_steps: whether `duration` is in env steps.
         part: index of the worker if several share one evaluation; selects its random seed.
         video: records the first episodes of the first environment; closed at the end.
-
-    Raises:
-        RuntimeError: no episode ends within MAX_EPISODE_STEPS env steps of each environment.
     """
     check_env(config)
     num_envs = min(num_envs, duration)
@@ -95,8 +95,8 @@ def evaluate_policies(
             settings = settings.updated(vectorization_mode="flowrl")
     worker = _evaluation_worker(env, policies, settings)
     try:
-        episodes = _play_episodes(worker, duration, by_steps, video)
-        return Played(episodes, worker.num_faulty_episodes)
+        episodes, num_unfinished = _play_episodes(worker, duration, by_steps, video)
+        return Played(episodes, worker.num_faulty_episodes, num_unfinished)
     finally:
         if video is not None:
             video.close()
@@ -147,8 +147,12 @@ def _evaluation_worker(
 
 def _play_episodes(
     worker: RolloutWorker, duration: int, by_steps: bool, video: VideoRecorder | None
-) -> list[EpisodeMetrics]:
-    """Play the episodes of an evaluation, see `evaluate_policies`."""
+) -> tuple[list[EpisodeMetrics], int]:
+    """Play the episodes of an evaluation, see `evaluate_policies`.
+
+    Returns:
+        the episodes that ended, and the number of those that did not.
+    """
     num_envs = worker.num_envs
     # of each environment; with `by_steps`, those after the duration
     episodes_left = [duration // num_envs + (i < duration % num_envs) for i in range(num_envs)]
@@ -169,14 +173,19 @@ def _play_episodes(
                 last_end = worker.env_steps
         steps = worker.env_steps - last_end
         if steps > MAX_EPISODE_STEPS * num_envs:
-            raise RuntimeError(f"no episode ended in {steps:,} env steps: {_TIME_LIMIT}")
+            log.warning(
+                "evaluation: %s of %s have not ended, the last %s env steps without an end of an "
+                "episode: the results are those of the other episodes. To end episodes, %s",
+                sum(episodes_left), len(episodes) + sum(episodes_left), f"{steps:,}", _TIME_LIMIT,
+            )  # fmt: skip
+            break
         if steps > LONG_EPISODE_STEPS * num_envs and not warned:
             warned = True
             log.warning(
                 "evaluation: no episode has ended in %s env steps so far: if it never ends, %s",
                 f"{steps:,}", _TIME_LIMIT,
             )  # fmt: skip
-    return episodes
+    return episodes, sum(episodes_left)
 
 
 def summarize_episodes(played: Played, policies: Sequence[str] = ()) -> dict[str, Any]:
@@ -188,8 +197,9 @@ def summarize_episodes(played: Played, policies: Sequence[str] = ()) -> dict[str
 
     Returns:
         `episode_reward_mean`, `_min`, `_max`, `_std`, `episode_len_mean` [env steps],
-        `policy_reward_mean` (policy id -> mean return per agent), `episodes`, their number, and
-        `num_faulty_episodes`, the number of those that were dropped.
+        `policy_reward_mean` (policy id -> mean return per agent), `episodes`, their number,
+        `num_faulty_episodes`, the number of those that were dropped, and
+        `num_unfinished_episodes`, the number of those that did not end.
     """
     episodes = played.episodes
     returns = np.array([episode.episode_return for episode in episodes] or [np.nan])
@@ -204,6 +214,7 @@ def summarize_episodes(played: Played, policies: Sequence[str] = ()) -> dict[str
         "policy_reward_mean": {p: _mean(values) for p, values in by_policy.items()},
         "episodes": len(episodes),
         "num_faulty_episodes": played.num_faulty,
+        "num_unfinished_episodes": played.num_unfinished,
     }
 
 
@@ -291,8 +302,12 @@ class EvaluationWorkers:
             self._workers = self._new_workers()
             log.warning("the evaluation is lost because a worker died: %r", error)
             return None
-        episodes = [EpisodeMetrics(*fields) for part, _ in parts for fields in part]
-        played = Played(episodes, sum(num_faulty for _, num_faulty in parts))
+        episodes = [EpisodeMetrics(*fields) for part in parts for fields in part.episodes]
+        played = Played(
+            episodes,
+            sum(part.num_faulty for part in parts),
+            sum(part.num_unfinished for part in parts),
+        )
         return {
             **summarize_episodes(played, self._policies),
             "training_iteration": self._iteration,
@@ -311,16 +326,15 @@ class EvaluationWorkers:
 def _evaluate_on_worker(
     worker: RolloutWorker, state: tuple[Any, ...], config: Any, duration: int, explore: bool,
     part: int,
-) -> tuple[list[tuple[Any, ...]], int]:  # fmt: skip
+) -> Played:  # fmt: skip
     weights, filters, global_vars, iteration = state
     worker.set_weights(weights, None, filters, global_vars)
     by_steps = config.evaluation_duration_unit == "timesteps"
     num_envs = config.num_envs_per_worker
     video = None if part else recorder_for(config, iteration)
-    played = evaluate_policies(
+    return evaluate_policies(
         worker.policy_map, config, duration, explore, num_envs, by_steps, part, video
     )
-    return [tuple(episode) for episode in played.episodes], played.num_faulty
 
 
 def recorder_for(config: AlgorithmConfig, iteration: int) -> VideoRecorder | None:

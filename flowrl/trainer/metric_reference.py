@@ -193,6 +193,7 @@ METRICS = {
     "evaluation/num_faulty_episodes": Metric(
         "episodes", "Episodes that were dropped because their environment failed."
     ),
+    "evaluation/num_unfinished_episodes": Metric("episodes", "Episodes that did not end."),
     "evaluation/policy_reward_mean/<policy>": Metric("reward", "Mean return of its agents."),
     "evaluation/training_iteration": Metric("results", "Iteration that was evaluated."),
 }

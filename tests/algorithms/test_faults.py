@@ -234,7 +234,7 @@ def test_nonfinite_observation_is_rejected():
         algorithm.compute_single_action(np.full(4, np.nan))
 
 
-def test_evaluation_without_end_raises(monkeypatch):
+def test_training_continues_after_an_evaluation_without_end(monkeypatch, caplog):
     monkeypatch.setattr("flowrl.trainer.evaluation.MAX_EPISODE_STEPS", 1000)
 
     class Endless(gym.Env):
@@ -247,9 +247,14 @@ def test_evaluation_without_end_raises(monkeypatch):
         def step(self, action):
             return np.zeros(2, np.float32), 0.0, False, False, {}
 
-    endless = small(env=lambda c: Endless()).build()
-    with endless as algorithm, pytest.raises(RuntimeError, match="no episode ended"):
-        algorithm.evaluate(2)
+    with small(
+        env=lambda c: Endless(), evaluation_interval=1, evaluation_duration=3
+    ).build() as algorithm:
+        for _ in range(2):
+            evaluation = algorithm.train()["evaluation"]
+            assert evaluation["num_unfinished_episodes"] == 3
+            assert np.isnan(evaluation["episode_reward_mean"])
+    assert "set horizon (--horizon of flowrl train)" in caplog.text
 
 
 @pytest.mark.slow

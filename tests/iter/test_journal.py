@@ -100,7 +100,7 @@ def arrivals(make_plan, journal, n):
         return plan.take(n)
 
 
-def test_items_of_actors_arrive_in_the_recorded_order(tmp_path):
+def test_items_of_actors_arrive_in_the_recorded_order(ray_session, tmp_path):
     def make_plan():
         return from_iterators([range(20), range(20, 40)]).gather_async(num_async=2)
 

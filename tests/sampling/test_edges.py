@@ -652,9 +652,10 @@ def test_settings_in_a_mapping_are_validated(settings, message):
         worker(CountEnv, **settings)
 
 
-def test_counting_agent_steps_without_agents_raises():
-    w = worker(lambda: UnevenAgents(()), {"p": Idle}, count_steps_by="agent_steps")
-    with pytest.raises(RuntimeError, match="no agent acted"):
+@pytest.mark.parametrize("settings", [{}, {"count_steps_by": "agent_steps"}])
+def test_episode_in_which_no_agent_acts_any_more_is_rejected(settings):
+    w = worker(lambda: UnevenAgents(()), {"p": Idle}, rollout_fragment_length=2000, **settings)
+    with pytest.raises(ConfigError, match="no agent acted in the last 1000 steps of sub-environ"):
         w.sample()
 
 

@@ -357,7 +357,7 @@ def test_episodes_and_timesteps_are_validated():
                 algorithm.evaluate(**arguments)
 
 
-def test_evaluation_fails_if_only_the_first_episode_ends(monkeypatch, caplog):
+def test_evaluation_ends_if_only_the_first_episode_ends(monkeypatch, caplog):
     monkeypatch.setattr("flowrl.trainer.evaluation.MAX_EPISODE_STEPS", 300)
     monkeypatch.setattr("flowrl.trainer.evaluation.LONG_EPISODE_STEPS", 100)
 
@@ -376,10 +376,11 @@ def test_evaluation_fails_if_only_the_first_episode_ends(monkeypatch, caplog):
     with a2c_config(env=lambda context: EndsOnce()).build() as algorithm:
         assert algorithm.evaluate(1)["episodes"] == 1
         assert not caplog.messages
-        with pytest.raises(RuntimeError, match="no episode ended"):
-            algorithm.evaluate(2)
-    (message,) = caplog.messages
-    assert message.startswith("evaluation: no episode has ended in 1")
+        metrics = algorithm.evaluate(2)
+    assert (metrics["episodes"], metrics["num_unfinished_episodes"]) == (1, 1)
+    first, second = caplog.messages
+    assert first.startswith("evaluation: no episode has ended in 1")
+    assert second.startswith("evaluation: 1 of 2 have not ended, the last 3")
 
 
 def test_video_folder_that_cannot_be_written_is_rejected_before_training(tmp_path):

@@ -220,9 +220,16 @@ class Union(Stage):
             if not done
             for child in children
         }
-        for child in self._children[index]:
-            if child not in still_read:
-                child.close()
+        remaining = [self.parents[index]]
+        while remaining:
+            stage = remaining.pop()
+            if isinstance(stage, DuplicateChild):
+                if stage in still_read:
+                    continue
+                stage.close()
+                if stage.has_reading_siblings:
+                    continue
+            remaining += stage.parents
 
     def waits(self) -> list[Any]:
         if self._yielded:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -45,9 +46,10 @@ class FromIterable(Stage):
 
     def _open(self) -> Iterator[Any]:
         iterable = self._iterable() if callable(self._iterable) else self._iterable
+        iterator = iter(iterable)
         if isinstance(iterable, Sequence) and self._skip:
-            iterable, self._skip = iterable[self._skip :], 0
-        return iter(iterable)
+            iterator, self._skip = itertools.islice(iterator, self._skip, None), 0
+        return iterator
 
     def pull(self, block: bool) -> Any:
         if self._iterator is None:

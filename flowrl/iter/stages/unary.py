@@ -75,6 +75,8 @@ class ForEachWithHooks(ForEach):
     @classmethod
     def has_hooks(cls, fn: Any) -> bool:
         """Return whether the operator has one of the hooks."""
+        if isinstance(fn, type):  # its hooks belong to its instances, which are the items
+            return False
         return any(callable(getattr(fn, name, None)) for name in ("ready", "_on_fetch_start"))
 
     def _has_room(self) -> bool:
