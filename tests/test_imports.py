@@ -141,10 +141,10 @@ def test_convolutions_use_the_cores_that_no_worker_uses(env, num_workers, expect
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("flowrl.trainer.algorithm.limit_threads", limits.append)
     settings = {"horizon": 5, "train_batch_size": 8, "seed": 0}
-    algorithm = A2CConfig(env=env, num_workers=num_workers, **settings).build()
-    monkeypatch.setattr(type(algorithm.plan), "__next__", lambda plan: {})  # starts no workers
-    with pytest.raises(ConfigError, match="must end in"):
-        algorithm.train()
+    with A2CConfig(env=env, num_workers=num_workers, **settings).build() as algorithm:
+        monkeypatch.setattr(type(algorithm.plan), "__next__", lambda plan: {})  # starts no workers
+        with pytest.raises(ConfigError, match="must end in"):
+            algorithm.train()
     assert limits == expected
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from flowrl.iter import MetricsContext
 from flowrl.iter.metrics import Timer
@@ -20,16 +22,38 @@ Info = dict[str, Any]
 values per row; see TrainOneStep."""
 
 
+_EPISODE: Fields = {  # of EpisodeMetrics
+    "episode_return": float | np.floating,
+    "episode_length": Natural,
+    "env_id": Natural,
+    "agent_returns": list[Any] | None,
+    "custom_metrics": dict[Any, Any] | None,
+    "hist_data": dict[Any, Any] | None,
+}
 _FIELDS: Fields = {
     "new_episodes": list[list[Any]],
     "num_new_episodes": Natural,
     "trainers": dict[str, dict[str, Any]],
 }
+_NEW_EPISODE: Fields = {"worker": Natural, "episode": list[Any]}
 _TRAINER: Fields = {
     "policies": list[str] | None,
     "num_env_steps_trained": Natural,
     "policy_lags": list[Natural],
 }
+
+
+def check_episode(fields: Sequence[Any], name: str) -> None:
+    """Check the saved fields of an EpisodeMetrics.
+
+    Args:
+        fields: the fields, in order.
+        name: name of the state in messages.
+
+    Raises:
+        ValueError: their number or a type is wrong.
+    """
+    check_state(dict(zip(_EPISODE, fields, strict=True)), _EPISODE, name)
 
 
 @dataclass
@@ -142,9 +166,13 @@ class PlanMetrics:
         """Check that `load_state_dict` accepts a state.
 
         Raises:
-            StateError: it does not.
+            ValueError: it does not.
         """
         check_state(state, _FIELDS, "metrics")
+        for row in state["new_episodes"]:
+            named = dict(zip(_NEW_EPISODE, row, strict=True))
+            check_state(named, _NEW_EPISODE, "metrics/new_episodes")
+            check_episode(named["episode"], "metrics/new_episodes")
         for name, trainer in state["trainers"].items():
             check_state(trainer, _TRAINER, f"metrics/trainers/{name}")
 

@@ -14,7 +14,7 @@ from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
 from flowrl.iter.metrics import Timer, current_journal
 from flowrl.iter.stage import operator_of, walk
-from flowrl.ops.plan_metrics import Info, PlanMetrics
+from flowrl.ops.plan_metrics import Info, PlanMetrics, check_episode
 from flowrl.sampling.episode import EpisodeMetrics, returns_by_policy
 from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.sampling.worker_set import WorkerSet
@@ -184,14 +184,6 @@ class ReportDue:
         return f"ReportDue(min_steps={self.min_steps}, min_seconds={self.min_seconds})"
 
 
-_EPISODE: Fields = {  # of EpisodeMetrics
-    "episode_return": float | np.floating,
-    "episode_length": Natural,
-    "env_id": Natural,
-    "agent_returns": list[Any] | None,
-    "custom_metrics": dict[Any, Any] | None,
-    "hist_data": dict[Any, Any] | None,
-}
 _TRAINER: Fields = {"num_env_steps_trained": Natural, "learners": dict[str, Any]}
 
 
@@ -406,7 +398,7 @@ class CollectMetrics:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for row in state["window"]:
-            check_state(dict(zip(_EPISODE, row, strict=True)), _EPISODE, "window")
+            check_episode(row, "window")
         for name, totals in state["trainers"].items():
             check_state(totals, _TRAINER, f"trainers/{name}")
         self._window.clear()

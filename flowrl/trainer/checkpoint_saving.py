@@ -15,6 +15,7 @@ from flowrl.data.checkpoint import DAMAGED, CheckpointError
 from flowrl.iter import LocalIterator
 from flowrl.iter.gather import Gather
 from flowrl.iter.stage import walk
+from flowrl.ops.plan_metrics import PlanMetrics
 from flowrl.policies.checkpoint_loading import describe_policy
 from flowrl.policies.code_references import code_path
 from flowrl.policies.json_codec import config_to_json, space_from_json
@@ -74,6 +75,7 @@ def load_sampling_state(
             unchanged.
     """
     lost = int(state["env_steps_lost"])
+    PlanMetrics.of(plan.metrics)  # checks its state, before another one is loaded
     plan.load_state_dict(state["plan"])
     for name in ("num_env_steps_sampled", "num_env_steps_dropped") if lost else ():
         plan.metrics.counters[name] += lost

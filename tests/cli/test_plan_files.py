@@ -67,8 +67,10 @@ def test_file_with_an_algorithm_trains(cli, tmp_path, workers, ray_session):
     assert "resume r --trust" in out
     assert cli("resume", "r", "--trust", "--stop-iters", "3")[0] == 0
     assert cli("evaluate", "r", "--trust", "--episodes", "1")[0] == 0
-    code, out, _ = cli("explain", "mine.py")
+    code, out, _ = cli("explain", "mine.py", "--env", "Acrobot-v1")
     assert "Mine.training_step" in out
+    code, out, _ = cli("check", "mine.py", "--env", "Acrobot-v1")
+    assert "no problems in mine.py" in out
     (tmp_path / "mine.py").write_text(ALGORITHM_FILE + "\n# changed\n")
     code, _, err = cli("resume", "r", "--trust", "--stop-iters", "4")
     assert code == 2

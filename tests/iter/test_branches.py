@@ -394,3 +394,13 @@ def test_branch_that_ends_early_leaves_children_that_others_read():
     c, d = a.duplicate(2)
     plan = LocalIterator(FirstTwo(c.stage)).union(d, b, deterministic=True)
     assert sorted(plan) == sorted([0, 1, *range(5), *range(5)])
+
+
+def test_branch_that_ends_early_leaves_children_that_another_plan_reads():
+    a, b = LocalIterator(range(6)).duplicate(2, max_buffered=10)
+    c, d = a.duplicate(2, max_buffered=10)
+    assert d.take(1) == [0]
+    plan = Concurrently([c, LocalIterator([7, 8])], output_indexes=[1])
+    assert list(plan) == [7, 8]
+    assert list(d) == [1, 2, 3, 4, 5]
+    assert list(b) == [0, 1, 2, 3, 4, 5]

@@ -23,6 +23,7 @@ from flowrl.iter import (
     ray_runtime,
 )
 from flowrl.iter.recovery import is_death
+from flowrl.iter.shard_stream import ShardRequest, ShardStream
 from flowrl.settings import ConfigError
 
 QUICK = Recovery(backoff_s=0.01)
@@ -210,8 +211,26 @@ def test_stop_ends_all_actors_and_threads(ray_session):
 def test_invalid_recovery_is_rejected():
     with pytest.raises(ValueError, match="timeout_s"):
         Recovery(timeout_s=0)
-    with pytest.raises(ValueError, match="out of range"):
-        Recovery(max_identical_deaths=0)
+    for wrong in (
+        {"max_identical_deaths": 0}, {"max_backoff_s": -1}, {"backoff_s": float("nan")},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="out of range"):
+            Recovery(**wrong)
+
+
+def test_recreated_stream_does_not_raise_errors_again_that_were_raised_before():
+    def fails(x):
+        if x in (1, 3):
+            raise ValueError(x)
+        return x
+
+    steps = [("for_each", (fails,), {}, "here")]
+    request = ShardRequest("s", steps, skip=1, skip_errors=1)  # after 0 and the error of 1
+    stream = ShardStream(ParallelIteratorWorker(range(5)), steps, request)
+    assert stream.reply(request).items == [2]
+    with pytest.raises(ValueError, match="3"):
+        stream.reply(request)
+    assert stream.reply(request).items == [4]
 
 
 def is_alive(pid):

@@ -7,6 +7,7 @@ import threading
 import time
 import traceback
 
+import numpy as np
 import pytest
 
 from flowrl.iter import (
@@ -387,3 +388,28 @@ def test_transform_waits_while_its_branches_progress():
     a, b = stream(*range(4)).duplicate(2)
     joined = a.batch(2).union(b.batch(4), deterministic=True)
     assert list(joined.transform(iter)) == [[0, 1], [2, 3], [0, 1, 2, 3]]
+
+
+def test_numpy_numbers_of_an_operator_are_numbers_in_json():
+    class Counts:
+        def __call__(self, x):
+            return x
+
+        def extra_stats(self):
+            return {"rows": np.int64(3)}
+
+    plan = LocalIterator(range(3)).for_each(Counts())
+    assert list(plan) == [0, 1, 2]
+    (row,) = [row for row in json.loads(plan.explain("json")) if "rows" in row]
+    assert row["rows"] == 3
+
+
+def test_class_with_a_method_of_an_operator_is_called_for_each_item():
+    class Task:
+        def __init__(self, x):
+            self.x = x
+
+        def ready(self):
+            return False
+
+    assert [task.x for task in LocalIterator(range(3)).for_each(Task)] == [0, 1, 2]

@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from collections import deque
 
 import pytest
 
@@ -596,3 +597,42 @@ def test_stop_lets_the_tasks_of_other_plans_run(ray_session):
         stopped.take(1)
         stopped.stop()
         assert len(other.take(4)) == 4
+
+
+def test_sources_of_selected_shards_name_their_workers():
+    """The number identifies the worker, for its weights and counters."""
+    it = from_range(8, 4, in_process=True)
+    with it.select_shards([1, 3]).gather_sync().zip_with_source() as stream:
+        assert [source.shard for (source,), _ in stream] == [1, 3, 1, 3]
+    with it.select_shards([2]).gather_async().zip_with_source_actor() as stream:
+        assert {actor.items()[0] for actor, _ in stream} == {4}
+    with (
+        it.for_each(lambda x: 1 / 0).get_shard(3) as stream,
+        pytest.raises(ZeroDivisionError) as caught,
+    ):
+        next(stream)
+    assert any("raised by shard 3 of" in note for note in caught.value.__notes__)
+    both = it.select_shards([3]).union(from_range(2, 1, in_process=True))  # two pools
+    with both.gather_sync().zip_with_source() as stream:
+        assert [source.shard for (source,), _ in stream] == [0, 1, 0, 1]
+
+
+def test_shuffle_in_a_repartition_is_seeded_by_the_plan():
+    it = from_range(40, 2, in_process=True).local_shuffle(10).repartition(2)
+
+    def order(seed):
+        stream = it.gather_sync()
+        stream.start(seed)
+        with stream:
+            return list(stream)
+
+    assert order("a") == order("a") != order("b")
+
+
+def test_sequences_that_cannot_be_sliced_are_distributed_and_restored():
+    items = deque(range(6))
+    assert from_items(items, 2, in_process=True).take(6) == [0, 1, 2, 3, 4, 5]
+    stream, copy = LocalIterator(items), LocalIterator(items)
+    assert stream.take(2) == [0, 1]
+    copy.load_state_dict(stream.state_dict())
+    assert list(copy) == [2, 3, 4, 5]

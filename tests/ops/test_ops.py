@@ -36,6 +36,7 @@ from flowrl.ops import (
 from flowrl.ops.plan_metrics import MAX_EPISODES, PlanMetrics
 from flowrl.ops.report import CollectMetrics
 from flowrl.sampling import WorkerSet
+from flowrl.state_schema import StateError
 
 from ..sampling.fakes import CountEnv, ObservedValue
 
@@ -520,3 +521,53 @@ def test_fragments_that_were_received_but_not_returned_are_restored(ray_session)
         algorithm.workers.load_state_dict(state[1])
         for batch, same in zip(restored.take(4), expected, strict=True):
             np.testing.assert_array_equal(batch["obs"], same["obs"])
+
+
+def test_rollouts_cannot_be_repartitioned(workers):
+    with pytest.raises(ValueError, match="episodes, counters and weights belong to its workers"):
+        ParallelRollouts(workers, mode="raw").repartition(2)
+
+
+def test_state_between_two_reports_has_the_episodes_and_steps_of_the_next_one():
+    """As in the checkpoint of a run that failed during an iteration."""
+
+    def build():
+        config = A2CConfig(env="CartPole-v1", train_batch_size=100, seed=0)
+        return config.updated(min_sample_timesteps_per_iteration=300).build()
+
+    def fail_at(number):
+        def check(item):
+            check.calls += 1
+            if check.calls == number:
+                raise OSError("disk")
+            return item
+
+        check.calls = 0
+        return check
+
+    def plan_of(algorithm, check):
+        workers = algorithm.workers
+        trained = ParallelRollouts(workers).combine(ConcatBatches(100))
+        return StandardMetricsReporting(
+            trained.for_each(TrainOneStep(workers)).for_each(check), workers, algorithm.config
+        )
+
+    with build() as algorithm:
+        expected = next(plan_of(algorithm, fail_at(0)))
+    with build() as algorithm:
+        plan = plan_of(algorithm, fail_at(2))
+        with pytest.raises(OSError, match="disk"):
+            next(plan)
+        state = plan.state_dict()
+        restored = plan_of(algorithm, fail_at(0))
+        restored.load_state_dict(state)
+        result = next(restored)
+    for name in ("timesteps_total", "episodes_total", "episodes_this_iter", "episode_reward_mean"):
+        assert result[name] == expected[name] > 0
+    (trainer,) = result["trainers"].values()
+    assert trainer["num_env_steps_trained"] == 300
+    state["metrics"]["records"]["PlanMetrics"]["num_new_episodes"] = -1
+    again = plan_of(algorithm, fail_at(0))
+    PlanMetrics.of(again.metrics)
+    with pytest.raises(StateError, match="metrics/num_new_episodes"):
+        again.load_state_dict(state)

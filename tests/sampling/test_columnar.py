@@ -9,6 +9,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowrl.algorithms.a2c import A2CTorchPolicy
 from flowrl.data import SampleBatch
 from flowrl.data.indexed_columns import IndexedColumn
 from flowrl.envs import register_env
@@ -338,3 +339,69 @@ def test_stop_closes_every_environment_despite_errors(caplog):
     w.stop()
     assert len(closed) == 2
     assert "cannot close" in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["flowrl", "sync"])
+def test_creator_that_returns_one_environment_twice_is_rejected(mode):
+    one = gym.make("CartPole-v1")
+    with pytest.raises(ConfigError, match="the same environment"):
+        RolloutWorker(
+            lambda context: gym.wrappers.TimeLimit(one, 10),
+            A2CTorchPolicy,
+            {"num_envs_per_worker": 2, "vectorization_mode": mode},
+        ).sample()
+
+
+class WrongVector(gym.vector.VectorEnv):
+    """Returns wrong results of `step`."""
+
+    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+    num_envs = 2
+    single_observation_space = gym.spaces.Discrete(3)
+    single_action_space = gym.spaces.Discrete(2)
+    observation_space = gym.spaces.MultiDiscrete([3, 3])
+    action_space = gym.spaces.MultiDiscrete([2, 2])
+
+    def __init__(self, **wrong):
+        self.results = {
+            "obs": np.zeros(2, np.int64),
+            "rewards": np.ones(2),
+            "terminateds": np.zeros(2, bool),
+            "truncateds": np.zeros(2, bool),
+            "infos": {},
+            **wrong,
+        }
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(2, np.int64), {}
+
+    def step(self, actions):
+        return tuple(self.results.values())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"rewards": 1.0}, r"returned 1.0 as rewards, expected an array of 2 numbers"),
+        ({"rewards": np.ones(1)}, "as rewards"),
+        ({"rewards": [None, 1.0]}, "as rewards"),
+        ({"terminateds": np.ones(1, bool)}, "as terminateds, expected an array of 2 bools"),
+        ({"truncateds": None}, "as truncateds"),
+        ({"truncateds": np.full(2, 0.3)}, "as truncateds"),
+        ({"obs": np.full(2, 0.7)}, "observations of type float64, expected int64"),
+        ({"infos": [{}, {}]}, "remove the wrapper DictInfoToList"),
+        ({"terminateds": np.ones(2, bool)}, r'returned no infos\["final_obs"\]'),
+    ],
+)
+def test_wrong_results_of_a_vector_environment_are_rejected(wrong, message):
+    w = RolloutWorker(
+        lambda context: WrongVector(**wrong), A2CTorchPolicy, {"num_envs_per_worker": 2}
+    )
+    with pytest.raises(ConfigError, match=message):
+        w.sample()
+
+
+def test_vector_environment_may_return_lists():
+    vector = WrongVector(rewards=[1, 2], terminateds=[False, False], truncateds=[0, 0])
+    w = RolloutWorker(lambda context: vector, A2CTorchPolicy, {"num_envs_per_worker": 2})
+    assert set(w.sample()["rewards"]) == {1.0, 2.0}
