@@ -116,6 +116,7 @@ class RestartingEnvs:
         self._has_reset = [False] * num_envs
         self._has_finished = [False] * num_envs  # an episode or a fragment
         self.envs: list[Any] = [None] * num_envs
+        self._unwrapped: list[Any] = [None] * num_envs
         # how the current episodes were reset: (seed, state of the random generator before it)
         self._resets: list[Any] = [None] * num_envs
         self.action_logs: list[list[Any]] = [[] for _ in range(num_envs)]
@@ -146,9 +147,9 @@ class RestartingEnvs:
         Raises:
             ConfigError: it did not; steps would go to one environment and mix its episodes.
         """
-        base = unwrapped(self.envs[index])
-        for other, env in enumerate(self.envs):
-            if other != index and env is not None and unwrapped(env) is base:
+        base = self._unwrapped[index] = unwrapped(self.envs[index])
+        for other, env in enumerate(self._unwrapped):
+            if other != index and env is base:
                 raise ConfigError(
                     f"env: the creator returned the same environment for sub-environments {other} "
                     f"and {index}: create it inside of the function, or pass the environment itself"

@@ -100,6 +100,9 @@ class ParallelIterator(Generic[T]):
     ) -> ParallelIterator[T]:
         """Return the items of each shard in random order within a sliding window.
 
+        Fragments of rollout workers lose the relation to their episodes and weights versions: each
+        has those of the fragment that was sampled last.
+
         Args:
             shuffle_buffer_size: items in the window; 1 keeps the order.
             seed: seed of the order of every shard; None derives one for each shard from the seed of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -46,10 +45,10 @@ class FromIterable(Stage):
 
     def _open(self) -> Iterator[Any]:
         iterable = self._iterable() if callable(self._iterable) else self._iterable
-        iterator = iter(iterable)
         if isinstance(iterable, Sequence) and self._skip:
-            iterator, self._skip = itertools.islice(iterator, self._skip, None), 0
-        return iterator
+            indices, self._skip = range(self._skip, len(iterable)), 0
+            return map(iterable.__getitem__, indices)  # a deque cannot be sliced
+        return iter(iterable)
 
     def pull(self, block: bool) -> Any:
         if self._iterator is None:
