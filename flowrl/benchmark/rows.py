@@ -99,6 +99,9 @@ class BenchmarkRow:
         return [found[number] for number in sorted(found)]
 
 
+_REQUIRED = {"plan", "env", "env_steps", "anchors"}  # keys of a row in a file
+
+
 def shipped_tables() -> Path:
     """Return the file with the shipped tables."""
     return tuned_folder() / "benchmark.yaml"
@@ -111,9 +114,18 @@ def benchmark_rows(file: Path) -> list[BenchmarkRow]:
         ConfigError: the file cannot be read, or does not contain tables of rows.
     """
     try:
-        tables: dict[str, list[dict[str, Any]]] = yaml.safe_load(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"benchmark: {file} cannot be read: {error}") from None
+    try:
+        tables: dict[str, list[dict[str, Any]]] = yaml.safe_load(text)
+        for table, rows in tables.items():
+            for number, row in enumerate(rows, 1):
+                if missing := _REQUIRED - row.keys():
+                    lacks = ", ".join(sorted(missing))
+                    raise ValueError(f"row {number} of {table!r} lacks {lacks}")
         found = [BenchmarkRow(table, **row) for table, rows in tables.items() for row in rows]
-    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+    except (ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise ConfigError(f"benchmark: {file} has no tables of rows: {error}") from None
     names = [row.name for row in found]
     for row in found:

@@ -201,3 +201,9 @@ def test_file_without_tables_is_rejected(text, cli, tmp_path):
     code, _, err = cli("benchmark", "--list", "--tables", "tables.yaml")
     assert code == 2
     assert "tables.yaml has no tables of rows" in err
+    (tmp_path / "tables.yaml").write_text("mine:\n- {plan: ppo}\n")
+    code, _, err = cli("benchmark", "--list", "--tables", "tables.yaml")
+    assert code == 2
+    assert "row 1 of 'mine' lacks anchors, env, env_steps" in err
+    _, _, err = cli("benchmark", "--list", "--tables", "missing.yaml")
+    assert "missing.yaml cannot be read" in err
