@@ -117,14 +117,15 @@ def benchmark_rows(file: Path) -> list[BenchmarkRow]:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"benchmark: {file} cannot be read: {error}") from None
+    found: list[BenchmarkRow] = []
     try:
         tables: dict[str, list[dict[str, Any]]] = yaml.safe_load(text)
         for table, rows in tables.items():
-            for number, row in enumerate(rows, 1):
-                if missing := _REQUIRED - row.keys():
+            for number, fields in enumerate(rows, 1):
+                if missing := _REQUIRED - fields.keys():
                     lacks = ", ".join(sorted(missing))
                     raise ValueError(f"row {number} of {table!r} lacks {lacks}")
-        found = [BenchmarkRow(table, **row) for table, rows in tables.items() for row in rows]
+                found.append(BenchmarkRow(table, **fields))
     except (ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise ConfigError(f"benchmark: {file} has no tables of rows: {error}") from None
     names = [row.name for row in found]
