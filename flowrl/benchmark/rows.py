@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +99,6 @@ class BenchmarkRow:
         return [found[number] for number in sorted(found)]
 
 
-_REQUIRED = {"plan", "env", "env_steps", "anchors"}  # keys of a row in a file
-
-
 def shipped_tables() -> Path:
     """Return the file with the shipped tables."""
     return tuned_folder() / "benchmark.yaml"
@@ -117,25 +114,27 @@ def benchmark_rows(file: Path) -> list[BenchmarkRow]:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"benchmark: {file} cannot be read: {error}") from None
+    without_default = [field.name for field in fields(BenchmarkRow) if field.default is MISSING]
+    required = set(without_default) - {"table"}
     found: list[BenchmarkRow] = []
     try:
         tables: dict[str, list[dict[str, Any]]] = yaml.safe_load(text)
         for table, rows in tables.items():
-            for number, fields in enumerate(rows, 1):
-                if missing := _REQUIRED - fields.keys():
+            for number, row in enumerate(rows, 1):
+                if missing := required - row.keys():
                     lacks = ", ".join(sorted(missing))
                     raise ValueError(f"row {number} of {table!r} lacks {lacks}")
-                found.append(BenchmarkRow(table, **fields))
+                found.append(BenchmarkRow(table, **row))
     except (ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise ConfigError(f"benchmark: {file} has no tables of rows: {error}") from None
-    names = [row.name for row in found]
-    for row in found:
-        if names.count(row.name) > 1:
-            raise ConfigError(f"benchmark: {file}: there are several rows {row.name}")
-        if type(row.env_steps) is not int or row.env_steps < 1:
+    names = [one.name for one in found]
+    for one in found:
+        if names.count(one.name) > 1:
+            raise ConfigError(f"benchmark: {file}: there are several rows {one.name}")
+        if type(one.env_steps) is not int or one.env_steps < 1:
             raise ConfigError(
-                f"benchmark: {file}: env_steps of {row.name} must be an int of at least 1, got "
-                f"{row.env_steps!r}"
+                f"benchmark: {file}: env_steps of {one.name} must be an int of at least 1, got "
+                f"{one.env_steps!r}"
             )
     return found
 

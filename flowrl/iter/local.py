@@ -21,7 +21,13 @@ from flowrl.iter.stage import (
     stages_by_name,
     walk,
 )
-from flowrl.iter.stages.branches import Duplicate, DuplicateChild, Union, WhenFull
+from flowrl.iter.stages.branches import (
+    Duplicate,
+    DuplicateChild,
+    Union,
+    WhenFull,
+    close_children,
+)
 from flowrl.iter.stages.buffering import Batch, Shuffle
 from flowrl.iter.stages.source import FromIterable
 from flowrl.iter.stages.tasks import ForEachConcurrent
@@ -326,29 +332,13 @@ class LocalIterator(Generic[T]):
         cannot be started again. Stages that another child of `duplicate` still reads continue."""
         self._stopped = True
         errors = []
-        for stage in self._stages_to_stop():
+        for stage in close_children(self.stage):
             try:
                 stage.stop()
             except Exception as error:  # stop the remaining stages first
                 errors.append(error)
         if errors:
             raise errors[0]
-
-    def _stages_to_stop(self) -> list[Stage]:
-        """Return the stages that only this plan reads; its children of `duplicate` leave."""
-        found: dict[Stage, None] = {}
-        remaining = [self.stage]
-        while remaining:
-            stage = remaining.pop()
-            if stage in found:
-                continue
-            found[stage] = None
-            if isinstance(stage, DuplicateChild):
-                stage.close()
-                if stage.has_reading_siblings:
-                    continue
-            remaining += reversed(stage.parents)
-        return list(found)
 
     def __enter__(self) -> LocalIterator[T]:
         return self

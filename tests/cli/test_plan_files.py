@@ -67,10 +67,8 @@ def test_file_with_an_algorithm_trains(cli, tmp_path, workers, ray_session):
     assert "resume r --trust" in out
     assert cli("resume", "r", "--trust", "--stop-iters", "3")[0] == 0
     assert cli("evaluate", "r", "--trust", "--episodes", "1")[0] == 0
-    code, out, _ = cli("explain", "mine.py", "--env", "Acrobot-v1")
+    code, out, _ = cli("explain", "mine.py")
     assert "Mine.training_step" in out
-    code, out, _ = cli("check", "mine.py", "--env", "Acrobot-v1")
-    assert "no problems in mine.py" in out
     (tmp_path / "mine.py").write_text(ALGORITHM_FILE + "\n# changed\n")
     code, _, err = cli("resume", "r", "--trust", "--stop-iters", "4")
     assert code == 2
@@ -78,6 +76,16 @@ def test_file_with_an_algorithm_trains(cli, tmp_path, workers, ray_session):
     assert cli("resume", "r", "--plan", "mine.py", "--stop-iters", "4")[0] == 0
     assert len(read_results(tmp_path / "r")) == 4
     assert "# changed" in (tmp_path / "r/plan.py").read_text()
+
+
+@pytest.mark.parametrize("command", ["explain", "check"])
+def test_plan_without_an_environment_is_inspected_with_the_option_env(cli, tmp_path, command):
+    text = (plans_folder() / "a2c.py").read_text()
+    (tmp_path / "plan.py").write_text(text.replace('env="CartPole-v1",', ""))
+    code, _, err = cli(command, "plan.py")
+    assert code == 2
+    assert "no environment is set" in err
+    assert cli(command, "plan.py", "--env", "Acrobot-v1")[0] == 0
 
 
 def test_resuming_a_changed_plan_suggests_the_plan_option(cli, tmp_path):

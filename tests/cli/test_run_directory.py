@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -61,10 +62,11 @@ def test_damaged_run_is_rejected(cli, tmp_path, name):
 
 
 def test_new_run_does_not_overwrite_a_run(cli):
-    assert cli("train", "ppo", "--run-dir", "r", *TWO_ITERATIONS)[0] == 0
-    code, _, err = cli("train", "ppo", "--run-dir", "r", *TWO_ITERATIONS)
+    assert cli("train", "ppo", "--run-dir", "my run", *TWO_ITERATIONS)[0] == 0
+    code, _, err = cli("train", "ppo", "--run-dir", "my run", *TWO_ITERATIONS)
     assert code == 2
-    assert "r contains a run" in err
+    assert "my run contains a run" in err
+    assert re.search(r"`flowrl resume '.*my run'`", err)
 
 
 def test_run_directory_with_other_files_or_in_use_is_rejected(cli, tmp_path):

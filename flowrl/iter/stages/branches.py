@@ -6,7 +6,7 @@ They pull their branches with `block=False`; the end of the plan waits for all o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from numbers import Real
 from typing import Any, ClassVar, Literal, get_args
 
@@ -220,16 +220,7 @@ class Union(Stage):
             if not done
             for child in children
         }
-        remaining = [self.parents[index]]
-        while remaining:
-            stage = remaining.pop()
-            if isinstance(stage, DuplicateChild):
-                if stage in still_read:
-                    continue
-                stage.close()
-                if stage.has_reading_siblings:
-                    continue
-            remaining += stage.parents
+        close_children(self.parents[index], still_read)
 
     def waits(self) -> list[Any]:
         if self._yielded:
@@ -468,3 +459,28 @@ class DuplicateChild(Stage):
 
     def can_return_not_ready(self) -> bool:
         return True
+
+
+def close_children(end: Stage, still_read: Collection[Stage] = ()) -> list[Stage]:
+    """Close the children of `duplicate` that a stream reads.
+
+    Args:
+        end: the last stage of the stream, which is not pulled any more.
+        still_read: children that stay open because another stream of the plan reads them.
+
+    Returns:
+        the stages that nothing else reads, `end` first.
+    """
+    found: dict[Stage, None] = {}
+    remaining = [end]
+    while remaining:
+        stage = remaining.pop()
+        if stage in found or stage in still_read:
+            continue
+        found[stage] = None
+        if isinstance(stage, DuplicateChild):
+            stage.close()
+            if stage.has_reading_siblings:
+                continue
+        remaining += reversed(stage.parents)
+    return list(found)
