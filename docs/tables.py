@@ -341,6 +341,7 @@ def errors() -> str:
         "flowrl.state_schema:StateError",
         "flowrl.policies.code_references:UntrustedCodeError",
         "flowrl.envs.validation:InvalidStepError",
+        "flowrl.envs.env_process:EnvProcessError",
         "flowrl.iter.errors:ShardFailedError",
         "flowrl.iter.ray_health:RayLostError",
         "flowrl.iter.journal:ReplayError",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import gymnasium as gym
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from flowrl.envs.atari import (
     AtariSettings,
@@ -29,6 +29,7 @@ from flowrl.envs.gymnasium_vector_env import GymnasiumVectorEnv
 from flowrl.envs.multi_agent import is_multi_agent
 from flowrl.envs.multi_agent_vector_env import DirectMultiAgentVectorEnv
 from flowrl.envs.pettingzoo import wrap_pettingzoo
+from flowrl.envs.process_vector_env import ProcessVectorEnv
 from flowrl.envs.registry import (
     EnvContext,
     EnvCreator,
@@ -58,9 +59,10 @@ class EnvFactory:
             gymnasium VectorEnv, its number, or 1 to accept any number.
         worker_index, num_workers: passed to the creator; the index also selects the seeds.
         seed: base seed of the environments' first resets; None does not seed.
-        vectorization_mode: "flowrl" steps environments in this process; "sync" and "async" use
-            gymnasium's vector environments; "vector_entry_point" and "envpool" create a vector
-            environment from the env id.
+        vectorization_mode: "flowrl" steps environments in this process, one after the other;
+            "async" each in its own process, at the same time; "sync" uses gymnasium's
+            SyncVectorEnv; "vector_entry_point" and "envpool" create a vector environment from the
+            env id.
         horizon, soft_horizon: see AlgorithmConfig.
         max_restarts, on_env_created: see RestartingEnvs.
         drop_invalid: whether a step with invalid values is a failure of its environment.
@@ -131,20 +133,22 @@ class EnvFactory:
                 another number of environments, or the environment does not support the
                 vectorization mode.
         """
+        if self._mode == "async":
+            vector_env = ProcessVectorEnv(
+                self._make_in_process, self._num_envs, self._max_restarts, self._drop_invalid,
+                self._seed, self._worker_index,
+            )  # fmt: skip
+            return SingleAgentAdapter(vector_env)
         if self._mode != "flowrl":
             self._check_drop()
             self._check_call_limits()
         if self._mode in ("vector_entry_point", "envpool"):
             return SingleAgentAdapter(self._make_from_id())
-        if self._mode in ("sync", "async"):
-            env_fns = [partial(self._make_gymnasium_env, i) for i in range(self._num_envs)]
-            vector_class = SyncVectorEnv if self._mode == "sync" else AsyncVectorEnv
-            make = partial(vector_class, env_fns, autoreset_mode=AutoresetMode.SAME_STEP)
+        if self._mode == "sync":
+            env_fns = [partial(self._make_for_sync, i) for i in range(self._num_envs)]
+            make = partial(SyncVectorEnv, env_fns, autoreset_mode=AutoresetMode.SAME_STEP)
             return SingleAgentAdapter(GymnasiumVectorEnv(make(), self._seed, make))
-        envs = RestartingEnvs(
-            self.make_env, self._num_envs, self._seed, self._max_restarts, self._on_env_created,
-            creator_name(self._creator), self._worker_index,
-        )  # fmt: skip
+        envs = self._restarting_envs(self.make_env, self._num_envs, self._seed)
         first = envs.get(0)
         if self._atari is not None and not self._worker_index and is_unprocessed(first):
             _warn_of_unprocessed_frames()
@@ -170,27 +174,52 @@ class EnvFactory:
         horizon = None if self._soft_horizon else self._horizon
         return DirectMultiAgentVectorEnv(envs, horizon, self._drop_invalid)
 
+    def _restarting_envs(
+        self, make_env: Callable[[int], Any], num_envs: int, seed: int | None, first_index: int = 0
+    ) -> RestartingEnvs:
+        return RestartingEnvs(
+            make_env, num_envs, seed, self._max_restarts, self._on_env_created,
+            creator_name(self._creator), self._worker_index, first_index,
+        )  # fmt: skip
+
+    def _make_in_process(self, vector_index: int, num_deaths: int) -> RestartingEnvs:
+        """Create the environment of a process.
+
+        Args:
+            vector_index: its index.
+            num_deaths: number of earlier processes of the environment, which died; each process
+                starts its episodes with other seeds.
+        """
+        seed = derive_seed(self._seed, "process", num_deaths) if num_deaths else self._seed
+        return self._restarting_envs(self._make_gymnasium_env, 1, seed, vector_index)
+
     def _report_created(self, vector_index: int, env: Any) -> Any:
         """Call `on_env_created`, and return the environment."""
         if self._on_env_created is not None:
             self._on_env_created(vector_index, env)
         return env
 
-    def _make_gymnasium_env(self, vector_index: int) -> gym.Env:
+    def _make_for_sync(self, vector_index: int) -> gym.Env:
+        """Create an environment of a SyncVectorEnv."""
         try:
-            env = self.make_env(vector_index)
+            env = self._make_gymnasium_env(vector_index)
         except Exception as error:
             error.add_note(
                 f"raised by the creation of {creator_name(self._creator)}, sub-environment "
                 f"{vector_index} of worker {self._worker_index}"
             )
             raise
-        if not _is_gymnasium(env):
+        return _CopyFinalObservation(self._report_created(vector_index, env))
+
+    def _make_gymnasium_env(self, vector_index: int) -> gym.Env:
+        """Create an environment, and check that it is one of gymnasium's."""
+        env = self.make_env(vector_index)
+        if env is not None and not _is_gymnasium(env):
             raise ConfigError(
                 f'vectorization_mode="{self._mode}" requires gymnasium environments, the creator '
                 f"returned a {type(env).__name__}"
             )
-        return _CopyFinalObservation(self._report_created(vector_index, env))
+        return cast(gym.Env, env)
 
     def _check_horizon(self) -> None:
         if self._horizon is not None and not self._soft_horizon:

@@ -73,9 +73,14 @@ class GymnasiumVectorEnv:
         # since the start or the last restore; an environment that replaces a failed one has no seed
         self._is_seeded = False
 
+    @property
+    def envs(self) -> list[Any]:
+        """The vector environment."""
+        return [self.env]
+
     def reset(self, observations: Any) -> None:
         if self._failed and self._make_env is not None:  # it may be unusable after an error
-            close_quietly(self.env, 0)
+            close_quietly(self.env, "the vector environment")
             self.env = self._make_env()
         self._failed = False
         purpose = ("resumed", self._num_restores) if self._num_restores else ()
@@ -193,13 +198,13 @@ class GymnasiumVectorEnv:
         self._num_restores = 0 if state is None else state["num_restores"] + 1
         self._is_seeded = False
         if self._make_restored is not None and self._num_restores:
-            close_quietly(self.env, 0)
+            close_quietly(self.env, "the vector environment")
             self.env = self._make_restored(self._num_restores)
         self.reset(observations)
         return list(range(self.num_envs))
 
     def close(self) -> None:
-        close_quietly(self.env, 0)
+        close_quietly(self.env, "the vector environment")
 
 
 _FINAL_KEYS = ("final_obs", "_final_obs", "final_info", "_final_info")

@@ -15,7 +15,7 @@ import re
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -61,6 +61,7 @@ _STATE: Fields = {
     "has_finished": list[bool],
     "num_restarts": Natural,
 }
+_LISTS = _STATE.keys() - {"num_restarts"}  # an element per environment
 
 
 class RestartingEnvs:
@@ -81,6 +82,8 @@ class RestartingEnvs:
         on_env_created: called with the index and the environment after each creation.
         name: name of the environment until it exists, for messages.
         worker_index: for messages.
+        first_index: index of the first environment among those of the worker. The functions receive
+            this kind of index, and it selects the seeds.
 
     Attributes:
         envs: the environments; None where one is yet to be created.
@@ -98,8 +101,9 @@ class RestartingEnvs:
         on_env_created: Callable[[int, Any], None] | None = None,
         name: str = "the environment",
         worker_index: int = 0,
+        first_index: int = 0,
     ):
-        self._name, self._worker_index = name, worker_index
+        self._name, self._worker_index, self._first_index = name, worker_index, first_index
         self.num_restarts = 0
         self.reset_s = 0.0
         self._num_logged: Counter[tuple[type, str | None]] = Counter()  # failures by kind
@@ -123,11 +127,15 @@ class RestartingEnvs:
         self._unlogged_steps = [0] * num_envs  # of the episode, before those in `action_logs`
         self.get(0)
 
+    def label(self, index: int) -> str:
+        """Return the name of an environment in messages."""
+        return f"sub-environment {self._first_index + index}"
+
     def get(self, index: int) -> Any:
         """Return an environment, creating it if necessary."""
         while self.envs[index] is None:
             try:
-                self.envs[index] = self._make_env(index)
+                self.envs[index] = self._make_env(self._first_index + index)
             except ConfigError:
                 raise
             except Exception as error:
@@ -138,7 +146,7 @@ class RestartingEnvs:
             self._check_distinct(index)
             self._num_created[index] += 1
             if self._on_env_created is not None:
-                self._on_env_created(index, self.envs[index])
+                self._on_env_created(self._first_index + index, self.envs[index])
         return self.envs[index]
 
     def _check_distinct(self, index: int) -> None:
@@ -166,7 +174,7 @@ class RestartingEnvs:
             if not self._seeded[index]:
                 count = self._num_created[index]
                 purpose = ("restart", count) if count > 1 else ()
-                seed = derive_seed(self._seed, "env", index, *purpose)
+                seed = derive_seed(self._seed, "env", self._first_index + index, *purpose)
                 self._seeded[index] = True
             rng = None if seed is not None else find_rng(env)
             self._resets[index] = seed, None if rng is None else rng.bit_generator.state
@@ -203,7 +211,7 @@ class RestartingEnvs:
         env = self.envs[index]
         name = self._name if env is None else env_name(env)
         call = f"the creation of {name}" if method is None else f"{name}.{method}()"
-        origin = f"{call}, sub-environment {index} of worker {self._worker_index}"
+        origin = f"{call}, {self.label(index)} of worker {self._worker_index}"
         created = self._num_created[index] > 0
         permanent = (
             (isinstance(error, CODE_ERRORS) and not self._has_finished[index])
@@ -254,7 +262,7 @@ class RestartingEnvs:
     def _discard(self, index: int) -> None:
         env, self.envs[index] = self.envs[index], None
         self._seeded[index] = False
-        close_quietly(env, index)
+        close_quietly(env, self.label(index))
 
     def mark_finished(self, index: int) -> None:
         """Reset the failure counts of an environment that completed an episode."""
@@ -296,15 +304,9 @@ class RestartingEnvs:
         Raises:
             ValueError: the state has another number of environments.
         """
-        check_state(state, _STATE, "environments")
-        saved = len(state["resets"])
-        for name in _STATE.keys() - {"resets", "num_restarts"}:
-            if len(state[name]) != saved:
-                raise ValueError(f"environments/{name}: must have {saved} entries")
-        if saved != len(self.envs):
-            raise ValueError(f"the state has {saved} environments, expected {len(self.envs)}")
+        _check_state(state, len(self.envs))
         for index, env in enumerate(self.envs):
-            close_quietly(env, index)
+            close_quietly(env, self.label(index))
             self.envs[index] = None
         self._num_created = [0] * len(self.envs)
         self._failures, self._late_failures = list(state["failures"]), list(state["late_failures"])
@@ -354,7 +356,7 @@ class RestartingEnvs:
             if env_state is not None:  # of a wrapper, which keeps it in the next episodes
                 return set_env_state(env, env_state) and replayed
         except Exception as error:
-            log.warning("sub-environment %d failed to replay its episode: %r", index, error)
+            log.warning("%s failed to replay its episode: %r", self.label(index), error)
             return False
         return replayed
 
@@ -379,28 +381,60 @@ class RestartingEnvs:
         none yet. None if the environment has none."""
         env = self.envs[index]
         if find_rng(env) is None:
-            env.reset(seed=derive_seed(self._seed, "env", index))
+            env.reset(seed=derive_seed(self._seed, "env", self._first_index + index))
         return find_rng(env)
 
     def close(self) -> None:
         """Close all environments."""
         for index, env in enumerate(self.envs):
-            close_quietly(env, index)
+            close_quietly(env, self.label(index))
 
 
-def close_quietly(env: Any, index: int) -> None:
+def close_quietly(env: Any, label: str) -> None:
     """Close an environment, which may be None; log errors instead of raising them."""
     try:
         if env is not None:
             env.close()
     except Exception as error:
-        log.warning("close() of sub-environment %d raised %r", index, error)
+        log.warning("close() of %s raised %r", label, error)
 
 
 def _place(error: Exception) -> str:
     """Return ` (file:line)` of the code that raised an error, or an empty string."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+
+
+def _check_state(state: dict[str, Any], num_envs: int) -> None:
+    """Raise StateError or ValueError if a state is not one of `num_envs` environments."""
+    check_state(state, _STATE, "environments")
+    saved = len(state["resets"])
+    for name in _LISTS:
+        if len(state[name]) != saved:
+            raise ValueError(f"environments/{name}: must have {saved} entries")
+    if saved != num_envs:
+        raise ValueError(f"the state has {saved} environments, expected {num_envs}")
+
+
+def split_state(state: dict[str, Any], num_envs: int) -> list[dict[str, Any]]:
+    """Return the state of each environment alone, without the number of failures.
+
+    Raises:
+        ValueError: the state has another number of environments.
+    """
+    _check_state(state, num_envs)
+    return [
+        {name: state[name][i : i + 1] for name in _LISTS} | {"num_restarts": 0}
+        for i in range(num_envs)
+    ]
+
+
+def merged_state(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the state of all environments from the states of each alone."""
+    merged: dict[str, Any] = {
+        name: [value for state in states for value in state[name]] for name in _LISTS
+    }
+    return merged | {"num_restarts": sum(state["num_restarts"] for state in states)}
 
 
 def check_vector_env_state(state: dict[str, Any] | None) -> None:

@@ -10,7 +10,7 @@ from gymnasium import spaces
 from flowrl.data.spaces import first_value_of
 from flowrl.envs.multi_agent_vector_env import MultiAgentStep, ResetResult
 from flowrl.envs.validation import ObservationCheck
-from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv
+from flowrl.envs.vector_env import VectorEnv
 
 SINGLE_AGENT = "agent0"
 
@@ -88,8 +88,7 @@ class SingleAgentAdapter:
         return steps
 
     def get_sub_environments(self) -> list[Any]:
-        env: Any = self.vector_env
-        return list(env.envs) if isinstance(env, DirectVectorEnv) else [env.env]
+        return list(self.vector_env.envs)
 
     def mark_healthy(self, indices: Iterable[int]) -> None:
         self.vector_env.mark_healthy(indices)

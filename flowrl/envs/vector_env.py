@@ -47,6 +47,11 @@ class VectorEnv(Protocol):
         return 0
 
     @property
+    def envs(self) -> list[Any]:
+        """The environments in this process; a gymnasium VectorEnv is the only element."""
+        return []
+
+    @property
     def reset_s(self) -> float:
         """Seconds in `reset` of the environments, as far as this class calls it."""
         return 0.0
@@ -168,7 +173,7 @@ class DirectVectorEnv:
             if not self._drop_invalid:
                 return observation
             try:
-                self._check.check_step(observation, 0.0, f"sub-environment {index} returned")
+                self._check.check_step(observation, 0.0, f"{self._envs.label(index)} returned")
                 return observation
             except InvalidStepError as error:
                 self._fail(index, error, "reset")
@@ -202,7 +207,7 @@ class DirectVectorEnv:
         if self._action_range is not None:
             low, end = self._action_range
             if min(env_actions) < low or max(env_actions) >= end:
-                raise _action_error(env_actions, low, end)
+                raise self._action_error(env_actions, low, end)
             logged = env_actions
         elif isinstance(env_actions, np.ndarray):  # an environment may modify its action in place
             logged = env_actions.copy()
@@ -235,9 +240,9 @@ class DirectVectorEnv:
                     check_reward(reward)
                     raise
                 if drop_invalid:
-                    self._check.check_step(observation, reward, f"sub-environment {i} returned")
+                    self._check.check_step(observation, reward, f"{self._envs.label(i)} returned")
             except ConfigError as error:
-                error.add_note(f"raised by sub-environment {i}")
+                error.add_note(f"raised by {self._envs.label(i)}")
                 raise
             except Exception as error:
                 self._fail(i, error, "step")
@@ -265,6 +270,13 @@ class DirectVectorEnv:
             observations[i] = observation
         result.ended, result.final, result.infos = ended, final, infos
         return result
+
+    def _action_error(self, actions: Any, low: int, end: int) -> ValueError:
+        index = next(i for i, action in enumerate(actions) if not low <= action < end)
+        return ValueError(
+            f"the policy returned the action {actions[index]!r} for {self._envs.label(index)}, "
+            f"whose actions are {low} ... {end - 1}"
+        )
 
     def _check_first_step(self, observation: Any, reward: Any, info: Any, *flags: Any) -> None:
         """Check what an environment returns; numpy would broadcast and cast wrong types."""
@@ -301,11 +313,3 @@ class DirectVectorEnv:
 
     def close(self) -> None:
         self._envs.close()
-
-
-def _action_error(actions: Any, low: int, end: int) -> ValueError:
-    index = next(i for i, action in enumerate(actions) if not low <= action < end)
-    return ValueError(
-        f"the policy returned the action {actions[index]!r} for sub-environment {index}, whose "
-        f"actions are {low} ... {end - 1}"
-    )

@@ -55,7 +55,9 @@ class WorkerConfig(PolicyConfig):
     vectorization_mode: VectorizationMode = setting(
         "flowrl", group="environment", in_evaluation=True
     )
-    """How a worker steps several environments: by flowrl, by gymnasium, or by EnvPool."""
+    """How a worker steps several environments: one after the other ("flowrl"); at the same time,
+    each in its own process, for slow ones ("async"); as a vector environment that Gymnasium
+    ("sync", "vector_entry_point") or EnvPool ("envpool") creates."""
 
     rollout_fragment_length: Count | Literal["auto"] = setting("auto", group="rollouts")
     """Env steps of each environment per fragment; "auto" makes one round of all workers one

@@ -91,7 +91,8 @@ def evaluate_policies(
     env: Any = config.env
     if video is not None:
         env = video.creator(env)
-        if settings.vectorization_mode == "vector_entry_point":  # these do not render
+        # environments that do not render, or not in this process
+        if settings.vectorization_mode in ("vector_entry_point", "async"):
             settings = settings.updated(vectorization_mode="flowrl")
     worker = _evaluation_worker(env, policies, settings)
     try:

@@ -178,7 +178,7 @@ def test_lost_lives_are_found():
     assert lives.after([]).tolist() == [True, False]
 
 
-@pytest.mark.parametrize("mode", ["flowrl", "vector_entry_point", "envpool"])
+@pytest.mark.parametrize("mode", ["flowrl", "async", "vector_entry_point", "envpool"])
 def test_episodes_continue_after_lost_lives(mode):
     """Rows of lost lives are terminated for the learner; returns are those of whole games."""
     if mode == "envpool":

@@ -150,7 +150,7 @@ class TimeLimited(gym.Env):
 gym.register("FlowrlLimited-v0", entry_point=TimeLimited, max_episode_steps=3)
 
 
-@pytest.mark.parametrize("mode", ["flowrl", "sync"])
+@pytest.mark.parametrize("mode", ["flowrl", "sync", "async"])
 def test_horizon_overrides_a_shorter_time_limit(collector, mode):
     def lengths(**config):
         w = RolloutWorker(
@@ -503,7 +503,7 @@ class NestedPolicy(ObservedValue):
         return actions
 
 
-@pytest.mark.parametrize("mode", ["flowrl", "sync"])
+@pytest.mark.parametrize("mode", ["flowrl", "sync", "async"])
 def test_nested_spaces_keep_their_structure_and_dtypes(mode):
     w = RolloutWorker(
         lambda context: Nested(),

@@ -201,6 +201,7 @@ SAMPLING = {
     "nested spaces": {"env": RandomEpisodes, "normalize_observations": False},
     "nested, whole episodes": {"env": RandomEpisodes, "batch_mode": "complete_episodes"},
     "continuous": {"env": "Pendulum-v1"},
+    "processes": {"env": RandomEpisodes, "vectorization_mode": "async"},
     "environment with get_state": {"env": SavesRandomStream},
     "several agents": {
         "env": make_multi_agent("CartPole-v1"),

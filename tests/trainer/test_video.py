@@ -244,7 +244,7 @@ def test_training_in_the_recorded_environment_is_not_recorded(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-@pytest.mark.parametrize("mode", ["vector_entry_point", "sync"])
+@pytest.mark.parametrize("mode", ["vector_entry_point", "sync", "async"])
 def test_vectorization_modes(tmp_path, mode):
     config = a2c_config(env="CartPole-v1", vectorization_mode=mode, num_envs_per_worker=2)
     with config.build() as algorithm:

@@ -1,0 +1,396 @@
+"""ProcessVectorEnv: step environments at the same time, each in its own process.
+
+    this process                                          process of an environment
+    ProcessVectorEnv ───── action ──────────── pipe ────► DirectVectorEnv of one environment
+                     ◄──── end, failure, info ─ pipe ────
+                     ◄──── observation, reward ─ shared memory
+
+An environment has the same seeds, checks, failures and checkpoints as in this process, because its
+process steps it with the same classes.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from flowrl.envs.env_process import EnvProcess, EnvProcessError, portable
+from flowrl.envs.restarting_envs import RestartingEnvs, merged_state, split_state
+from flowrl.envs.validation import ObservationCheck
+from flowrl.envs.vector_env import DirectVectorEnv, VectorStep
+from flowrl.errors import ConfigError
+from flowrl.seeding import derive_seed
+
+log = logging.getLogger("flowrl")
+
+
+class ProcessVectorEnv:
+    """Step gymnasium environments at the same time, each in its own process.
+
+    If a process dies, another one replaces it, and only the episode in it is lost.
+
+    Args:
+        make_envs: (index, number of its earlier processes) -> RestartingEnvs of the environment
+            with this index; called in its process, a fork of the calling one.
+        num_envs: number of environments.
+        max_restarts: maximum number of processes of an environment that die in a row, without a
+            complete episode or fragment in between; the next death is raised.
+        drop_invalid: whether a step with invalid values is a failure, too.
+        seed: base seed of Python's and numpy's global random generators in the processes; None
+            seeds them from the operating system.
+        worker_index: for messages.
+
+    Attributes:
+        envs: the environments in this process: none.
+
+    Raises:
+        ConfigError: the environments have different spaces.
+        EnvProcessError: a process died while it created its environment.
+        Exception: the creation of an environment raised it.
+    """
+
+    resets_in_next_step = False
+    reset_s = 0.0
+
+    def __init__(
+        self,
+        make_envs: Callable[[int, int], RestartingEnvs],
+        num_envs: int,
+        max_restarts: int,
+        drop_invalid: bool = False,
+        seed: int | None = None,
+        worker_index: int = 0,
+    ):
+        self.num_envs, self.envs = num_envs, list[Any]()
+        self._make_envs, self._drop_invalid, self._seed = make_envs, drop_invalid, seed
+        self._max_restarts, self._worker_index = max_restarts, worker_index
+        self._deaths = [0] * num_envs
+        self._deaths_in_a_row = [0] * num_envs
+        self._previous_restarts = 0  # of environments whose process died
+        self._memory_file = os.memfd_create("flowrl-environments")
+        self._processes: list[EnvProcess] = []
+        try:
+            for index in range(num_envs):
+                self._processes.append(self._start(index))
+            for process in self._processes:
+                process.receive()
+            env_spaces = self._call("spaces")
+            self.observation_space, self.action_space = env_spaces[0]
+            for index, others in enumerate(env_spaces):
+                if others != env_spaces[0]:
+                    raise ConfigError(
+                        f"env: sub-environment {index} has the spaces {others}, sub-environment 0 "
+                        f"has {env_spaces[0]}"
+                    )
+        except BaseException:
+            self.close()
+            raise
+        self._records = _shared_records(self._memory_file, self.observation_space, num_envs)
+
+    # -- processes ---------------------------------------------------------------------------------
+
+    def _start(self, index: int) -> EnvProcess:
+        """Start the process of an environment."""
+        deaths = self._deaths[index]
+        make_served = partial(
+            _ServedEnv,
+            partial(self._make_envs, index, deaths),
+            index,
+            self.num_envs,
+            self._drop_invalid,
+            self._memory_file,
+        )
+        seed = derive_seed(self._seed, "process", index, deaths)
+        name = f"sub-environment {index} of worker {self._worker_index}"
+        return EnvProcess(name, make_served, seed)
+
+    def _replace(self, index: int, death: EnvProcessError) -> Any:
+        """Replace the process of an environment, and start an episode in it.
+
+        Returns:
+            the first observation; None if it is in the shared memory.
+
+        Raises:
+            EnvProcessError: too many processes of the environment died in a row.
+        """
+        result: Any = death
+        while isinstance(result, EnvProcessError):
+            self._deaths[index] += 1
+            self._deaths_in_a_row[index] += 1
+            self._previous_restarts += int(self._records["num_restarts"][index])
+            self._records["num_restarts"][index] = 0
+            in_a_row = self._deaths_in_a_row[index]
+            if self._deaths[index] == 1:
+                log.warning(
+                    "%s: starting another one (at most %d times in a row) and discarding the steps "
+                    "of its episode since the last fragment", result, self._max_restarts,
+                )  # fmt: skip
+            self._processes[index].close()
+            self._processes[index] = self._start(index)
+            self._processes[index].receive()
+            if in_a_row > self._max_restarts:
+                self._deaths_in_a_row[index] = 0
+                result.add_note(f"{in_a_row} processes of this environment ended in a row")
+                raise result
+            result = self._call_each("reset", {index: ()})[index]
+        return result
+
+    def _call_each(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+        """Call a method of _ServedEnv in several processes at the same time.
+
+        Args:
+            method: its name.
+            args: index of the environment -> arguments.
+
+        Returns:
+            index -> result, or the EnvProcessError of a process that has ended.
+
+        Raises:
+            Exception: a call raised it.
+        """
+        deaths: dict[int, EnvProcessError] = {}
+        errors: list[Exception] = []
+        results: dict[int, Any] = {}
+        for index, arguments in args.items():
+            try:
+                self._processes[index].send(method, *arguments)
+            except EnvProcessError as death:
+                deaths[index] = death
+        for index in args:
+            try:
+                results[index] = deaths.get(index) or self._processes[index].receive()
+            except EnvProcessError as death:
+                results[index] = death
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return results
+
+    def _call(self, method: str, args: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
+        """Call a method in all processes and return the results.
+
+        Args:
+            method: its name.
+            args: the arguments for each process; None for no arguments.
+
+        Raises:
+            EnvProcessError: a process has ended.
+        """
+        results = self._call_each(method, dict(enumerate(args or [()] * self.num_envs)))
+        for result in results.values():
+            if isinstance(result, EnvProcessError):
+                raise result
+        return list(results.values())
+
+    # -- episodes ----------------------------------------------------------------------------------
+
+    @property
+    def num_restarts(self) -> int:
+        """Number of failed environments that were recreated, and of processes that died."""
+        current = int(self._records["num_restarts"].sum())
+        return current + self._previous_restarts + sum(self._deaths)
+
+    def reset(self, observations: Any) -> None:
+        first = self._call_each("reset", dict.fromkeys(range(self.num_envs), ()))
+        for index, observation in first.items():
+            if isinstance(observation, EnvProcessError):
+                first[index] = self._replace(index, observation)
+        self._write(first, observations)
+
+    def step(
+        self, actions: Any, observations: Any, rewards: Any, terminateds: Any, truncateds: Any
+    ) -> VectorStep:
+        env_actions = actions.tolist() if getattr(actions, "ndim", 0) == 1 else actions
+        replies = self._call_each("step", {i: (action,) for i, action in enumerate(env_actions)})
+        result = VectorStep()
+        infos: list[dict[str, Any]] = [{} for _ in replies]
+        nested = {}
+        for i, reply in replies.items():
+            if isinstance(reply, EnvProcessError):
+                nested[i] = self._replace(i, reply)
+                result.failed.append((i, reply))
+            elif reply is not None:
+                stepped, nested[i] = reply
+                infos[i] = stepped.infos[0]
+                result.failed += [(i, error) for _, error in stepped.failed]
+                if stepped.ended:
+                    result.ended.append(i)
+                    result.final += stepped.final
+                    self._deaths_in_a_row[i] = 0
+        result.infos = infos
+        self._write(nested, observations)
+        rewards[:] = self._records["reward"].tolist()
+        terminateds[:] = self._records["terminated"].tolist()
+        truncateds[:] = self._records["truncated"].tolist()
+        return result
+
+    def _write(self, nested: Mapping[int, Any], observations: Any) -> None:
+        """Write the observations of all environments.
+
+        Args:
+            nested: index -> observation, if observations are not arrays.
+            observations: output [N, …].
+        """
+        if not _has_observations(self._records):
+            for index, observation in nested.items():
+                observations[index] = observation
+        elif isinstance(observations, np.ndarray):
+            observations[:] = self._records["observation"]
+        else:  # a list keeps its elements, the records change
+            observations[:] = [row.copy() for row in self._records["observation"]]
+
+    def mark_healthy(self, indices: Iterable[int]) -> None:
+        for index in (args := dict.fromkeys(indices, ())):
+            self._deaths_in_a_row[index] = 0
+        self._call_each("mark_healthy", args)
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        state = merged_state(self._call("state_dict"))
+        return {**state, "num_restarts": self.num_restarts}
+
+    def load_state_dict(self, state: dict[str, Any] | None, observations: Any) -> list[int]:
+        if state is None:
+            raise ValueError("the checkpoint has no state of the environments")
+        states = split_state(state, self.num_envs)
+        replies = self._call("load_state_dict", list(zip(states, observations, strict=True)))
+        self._deaths = [0] * self.num_envs
+        self._deaths_in_a_row = [0] * self.num_envs
+        self._previous_restarts = state["num_restarts"]
+        self._write({i: nested for i, (_, nested) in enumerate(replies)}, observations)
+        return [i for i, (is_new, _) in enumerate(replies) if is_new]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.close()
+        self._processes = []
+        if self._memory_file >= 0:
+            os.close(self._memory_file)
+            self._memory_file = -1
+
+
+class _ServedEnv:
+    """The environment of a process, and its record in the shared memory.
+
+    Args:
+        make_envs: () -> RestartingEnvs of the environment.
+        index: of the environment.
+        num_envs: number of records.
+        drop_invalid: see ProcessVectorEnv.
+        memory_file: descriptor of the file that is the shared memory.
+    """
+
+    def __init__(
+        self,
+        make_envs: Callable[[], RestartingEnvs],
+        index: int,
+        num_envs: int,
+        drop_invalid: bool,
+        memory_file: int,
+    ):
+        self._env = env = DirectVectorEnv(make_envs(), drop_invalid)
+        records = _shared_records(memory_file, env.observation_space, num_envs)
+        self._record = records[index : index + 1]
+        self._is_nested = not _has_observations(records)
+        self._observations: Any = [None] if self._is_nested else self._record["observation"]
+
+    def spaces(self) -> tuple[spaces.Space, spaces.Space]:
+        """Return the spaces of observations and actions."""
+        return self._env.observation_space, self._env.action_space
+
+    def _nested(self) -> Any:
+        """Return the observation, or None if it is in the record."""
+        return self._observations[0] if self._is_nested else None
+
+    def reset(self) -> Any:
+        """Start an episode; return the first observation if it is nested."""
+        self._clear()
+        self._env.reset(self._observations)
+        self._record["num_restarts"] = self._env.num_restarts
+        return self._nested()
+
+    def _clear(self) -> None:
+        for name in ("reward", "terminated", "truncated"):
+            self._record[name] = 0
+
+    def step(self, action: Any) -> tuple[VectorStep, Any] | None:
+        """Step the environment.
+
+        Returns:
+            the result of DirectVectorEnv and the observation if it is nested; None if the record
+            contains everything.
+        """
+        self._clear()
+        record = self._record
+        actions = action[None] if isinstance(action, np.ndarray) else [action]
+        result = self._env.step(
+            actions, self._observations, record["reward"], record["terminated"], record["truncated"]
+        )
+        record["num_restarts"] = self._env.num_restarts
+        result.failed = [(index, portable(error)) for index, error in result.failed]
+        if self._is_nested or result.ended or result.failed or result.infos[0]:
+            return result, self._nested()
+        return None
+
+    def mark_healthy(self) -> None:
+        """Reset the failure counts of the environment."""
+        self._env.mark_healthy([0])
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the state of the environment."""
+        return self._env.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any], observation: Any) -> tuple[bool, Any]:
+        """Bring the environment to the step at which its state was saved.
+
+        Args:
+            state: its state.
+            observation: the last observation before the checkpoint.
+
+        Returns:
+            whether it starts a new episode instead; its observation if it is nested.
+        """
+        self._observations[0] = observation
+        restarted = self._env.load_state_dict(state, self._observations)
+        self._record["num_restarts"] = 0
+        return bool(restarted), self._nested()
+
+    def close(self) -> None:
+        """Close the environment."""
+        self._env.close()
+
+
+def _shared_records(memory_file: int, space: spaces.Space, num_envs: int) -> np.ndarray:
+    """Return a record per environment, in memory that processes share.
+
+    Args:
+        memory_file: descriptor of the file that is the memory.
+        space: of the observations; a record has none if it is nested.
+        num_envs: number of records.
+    """
+    fields: list[Any] = [
+        ("reward", np.float64),
+        ("num_restarts", np.int64),
+        ("terminated", np.bool_),
+        ("truncated", np.bool_),
+    ]
+    if ObservationCheck(space).is_array:
+        fields.append(("observation", space.dtype, space.shape or ()))
+    record = np.dtype(fields, align=True)
+    size = num_envs * record.itemsize
+    os.ftruncate(memory_file, size)
+    return np.frombuffer(mmap.mmap(memory_file, size), record)
+
+
+def _has_observations(records: np.ndarray) -> bool:
+    """Return whether records have an observation, which is not nested."""
+    return "observation" in (records.dtype.names or ())
