@@ -290,18 +290,13 @@ class WorkerSet:
         Raises:
             Exception: an error of a worker.
         """
-        actors = self.remote_workers()
-        if not actors:
-            return
-
-        payloads = [(actor, self.take_weights(index)) for index, actor in enumerate(actors)]
-        ray_health.get(
-            [
-                actor.apply.remote(load_weights, payload)
-                for actor, payload in payloads
-                if payload is not None
-            ]
-        )
+        refs = []
+        for index, actor in enumerate(self.remote_workers()):
+            payload = self.take_weights(index)
+            if payload is not None:
+                refs.append(actor.apply.remote(load_weights, payload))
+        if refs:
+            ray_health.get(refs)
 
     def take_weights(self, index: int) -> Any | None:
         """Return the weights that a remote worker must load before it samples, or None.
@@ -375,7 +370,6 @@ class WorkerSet:
         """Send the loaded states to the remote workers, and wait."""
         if self._loaded is None or not self._remote:
             return
-
         versions, refs = self.weight_sync.versions(), []
         for index, (worker, state) in enumerate(zip(self._remote, self._loaded, strict=True)):
             if state is None:
