@@ -18,8 +18,8 @@ REQUIREMENTS = ("stable-baselines3==2.9.2", "sb3-contrib==2.9.2")
 ENVIRONMENT = "sb3-environment"  # folder of the virtual environment, among those of the rows
 # Packages that both environments have in the same versions, where they are installed.
 PACKAGES = (
-    "numpy", "gymnasium", "box2d", "mujoco", "imageio", "ale-py", "opencv-python-headless",
-    "minatar",
+    "numpy", "gymnasium", "box2d", "pygame", "pygame-ce", "mujoco", "imageio", "ale-py",
+    "opencv-python-headless", "minatar",
 )  # fmt: skip
 
 
