@@ -38,7 +38,7 @@ from flowrl.envs.registry import (
     ensure_registered,
     env_id_of,
 )
-from flowrl.envs.restarting_envs import RestartingEnvs
+from flowrl.envs.restarting_envs import NEW, History, RestartingEnvs
 from flowrl.envs.single_agent_adapter import SingleAgentAdapter
 from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv
 from flowrl.errors import ConfigError, check_installed, install_hint
@@ -148,7 +148,7 @@ class EnvFactory:
             env_fns = [partial(self._make_for_sync, i) for i in range(self._num_envs)]
             make = partial(SyncVectorEnv, env_fns, autoreset_mode=AutoresetMode.SAME_STEP)
             return SingleAgentAdapter(GymnasiumVectorEnv(make(), self._seed, make))
-        envs = self._restarting_envs(self.make_env, self._num_envs, self._seed)
+        envs = self._restarting_envs(self.make_env, self._num_envs)
         first = envs.get(0)
         if self._atari is not None and not self._worker_index and is_unprocessed(first):
             _warn_of_unprocessed_frames()
@@ -175,23 +175,20 @@ class EnvFactory:
         return DirectMultiAgentVectorEnv(envs, horizon, self._drop_invalid)
 
     def _restarting_envs(
-        self, make_env: Callable[[int], Any], num_envs: int, seed: int | None, first_index: int = 0
+        self,
+        make_env: Callable[[int], Any],
+        num_envs: int,
+        first_index: int = 0,
+        history: History = NEW,
     ) -> RestartingEnvs:
         return RestartingEnvs(
-            make_env, num_envs, seed, self._max_restarts, self._on_env_created,
-            creator_name(self._creator), self._worker_index, first_index,
+            make_env, num_envs, self._seed, self._max_restarts, self._on_env_created,
+            creator_name(self._creator), self._worker_index, first_index, history,
         )  # fmt: skip
 
-    def _make_in_process(self, vector_index: int, num_deaths: int) -> RestartingEnvs:
-        """Create the environment of a process.
-
-        Args:
-            vector_index: its index.
-            num_deaths: number of earlier processes of the environment, which died; each process
-                starts its episodes with other seeds.
-        """
-        seed = derive_seed(self._seed, "process", num_deaths) if num_deaths else self._seed
-        return self._restarting_envs(self._make_gymnasium_env, 1, seed, vector_index)
+    def _make_in_process(self, vector_index: int, history: History) -> RestartingEnvs:
+        """Create the environment of a process."""
+        return self._restarting_envs(self._make_gymnasium_env, 1, vector_index, history)
 
     def _report_created(self, vector_index: int, env: Any) -> Any:
         """Call `on_env_created`, and return the environment."""

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import pickle
 import random
 import select
 import signal
+import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
 
-CLOSE_S = 5.0  # seconds in which an object must close
+CLOSE_S = 5.0  # seconds in which objects must close
+_NUMBER_BYTES = 8  # at the start of a message
 
 
 class EnvProcessError(RuntimeError):
@@ -28,15 +34,15 @@ class EnvProcess:
     """A process that calls the methods of an object on request.
 
     It is a fork of the calling process, so the object is not pickled; arguments and results are. It
-    ends with the calling process, and ignores SIGINT, so that the calling process alone decides
-    what Ctrl-C does.
+    ends with the calling process. It ignores the signals that end programs, so that the calling
+    process alone decides what they do.
 
     Args:
-        name: of what the process runs, for messages.
-        make_object: () -> an object with a method `close`; called in the process. The first result
-            to receive is None, or the exception that it raised.
-        seed: of Python's and numpy's global random generators in the process; None seeds them from
-            the operating system.
+        name: name of the object, for messages.
+        make_object: creates the object, which has a method `close`; called in the process. The
+            first `receive()` returns None or raises the exception of this call.
+        seed: of the global random generators of Python, numpy and torch in the process; None seeds
+            them from the operating system.
     """
 
     def __init__(self, name: str, make_object: Callable[[], Any], seed: int | None):
@@ -44,11 +50,20 @@ class EnvProcess:
         context = multiprocessing.get_context("fork")
         self._connection, other_end = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(other_end, make_object, seed, os.getpid()), name=name, daemon=True
+            target=_run, args=(other_end, make_object, seed, os.getpid()), name=name, daemon=False
         )
         self._process.start()
         other_end.close()
-        self._num_expected = 1  # results that were not received yet
+        self._number = 0  # of the last request
+        self._is_broken = False  # a message was not read or written to its end
+        self._poll = select.poll()
+        self._poll.register(self._connection, select.POLLIN)
+        self._exit_file = _open_pid(self._process.pid)
+        if self._exit_file is not None:  # a process that it started may keep the connection open
+            self._poll.register(self._exit_file, select.POLLIN)
+        self._finalizer = weakref.finalize(self, _kill, self._process, os.getpid())
+        self._finalizer.atexit = False
+        _RUNNING.add(self)
 
     def send(self, method: str, *args: Any) -> None:
         """Request the call of a method.
@@ -56,110 +71,238 @@ class EnvProcess:
         Raises:
             EnvProcessError: the process has ended.
         """
-        while self._num_expected:  # the caller was interrupted before it received them
-            self._receive()
-        try:
-            self._connection.send_bytes(pickle.dumps((method, args), pickle.HIGHEST_PROTOCOL))
-        except OSError as error:
-            raise self._death() from error
-        self._num_expected += 1
+        self._number += 1
+        request = pickle.dumps((self._number, method, args), pickle.HIGHEST_PROTOCOL)
+        self._transfer(self._connection.send_bytes, request)
 
     def receive(self) -> Any:
-        """Wait for the result of the call.
+        """Wait for the result of the last request; drop those of interrupted ones.
 
         Raises:
             EnvProcessError: the process has ended.
             Exception: the call raised it.
         """
-        data = self._receive()
-        if not data:
+        number, reply = -1, b""
+        while number != self._number:
+            ready = self._poll.poll()
+            if all(file == self._exit_file for file, _ in ready):
+                raise self._death()
+            reply = self._transfer(self._connection.recv_bytes)
+            number = int.from_bytes(reply[:_NUMBER_BYTES], "little")
+        if len(reply) == _NUMBER_BYTES:
             return None
-        result, error, lines = pickle.loads(data)
-        if error is not None:
-            raise error from RuntimeError(f"in the process of {self._name}:\n{lines}")
+        result, failure = pickle.loads(reply[_NUMBER_BYTES:])
+        if failure is not None:
+            raise _error_of(failure, self._name)
         return result
 
-    def _receive(self) -> bytes:
+    def _transfer(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a method of the connection; note if it is interrupted in the middle of a message."""
+        if self not in _RUNNING:
+            raise EnvProcessError(f"the process of {self._name} was closed")
+        if self._is_broken:
+            self._process.kill()
+            raise self._death()
+        self._is_broken = True
         try:
-            data = self._connection.recv_bytes()
+            result = function(*args)
         except (EOFError, OSError) as error:
             raise self._death() from error
-        self._num_expected -= 1
-        return data
+        self._is_broken = False
+        return result
 
     def _death(self) -> EnvProcessError:
-        self._process.join(CLOSE_S)
+        self._is_broken = True
+        self._wait(CLOSE_S)
         code = self._process.exitcode
-        signal_name = signal.Signals(-code).name if code is not None and code < 0 else None
-        reason = signal_name or f"exit code {code}"
+        reason = f"exit code {code}"
+        if code is not None and code < 0:
+            reason = signal.Signals(-code).name
+            if -code == signal.SIGKILL:
+                reason += ", perhaps for lack of memory"
         return EnvProcessError(f"the process of {self._name} ended unexpectedly ({reason})")
 
-    def close(self) -> None:
-        """Close the object and end the process, which is killed if that takes over CLOSE_S."""
-        with suppress(OSError):
-            self._connection.send_bytes(b"")
-        self._process.join(CLOSE_S)
+    def _wait(self, seconds: float | None) -> None:
+        """Wait until the process has ended."""
+        if self._exit_file is None:
+            self._process.join(seconds)
+        else:  # join() waits for a pipe, which a process that it started may keep open
+            select.select([self._exit_file], [], [], seconds)
+
+    def close(self, deadline: float | None = None) -> None:
+        """Close the object and end the process; kill it if that takes too long.
+
+        Args:
+            deadline: time.monotonic() until which the object must have closed; None: CLOSE_S
+                seconds from now.
+        """
+        if self not in _RUNNING:
+            return
+        self._request_close()
+        deadline = time.monotonic() + CLOSE_S if deadline is None else deadline
+        self._wait(max(0.0, deadline - time.monotonic()))
         if self._process.is_alive():
             self._process.kill()
-            self._process.join()
+            self._wait(None)
+        _RUNNING.discard(self)
+        self._finalizer.detach()
         self._connection.close()
+        self._process.close()
+        if self._exit_file is not None:
+            os.close(self._exit_file)
+
+    def _request_close(self) -> None:
+        with suppress(OSError):
+            self._connection.send_bytes(b"")
 
 
-def _serve(
+def close_all(processes: Sequence[EnvProcess]) -> None:
+    """Close the objects of several processes at the same time."""
+    for process in processes:
+        process._request_close()
+    deadline = time.monotonic() + CLOSE_S
+    for process in processes:
+        process.close(deadline)
+
+
+_RUNNING: weakref.WeakSet[EnvProcess] = weakref.WeakSet()
+
+
+def _kill(process: BaseProcess, parent: int) -> None:
+    """Kill a process, unless this is a fork of its parent."""
+    if os.getpid() == parent and process.is_alive():
+        process.kill()
+        process.join(CLOSE_S)
+
+
+@atexit.register  # multiprocessing would wait for the processes
+def _kill_all() -> None:
+    for running in list(_RUNNING):
+        _kill(running._process, os.getpid())
+
+
+def _open_pid(pid: int | None) -> int | None:
+    """Return a descriptor that is readable once a process has ended; None if there is none."""
+    with suppress(OSError):
+        return os.pidfd_open(pid) if pid is not None else None
+    return None
+
+
+# -- in the process --------------------------------------------------------------------------------
+
+
+def _run(
     connection: Connection, make_object: Callable[[], Any], seed: int | None, parent: int
 ) -> None:
     """Create an object and call its methods until a request is empty."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, signal.SIG_IGN)
+    for other in list(_RUNNING):  # those of the parent
+        other._finalizer.detach()
+    _RUNNING.clear()
     threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
-    random.seed(seed)
-    np.random.seed(seed)  # environments may use the global generators
+    _seed_generators(seed)
+    number = 0
     try:
-        served = make_object()
+        called = make_object()
     except Exception as error:
-        connection.send_bytes(_pickled_error(error))
+        connection.send_bytes(_reply_of_error(number, error))
         return
-    connection.send_bytes(b"")
-    while request := connection.recv_bytes():
-        method, args = pickle.loads(request)
+    connection.send_bytes(_reply(number, "", None))
+    while request := _next_request(connection):
+        number, method, args = pickle.loads(request)
         try:
-            result = getattr(served, method)(*args)
-            data = b"" if result is None else _pickled_result(result, method)
+            reply = _reply(number, method, getattr(called, method)(*args))
         except Exception as error:
-            data = _pickled_error(error)
-        connection.send_bytes(data)
-    served.close()
+            reply = _reply_of_error(number, error)
+        connection.send_bytes(reply)
+    called.close()
+
+
+def _next_request(connection: Connection) -> bytes:
+    """Wait for a request; an empty one ends the process, as does the end of the connection."""
+    try:
+        return connection.recv_bytes()
+    except EOFError:
+        return b""
+
+
+def _seed_generators(seed: int | None) -> None:
+    """Seed the global random generators, and limit torch to one thread: its other threads do not
+    exist in a fork."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
+        if seed is None:
+            torch.seed()
+        else:
+            torch.manual_seed(seed)
 
 
 def _exit_with(parent: int) -> None:
     """Wait until the parent process ends, and exit, even if the main thread hangs."""
-    with suppress(ProcessLookupError):
+    file = _open_pid(parent)
+    if file is not None:
         poll = select.poll()
-        poll.register(os.pidfd_open(parent), select.POLLIN)
+        poll.register(file, select.POLLIN)
         poll.poll()
+    else:
+        while os.getppid() == parent:
+            time.sleep(1)
     os._exit(1)
 
 
-def _pickled_result(result: Any, method: str) -> bytes:
+def _reply(number: int, method: str, result: Any) -> bytes:
+    """Return the reply with the result of a method."""
+    head = number.to_bytes(_NUMBER_BYTES, "little")
+    if result is None:
+        return head
     try:
-        return pickle.dumps((result, None, ""), pickle.HIGHEST_PROTOCOL)
+        return head + pickle.dumps((result, None), pickle.HIGHEST_PROTOCOL)
     except Exception as error:
-        error.add_note(f"raised while the result of {method}() was pickled")
+        error.add_note(
+            f'raised while the result of {method}() was pickled: vectorization_mode="async" needs '
+            "spaces, observations and infos that can be pickled"
+        )
         raise
 
 
-def _pickled_error(error: Exception) -> bytes:
-    lines = "".join(traceback.format_exception(error))
-    return pickle.dumps((None, portable(error), lines))
+def _reply_of_error(number: int, error: Exception) -> bytes:
+    """Return the reply that raises an error. It has the error in pieces, because its class may not
+    exist in the parent process."""
+    lines = "".join(traceback.format_tb(error.__traceback__)).rstrip()
+    notes = getattr(error, "__notes__", [])
+    failure = pickle.dumps(portable(error)), _text_of(error), list(notes), lines
+    return number.to_bytes(_NUMBER_BYTES, "little") + pickle.dumps((None, failure))
+
+
+def _text_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def portable(error: Exception) -> Exception:
-    """Return an error that can be pickled: itself, or a RuntimeError with its message and notes."""
+    """Return an error that can be pickled: itself, or a RuntimeError with its text and notes."""
+    with suppress(Exception):
+        if str(pickle.loads(pickle.dumps(error))) == str(error):
+            return error
+    return _plain_error(_text_of(error), getattr(error, "__notes__", []))
+
+
+def _plain_error(text: str, notes: Sequence[str]) -> Exception:
+    error = RuntimeError(text)
+    for note in notes:
+        error.add_note(note)
+    return error
+
+
+def _error_of(failure: tuple[bytes, str, list[str], str], name: str) -> Exception:
+    """Return the error of a reply; a RuntimeError with its text if its class cannot be imported."""
+    pickled, text, notes, lines = failure
     try:
-        pickle.loads(pickle.dumps(error))
-        return error
+        error: Exception = pickle.loads(pickled)
     except Exception:
-        plain = RuntimeError(f"{type(error).__name__}: {error}")
-        for note in getattr(error, "__notes__", []):
-            plain.add_note(note)
-        return plain
+        error = _plain_error(text, notes)
+    error.add_note(f"traceback in the process of {name}:\n{lines}")
+    return error

@@ -19,10 +19,17 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from gymnasium import spaces
+from gymnasium.spaces import Space
 
-from flowrl.envs.env_process import EnvProcess, EnvProcessError, portable
-from flowrl.envs.restarting_envs import RestartingEnvs, merged_state, split_state
+from flowrl.envs.env_process import EnvProcess, EnvProcessError, close_all, portable
+from flowrl.envs.restarting_envs import (
+    NEW,
+    History,
+    RestartingEnvs,
+    merged_state,
+    split_state,
+    state_without_episode,
+)
 from flowrl.envs.validation import ObservationCheck
 from flowrl.envs.vector_env import DirectVectorEnv, VectorStep
 from flowrl.errors import ConfigError
@@ -37,8 +44,8 @@ class ProcessVectorEnv:
     If a process dies, another one replaces it, and only the episode in it is lost.
 
     Args:
-        make_envs: (index, number of its earlier processes) -> RestartingEnvs of the environment
-            with this index; called in its process, a fork of the calling one.
+        make_envs: (index, history) -> RestartingEnvs of the environment with this index; called in
+            its process, a fork of the calling one.
         num_envs: number of environments.
         max_restarts: maximum number of processes of an environment that die in a row, without a
             complete episode or fragment in between; the next death is raised.
@@ -61,7 +68,7 @@ class ProcessVectorEnv:
 
     def __init__(
         self,
-        make_envs: Callable[[int, int], RestartingEnvs],
+        make_envs: Callable[[int, History], RestartingEnvs],
         num_envs: int,
         max_restarts: int,
         drop_invalid: bool = False,
@@ -73,74 +80,99 @@ class ProcessVectorEnv:
         self._max_restarts, self._worker_index = max_restarts, worker_index
         self._deaths = [0] * num_envs
         self._deaths_in_a_row = [0] * num_envs
-        self._previous_restarts = 0  # of environments whose process died
+        self._restarts_before_deaths = 0  # failures of environments in processes that died
+        self._records: Any = None
         self._memory_file = os.memfd_create("flowrl-environments")
         self._processes: list[EnvProcess] = []
         try:
             for index in range(num_envs):
-                self._processes.append(self._start(index))
+                self._processes.append(self._start(index, NEW))
             for process in self._processes:
                 process.receive()
-            env_spaces = self._call("spaces")
-            self.observation_space, self.action_space = env_spaces[0]
-            for index, others in enumerate(env_spaces):
-                if others != env_spaces[0]:
-                    raise ConfigError(
-                        f"env: sub-environment {index} has the spaces {others}, sub-environment 0 "
-                        f"has {env_spaces[0]}"
-                    )
+            spaces = self._call("spaces")
+            self.observation_space, self.action_space = spaces[0]
+            for index, others in enumerate(spaces):
+                self._check_spaces(index, others)
+            self._record_type = _record_type(self.observation_space)
+            os.ftruncate(self._memory_file, num_envs * self._record_type.itemsize)
+            self._records = _shared_records(self._memory_file, self._record_type)
+            self._call("open", [(self._record_type,)] * num_envs)
         except BaseException:
             self.close()
             raise
-        self._records = _shared_records(self._memory_file, self.observation_space, num_envs)
 
     # -- processes ---------------------------------------------------------------------------------
 
-    def _start(self, index: int) -> EnvProcess:
+    def _start(self, index: int, history: History) -> EnvProcess:
         """Start the process of an environment."""
-        deaths = self._deaths[index]
-        make_served = partial(
-            _ServedEnv,
-            partial(self._make_envs, index, deaths),
+        make_env = partial(
+            _EnvWithRecord,
+            partial(self._make_envs, index, history),
             index,
-            self.num_envs,
             self._drop_invalid,
             self._memory_file,
         )
-        seed = derive_seed(self._seed, "process", index, deaths)
+        seed = derive_seed(self._seed, "process", index, history.num_created)
         name = f"sub-environment {index} of worker {self._worker_index}"
-        return EnvProcess(name, make_served, seed)
+        return EnvProcess(name, make_env, seed)
 
-    def _replace(self, index: int, death: EnvProcessError) -> Any:
-        """Replace the process of an environment, and start an episode in it.
+    def _check_spaces(self, index: int, spaces: tuple[Space, Space]) -> None:
+        expected = self.observation_space, self.action_space
+        if spaces != expected:
+            raise ConfigError(
+                f"env: sub-environment {index} has the spaces {spaces}, expected {expected}"
+            )
 
-        Returns:
-            the first observation; None if it is in the shared memory.
+    def _replace(self, index: int, death: EnvProcessError) -> None:
+        """Replace the process of an environment.
 
         Raises:
             EnvProcessError: too many processes of the environment died in a row.
+            Exception: the new environment cannot be created.
         """
-        result: Any = death
-        while isinstance(result, EnvProcessError):
-            self._deaths[index] += 1
+        while True:
             self._deaths_in_a_row[index] += 1
-            self._previous_restarts += int(self._records["num_restarts"][index])
-            self._records["num_restarts"][index] = 0
             in_a_row = self._deaths_in_a_row[index]
+            if in_a_row > self._max_restarts:
+                self._deaths_in_a_row[index] = 0
+                death.add_note(f"max_num_env_restarts={self._max_restarts}: it ended {in_a_row} "
+                               "times in a row")  # fmt: skip
+                raise death
+            self._deaths[index] += 1
             if self._deaths[index] == 1:
                 log.warning(
                     "%s: starting another one (at most %d times in a row) and discarding the steps "
-                    "of its episode since the last fragment", result, self._max_restarts,
+                    "of its episode since the last fragment", death, self._max_restarts,
                 )  # fmt: skip
+            record = self._records[index]
+            self._restarts_before_deaths += int(record["num_restarts"])
+            record["num_restarts"] = 0
+            record["num_created"] += 1  # also if it dies before it is created
+            history = History(*(record[name].item() for name in History._fields))
             self._processes[index].close()
-            self._processes[index] = self._start(index)
-            self._processes[index].receive()
-            if in_a_row > self._max_restarts:
-                self._deaths_in_a_row[index] = 0
-                result.add_note(f"{in_a_row} processes of this environment ended in a row")
-                raise result
-            result = self._call_each("reset", {index: ()})[index]
-        return result
+            self._processes[index] = process = self._start(index, history)
+            try:
+                process.receive()
+                process.send("spaces")
+                self._check_spaces(index, process.receive())
+                process.send("open", self._record_type)
+                process.receive()
+                return
+            except EnvProcessError as another:
+                death = another
+
+    def _reset(self, indices: Iterable[int]) -> dict[int, Any]:
+        """Start an episode in environments; return the nested observations by index.
+
+        Raises:
+            Exception: see `_replace`.
+        """
+        observations = self._call_each("reset", dict.fromkeys(indices, ()))
+        for index in observations:
+            while isinstance(observations[index], EnvProcessError):
+                self._replace(index, observations[index])
+                observations |= self._call_each("reset", {index: ()})
+        return observations
 
     def _call_each(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
         """Call a method of _ServedEnv in several processes at the same time.
@@ -175,7 +207,7 @@ class ProcessVectorEnv:
         return results
 
     def _call(self, method: str, args: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
-        """Call a method in all processes and return the results.
+        """Call a method in all processes, and return the results.
 
         Args:
             method: its name.
@@ -196,14 +228,10 @@ class ProcessVectorEnv:
     def num_restarts(self) -> int:
         """Number of failed environments that were recreated, and of processes that died."""
         current = int(self._records["num_restarts"].sum())
-        return current + self._previous_restarts + sum(self._deaths)
+        return current + self._restarts_before_deaths + sum(self._deaths)
 
     def reset(self, observations: Any) -> None:
-        first = self._call_each("reset", dict.fromkeys(range(self.num_envs), ()))
-        for index, observation in first.items():
-            if isinstance(observation, EnvProcessError):
-                first[index] = self._replace(index, observation)
-        self._write(first, observations)
+        self._write(self._reset(range(self.num_envs)), observations)
 
     def step(
         self, actions: Any, observations: Any, rewards: Any, terminateds: Any, truncateds: Any
@@ -212,10 +240,11 @@ class ProcessVectorEnv:
         replies = self._call_each("step", {i: (action,) for i, action in enumerate(env_actions)})
         result = VectorStep()
         infos: list[dict[str, Any]] = [{} for _ in replies]
-        nested = {}
+        nested: dict[int, Any] = {}
         for i, reply in replies.items():
             if isinstance(reply, EnvProcessError):
-                nested[i] = self._replace(i, reply)
+                self._replace(i, reply)
+                nested |= self._reset([i])
                 result.failed.append((i, reply))
             elif reply is not None:
                 stepped, nested[i] = reply
@@ -255,36 +284,43 @@ class ProcessVectorEnv:
     # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        state = merged_state(self._call("state_dict"))
-        return {**state, "num_restarts": self.num_restarts}
+        args = dict.fromkeys(range(self.num_envs), ())
+        states = list(self._call_each("state_dict", args).values())
+        for index, state in enumerate(states):
+            if isinstance(state, EnvProcessError):  # the next step replaces the process
+                states[index] = state_without_episode(int(self._records["num_created"][index]))
+        return {**merged_state(states), "num_restarts": self.num_restarts}
 
     def load_state_dict(self, state: dict[str, Any] | None, observations: Any) -> list[int]:
         if state is None:
             raise ValueError("the checkpoint has no state of the environments")
         states = split_state(state, self.num_envs)
-        replies = self._call("load_state_dict", list(zip(states, observations, strict=True)))
+        args = dict(enumerate(zip(states, observations, strict=True)))
+        replies = self._call_each("load_state_dict", args)
+        for index in replies:
+            while isinstance(replies[index], EnvProcessError):
+                self._replace(index, replies[index])
+                replies |= self._call_each("load_state_dict", {index: args[index]})
         self._deaths = [0] * self.num_envs
         self._deaths_in_a_row = [0] * self.num_envs
-        self._previous_restarts = state["num_restarts"]
-        self._write({i: nested for i, (_, nested) in enumerate(replies)}, observations)
-        return [i for i, (is_new, _) in enumerate(replies) if is_new]
+        self._restarts_before_deaths = state["num_restarts"]
+        self._write({i: nested for i, (_, nested) in replies.items()}, observations)
+        return [i for i, (is_new, _) in replies.items() if is_new]
 
     def close(self) -> None:
-        for process in self._processes:
-            process.close()
-        self._processes = []
+        close_all(self._processes)
+        self._processes, self._records = [], None
         if self._memory_file >= 0:
             os.close(self._memory_file)
             self._memory_file = -1
 
 
-class _ServedEnv:
+class _EnvWithRecord:
     """The environment of a process, and its record in the shared memory.
 
     Args:
         make_envs: () -> RestartingEnvs of the environment.
-        index: of the environment.
-        num_envs: number of records.
+        index: index of the record.
         drop_invalid: see ProcessVectorEnv.
         memory_file: descriptor of the file that is the shared memory.
     """
@@ -293,40 +329,48 @@ class _ServedEnv:
         self,
         make_envs: Callable[[], RestartingEnvs],
         index: int,
-        num_envs: int,
         drop_invalid: bool,
         memory_file: int,
     ):
-        self._env = env = DirectVectorEnv(make_envs(), drop_invalid)
-        records = _shared_records(memory_file, env.observation_space, num_envs)
-        self._record = records[index : index + 1]
-        self._is_nested = not _has_observations(records)
-        self._observations: Any = [None] if self._is_nested else self._record["observation"]
+        self._index, self._memory_file = index, memory_file
+        self._envs = make_envs()
+        self._env = DirectVectorEnv(self._envs, drop_invalid)
 
-    def spaces(self) -> tuple[spaces.Space, spaces.Space]:
+    def spaces(self) -> tuple[Space, Space]:
         """Return the spaces of observations and actions."""
         return self._env.observation_space, self._env.action_space
 
-    def _nested(self) -> Any:
-        """Return the observation, or None if it is in the record."""
+    def open(self, record_type: np.dtype) -> None:
+        """Open the record, after the calling process has created the shared memory."""
+        records = _shared_records(self._memory_file, record_type)
+        self._record = records[self._index : self._index + 1]
+        self._is_nested = not _has_observations(records)
+        self._observations: Any = [None] if self._is_nested else self._record["observation"]
+        self._clear()
+
+    def _clear(self) -> None:
+        """Set the results of a step in the record to those of a reset."""
+        for name in ("reward", "terminated", "truncated"):
+            self._record[name] = 0
+
+    def _finish(self) -> Any:
+        """Write the counters to the record; return the observation if it is nested."""
+        self._record["num_restarts"] = self._env.num_restarts
+        for name, value in self._envs.history(0)._asdict().items():
+            self._record[name] = value
         return self._observations[0] if self._is_nested else None
 
     def reset(self) -> Any:
         """Start an episode; return the first observation if it is nested."""
         self._clear()
         self._env.reset(self._observations)
-        self._record["num_restarts"] = self._env.num_restarts
-        return self._nested()
-
-    def _clear(self) -> None:
-        for name in ("reward", "terminated", "truncated"):
-            self._record[name] = 0
+        return self._finish()
 
     def step(self, action: Any) -> tuple[VectorStep, Any] | None:
         """Step the environment.
 
         Returns:
-            the result of DirectVectorEnv and the observation if it is nested; None if the record
+            the result of DirectVectorEnv, and the observation if it is nested; None if the record
             contains everything.
         """
         self._clear()
@@ -335,15 +379,15 @@ class _ServedEnv:
         result = self._env.step(
             actions, self._observations, record["reward"], record["terminated"], record["truncated"]
         )
-        record["num_restarts"] = self._env.num_restarts
+        if not (self._is_nested or result.ended or result.failed or result.infos[0]):
+            return None
         result.failed = [(index, portable(error)) for index, error in result.failed]
-        if self._is_nested or result.ended or result.failed or result.infos[0]:
-            return result, self._nested()
-        return None
+        return result, self._finish()
 
     def mark_healthy(self) -> None:
         """Reset the failure counts of the environment."""
         self._env.mark_healthy([0])
+        self._finish()
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the state of the environment."""
@@ -359,38 +403,38 @@ class _ServedEnv:
         Returns:
             whether it starts a new episode instead; its observation if it is nested.
         """
+        self._clear()
         self._observations[0] = observation
         restarted = self._env.load_state_dict(state, self._observations)
-        self._record["num_restarts"] = 0
-        return bool(restarted), self._nested()
+        return bool(restarted), self._finish()
 
     def close(self) -> None:
         """Close the environment."""
         self._env.close()
 
 
-def _shared_records(memory_file: int, space: spaces.Space, num_envs: int) -> np.ndarray:
-    """Return a record per environment, in memory that processes share.
-
-    Args:
-        memory_file: descriptor of the file that is the memory.
-        space: of the observations; a record has none if it is nested.
-        num_envs: number of records.
-    """
+def _record_type(space: Space) -> np.dtype:
+    """Return the type of the record of an environment; without the observation if it is nested, or
+    has no fixed size."""
     fields: list[Any] = [
         ("reward", np.float64),
         ("num_restarts", np.int64),
+        ("num_created", np.int64),
+        ("has_reset", np.bool_),
+        ("has_finished", np.bool_),
         ("terminated", np.bool_),
         ("truncated", np.bool_),
     ]
-    if ObservationCheck(space).is_array:
+    if ObservationCheck(space).is_array and np.dtype(space.dtype).itemsize:
         fields.append(("observation", space.dtype, space.shape or ()))
-    record = np.dtype(fields, align=True)
-    size = num_envs * record.itemsize
-    os.ftruncate(memory_file, size)
-    return np.frombuffer(mmap.mmap(memory_file, size), record)
+    return np.dtype(fields, align=True)
+
+
+def _shared_records(memory_file: int, record_type: np.dtype) -> np.ndarray:
+    """Return the records in the shared memory, one per environment."""
+    return np.frombuffer(mmap.mmap(memory_file, 0), record_type)
 
 
 def _has_observations(records: np.ndarray) -> bool:
-    """Return whether records have an observation, which is not nested."""
+    """Return whether records have an observation."""
     return "observation" in (records.dtype.names or ())

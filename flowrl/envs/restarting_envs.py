@@ -16,7 +16,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -64,6 +64,23 @@ _STATE: Fields = {
 _LISTS = _STATE.keys() - {"num_restarts"}  # an element per environment
 
 
+class History(NamedTuple):
+    """What earlier environments with the index of an environment have done.
+
+    Attributes:
+        num_created: how often it was created; selects its seeds.
+        has_reset: whether a reset succeeded.
+        has_finished: whether an episode or a fragment was completed.
+    """
+
+    num_created: int = 0
+    has_reset: bool = False
+    has_finished: bool = False
+
+
+NEW = History()
+
+
 class RestartingEnvs:
     """N environments of any kind, created lazily and recreated after an error.
 
@@ -82,6 +99,7 @@ class RestartingEnvs:
         on_env_created: called with the index and the environment after each creation.
         name: name of the environment until it exists, for messages.
         worker_index: for messages.
+        history: of each environment, in a process that died.
         first_index: index of the first environment among those of the worker. The functions receive
             this kind of index, and it selects the seeds.
 
@@ -102,6 +120,7 @@ class RestartingEnvs:
         name: str = "the environment",
         worker_index: int = 0,
         first_index: int = 0,
+        history: History = NEW,
     ):
         self._name, self._worker_index, self._first_index = name, worker_index, first_index
         self.num_restarts = 0
@@ -115,10 +134,10 @@ class RestartingEnvs:
         self._late_failures = [0] * num_envs  # consecutive, after LATE_STEPS steps of an episode
         self._failed_steps = [0] * num_envs  # of the episode, at the last failure
         self._recovered = [False] * num_envs  # completed a fragment since the last failure
-        self._num_created = [0] * num_envs
+        self._num_created = [history.num_created] * num_envs
         self._seeded = [False] * num_envs
-        self._has_reset = [False] * num_envs
-        self._has_finished = [False] * num_envs  # an episode or a fragment
+        self._has_reset = [history.has_reset] * num_envs
+        self._has_finished = [history.has_finished] * num_envs  # an episode or a fragment
         self.envs: list[Any] = [None] * num_envs
         self._unwrapped: list[Any] = [None] * num_envs
         # how the current episodes were reset: (seed, state of the random generator before it)
@@ -126,6 +145,10 @@ class RestartingEnvs:
         self.action_logs: list[list[Any]] = [[] for _ in range(num_envs)]
         self._unlogged_steps = [0] * num_envs  # of the episode, before those in `action_logs`
         self.get(0)
+
+    def history(self, index: int) -> History:
+        """Return what the environments with an index have done."""
+        return History(self._num_created[index], self._has_reset[index], self._has_finished[index])
 
     def label(self, index: int) -> str:
         """Return the name of an environment in messages."""
@@ -427,6 +450,20 @@ def split_state(state: dict[str, Any], num_envs: int) -> list[dict[str, Any]]:
         {name: state[name][i : i + 1] for name in _LISTS} | {"num_restarts": 0}
         for i in range(num_envs)
     ]
+
+
+def state_without_episode(num_created: int) -> dict[str, Any]:
+    """Return the state of an environment that must start a new episode.
+
+    Args:
+        num_created: how often it was created.
+    """
+    return {
+        "resets": [None], "action_logs": [[]], "env_states": [None], "num_created": [num_created],
+        "seeded": [False], "failures": [0], "late_failures": [0], "failed_steps": [0],
+        "recovered": [False], "unlogged_steps": [0], "has_reset": [True], "has_finished": [True],
+        "num_restarts": 0,
+    }  # fmt: skip
 
 
 def merged_state(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
