@@ -71,7 +71,7 @@ def algorithms(link: str = "algorithms/{}.md") -> str:
                 f"[`{plan}`]({link.format(page_of(plan))})",
                 _data(config, operators),
                 ", ".join(kinds),
-                _YES if _supports(config, space, use_lstm=True) else _NO,
+                _YES if _trains_with_lstm(plan, space) else _NO,
                 _YES if not isinstance(config, OfflineConfig) else _NO,
                 _YES if {"Dequeue", "AsyncGradients"} & set(operators) else _NO,
                 summary.partition(": ")[2],
@@ -106,6 +106,22 @@ def _supports(config: Any, action_space: spaces.Space, **model: Any) -> bool:
         )
         policy_class(spaces.Box(-1, 1, (4,), np.float32), action_space, settings)
     except (ConfigError, NotImplementedError):
+        return False
+    return True
+
+
+def _trains_with_lstm(plan: str, action_space: spaces.Space) -> bool:
+    """Return whether a plan supports an LSTM: its policy can be built with one, and its replay
+    buffer, if it has one, stores sequences."""
+    config = plan_config(plan)
+    if not _supports(config, action_space, use_lstm=True):
+        return False
+    if _data(config, _operators_of(plan)) != "replay buffer":
+        return True
+    try:
+        with config.updated(model={**config.model.chosen(), "use_lstm": True}).build(plan) as built:
+            built.train()
+    except ValueError:  # a batch of sequences for a buffer of rows
         return False
     return True
 

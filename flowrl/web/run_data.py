@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.data.checkpoint import list_checkpoints
+from flowrl.errors import ConfigError
 from flowrl.monitoring.activity import Activity
 from flowrl.trainer.metric_names import flatten_result
 from flowrl.trainer.runs.activity_log import FILE as ACTIVITY_FILE
@@ -61,7 +62,10 @@ class RunData:
         self._lags: list[list[int]] = []
 
     def update(self) -> None:
-        """Read new lines; if a resumed run has replaced a file, read it from the start."""
+        """Read the settings and new lines; if a resumed run has replaced a file, read it from the
+        start."""
+        with suppress(ConfigError):  # the run was deleted: show its last settings
+            self.config = read_config(self.path)[0]
         replaced, lines = self._result_file.read()
         if replaced:
             self._clear()

@@ -48,9 +48,13 @@ def make_app(paths: Sequence[Path]) -> Any:
 
     def add_new_runs() -> None:
         known = {run.path for run in data}
-        with suppress(ConfigError):  # a folder was removed, or a run is being created
-            new = [path for path in find_runs(paths) if path not in known]
-            data.extend(RunData(path, path.resolve().name) for path in new)
+        for path in paths:
+            with suppress(ConfigError):  # the path was removed
+                for run in find_runs([path]):
+                    if run not in known:
+                        known.add(run)
+                        with suppress(ConfigError):  # it is being created, or is damaged
+                            data.append(RunData(run, run.resolve().name))
 
     def index(request: Any) -> Any:
         return HTMLResponse(page_html(), headers=HEADERS)

@@ -174,3 +174,24 @@ def test_deleted_run_is_shown_as_ended(tmp_path):
         assert server.get("/api/runs/0")["env_steps"] == 200
     finally:
         server.stop()
+
+
+def test_new_settings_of_a_run_and_new_runs_beside_damaged_ones_are_shown(tmp_path):
+    for name in ("one", "two"):
+        write_run(tmp_path / name / "run", [1.0], gamma=0.9)
+    server = Server(tmp_path / "one", tmp_path / "two")
+    try:
+        assert server.get("/api/runs/0")["config"]["gamma"] == 0.9
+        config = tmp_path / "one" / "run" / "config.json"  # resumed with other settings
+        config.write_text(config.read_text().replace("0.9", "0.5"))
+        assert server.get("/api/runs/0")["config"]["gamma"] == 0.5
+        shutil.rmtree(tmp_path / "two")
+        damaged = tmp_path / "one" / "damaged"
+        damaged.mkdir()
+        (damaged / "config.json").write_text("{")
+        write_run(tmp_path / "one" / "later", [2.0], gamma=0.9)
+        names = [run["name"] for run in server.get("/api/runs")]
+        assert names == ["run", "run", "later"]
+        assert server.get("/api/runs/1")["config"]["gamma"] == 0.9  # the last ones of a deleted run
+    finally:
+        server.stop()

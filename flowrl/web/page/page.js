@@ -134,7 +134,7 @@ function showParts(activity) {
 function showCurves() {
   const { data } = state, metrics = at("metric");
   const names = data.metrics.filter((name) => !report || data.curves[name]);
-  if (metrics.options.length !== names.length) {
+  if (Array.from(metrics.options, (option) => option.value).join() !== names.join()) {
     metrics.replaceChildren(...names.map((name) => element("option", { value: name }, name)));
     metrics.value = state.metric;
   }
@@ -158,7 +158,8 @@ function showCurves() {
 }
 
 function showConfig() {
-  const only = at("only-differences").checked, configs = state.configs.filter(Boolean);
+  const only = at("only-differences").checked, runs = state.runs.filter((_, i) => state.configs[i]),
+    configs = state.configs.filter(Boolean);
   const text = (value) => typeof value === "string" ? value : JSON.stringify(value);
   const names = [...new Set(configs.flatMap(Object.keys))];
   const differs = (name) => new Set(configs.map((config) => text(config[name]))).size > 1;
@@ -167,9 +168,9 @@ function showConfig() {
       ([name, value]) => [name, text(value)]), [1]);
     return;
   }
-  fillTable(at("config"), ["setting", ...state.runs.map((run) => run.name)],
+  fillTable(at("config"), ["setting", ...runs.map((run) => run.name)],
     names.filter(differs).map((name) => [name, ...configs.map((config) => text(config[name]))]),
-    state.runs.map((_, i) => i + 1));
+    runs.map((_, i) => i + 1));
 }
 
 // Show the list of runs; the newest one is selected first.
