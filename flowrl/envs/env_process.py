@@ -61,7 +61,7 @@ class EnvProcess:
         self._exit_file = _open_pid(self._process.pid)
         if self._exit_file is not None:  # a process that it started may keep the connection open
             self._poll.register(self._exit_file, select.POLLIN)
-        self._finalizer = weakref.finalize(self, _kill, self._process, os.getpid())
+        self._finalizer = weakref.finalize(self, _kill, self._process, os.getpid(), self._exit_file)
         self._finalizer.atexit = False
         _RUNNING.add(self)
 
@@ -100,9 +100,10 @@ class EnvProcess:
         """Call a method of the connection; note if it is interrupted in the middle of a message."""
         if self not in _RUNNING:
             raise EnvProcessError(f"the process of {self._name} was closed")
-        if self._is_broken:
+        if self._is_broken and self._process.is_alive():
             self._process.kill()
-            raise self._death()
+            self._wait(None)
+            raise EnvProcessError(f"the process of {self._name} was ended: a call was interrupted")
         self._is_broken = True
         try:
             result = function(*args)
@@ -127,7 +128,7 @@ class EnvProcess:
         if self._exit_file is None:
             self._process.join(seconds)
         else:  # join() waits for a pipe, which a process that it started may keep open
-            select.select([self._exit_file], [], [], seconds)
+            _wait_until_readable(self._exit_file, seconds)
 
     def close(self, deadline: float | None = None) -> None:
         """Close the object and end the process; kill it if that takes too long.
@@ -145,11 +146,9 @@ class EnvProcess:
             self._process.kill()
             self._wait(None)
         _RUNNING.discard(self)
-        self._finalizer.detach()
+        self._finalizer()
         self._connection.close()
         self._process.close()
-        if self._exit_file is not None:
-            os.close(self._exit_file)
 
     def _request_close(self) -> None:
         with suppress(OSError):
@@ -168,17 +167,21 @@ def close_all(processes: Sequence[EnvProcess]) -> None:
 _RUNNING: weakref.WeakSet[EnvProcess] = weakref.WeakSet()
 
 
-def _kill(process: BaseProcess, parent: int) -> None:
-    """Kill a process, unless this is a fork of its parent."""
-    if os.getpid() == parent and process.is_alive():
+def _kill(process: BaseProcess, parent: int, exit_file: int | None) -> None:
+    """Kill a process and close its descriptor, unless this is a fork of its parent."""
+    if os.getpid() != parent:
+        return
+    if process.is_alive():
         process.kill()
         process.join(CLOSE_S)
+    if exit_file is not None:
+        os.close(exit_file)
 
 
 @atexit.register  # multiprocessing would wait for the processes
 def _kill_all() -> None:
     for running in list(_RUNNING):
-        _kill(running._process, os.getpid())
+        _kill(running._process, os.getpid(), None)
 
 
 def _open_pid(pid: int | None) -> int | None:
@@ -186,6 +189,12 @@ def _open_pid(pid: int | None) -> int | None:
     with suppress(OSError):
         return os.pidfd_open(pid) if pid is not None else None
     return None
+
+
+def _wait_until_readable(file: int, seconds: float | None = None) -> None:
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    poll.poll(None if seconds is None else 1000 * seconds)
 
 
 # -- in the process --------------------------------------------------------------------------------
@@ -245,9 +254,7 @@ def _exit_with(parent: int) -> None:
     """Wait until the parent process ends, and exit, even if the main thread hangs."""
     file = _open_pid(parent)
     if file is not None:
-        poll = select.poll()
-        poll.register(file, select.POLLIN)
-        poll.poll()
+        _wait_until_readable(file)
     else:
         while os.getppid() == parent:
             time.sleep(1)

@@ -424,10 +424,9 @@ def test_signals_during_sampling_do_not_mix_up_steps():
             try:
                 signal.setitimer(signal.ITIMER_REAL, delay)
                 w.sample()
+                signal.setitimer(signal.ITIMER_REAL, 0)
             except StopSamplingError:
                 num_interrupted += 1
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
             batch = w.sample()
             assert (batch["rewards"] == batch["t"] + 1).all()
             assert (batch["obs"][:, 1] == batch["t"]).all()
@@ -538,6 +537,23 @@ def test_descriptors_are_closed():
         w.sample()
         w.stop()
     assert count() == before
+
+
+def test_process_is_ended_after_a_call_that_was_interrupted_within_a_message(monkeypatch):
+    process = EnvProcess("a counter", Counter, None)
+    process.receive()
+
+    def interrupted(data):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(process._connection, "send_bytes", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            process.send("add", 1)
+    for _ in range(2):
+        with pytest.raises(EnvProcessError, match=r"a counter (was ended: a call|ended unexp)"):
+            process.send("add", 1)
+    process.close()
 
 
 def test_environments_close_at_the_same_time(monkeypatch):
