@@ -53,7 +53,8 @@ def _table(header: list[str], rows: list[list[Any]]) -> str:
 def algorithms(link: str = "algorithms/{}.md") -> str:
     """Return the table of plans: what each learns from, and what it supports.
 
-    The entries are found by building the policy of each plan with different spaces and models.
+    The entries are found by building the policy of each plan with different spaces and models;
+    plans with a replay buffer and an LSTM are trained for an iteration.
 
     Args:
         link: target of a plan's link, with {} for the page.
@@ -71,7 +72,7 @@ def algorithms(link: str = "algorithms/{}.md") -> str:
                 f"[`{plan}`]({link.format(page_of(plan))})",
                 _data(config, operators),
                 ", ".join(kinds),
-                _YES if _trains_with_lstm(plan, space) else _NO,
+                _YES if _trains_with_lstm(plan, operators, space) else _NO,
                 _YES if not isinstance(config, OfflineConfig) else _NO,
                 _YES if {"Dequeue", "AsyncGradients"} & set(operators) else _NO,
                 summary.partition(": ")[2],
@@ -110,13 +111,13 @@ def _supports(config: Any, action_space: spaces.Space, **model: Any) -> bool:
     return True
 
 
-def _trains_with_lstm(plan: str, action_space: spaces.Space) -> bool:
+def _trains_with_lstm(plan: str, operators: list[str], action_space: spaces.Space) -> bool:
     """Return whether a plan supports an LSTM: its policy can be built with one, and its replay
     buffer, if it has one, stores sequences."""
     config = plan_config(plan)
     if not _supports(config, action_space, use_lstm=True):
         return False
-    if _data(config, _operators_of(plan)) != "replay buffer":
+    if _data(config, operators) != "replay buffer":
         return True
     try:
         with config.updated(model={**config.model.chosen(), "use_lstm": True}).build(plan) as built:

@@ -211,7 +211,7 @@ class EnvFactory:
     def _make_gymnasium_env(self, vector_index: int) -> gym.Env:
         """Create an environment, and check that it is one of gymnasium's."""
         env = self.make_env(vector_index)
-        if env is not None and not _is_gymnasium(env):
+        if not _is_gymnasium(env):
             raise ConfigError(
                 f'vectorization_mode="{self._mode}" requires gymnasium environments, the creator '
                 f"returned a {type(env).__name__}"

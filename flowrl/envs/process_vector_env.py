@@ -50,7 +50,7 @@ class ProcessVectorEnv:
         max_restarts: maximum number of processes of an environment that die in a row, without a
             complete episode or fragment in between; the next death is raised.
         drop_invalid: whether a step with invalid values is a failure, too.
-        seed: base seed of Python's and numpy's global random generators in the processes; None
+        seed: base seed of the global random generators in the processes, see EnvProcess; None
             seeds them from the operating system.
         worker_index: for messages.
 
@@ -78,9 +78,9 @@ class ProcessVectorEnv:
         self.num_envs, self.envs = num_envs, list[Any]()
         self._make_envs, self._drop_invalid, self._seed = make_envs, drop_invalid, seed
         self._max_restarts, self._worker_index = max_restarts, worker_index
-        self._deaths = [0] * num_envs
         self._deaths_in_a_row = [0] * num_envs
-        self._restarts_before_deaths = 0  # failures of environments in processes that died
+        self._has_logged_death = False
+        self._earlier_restarts = 0  # of processes, and of environments in those that died
         self._records: Any = None
         self._memory_file = os.memfd_create("flowrl-environments")
         self._processes: list[EnvProcess] = []
@@ -138,14 +138,15 @@ class ProcessVectorEnv:
                 death.add_note(f"max_num_env_restarts={self._max_restarts}: it ended {in_a_row} "
                                "times in a row")  # fmt: skip
                 raise death
-            self._deaths[index] += 1
-            if self._deaths[index] == 1:
+            if not self._has_logged_death:
+                self._has_logged_death = True
                 log.warning(
                     "%s: starting another one (at most %d times in a row) and discarding the steps "
-                    "of its episode since the last fragment", death, self._max_restarts,
+                    "of its episode since the last fragment; further ones are not logged, but "
+                    "counted in num_env_restarts", death, self._max_restarts,
                 )  # fmt: skip
             record = self._records[index]
-            self._restarts_before_deaths += int(record["num_restarts"])
+            self._earlier_restarts += int(record["num_restarts"]) + 1
             record["num_restarts"] = 0
             record["num_created"] += 1  # also if it dies before it is created
             history = History(*(record[name].item() for name in History._fields))
@@ -161,21 +162,21 @@ class ProcessVectorEnv:
             except EnvProcessError as another:
                 death = another
 
-    def _reset(self, indices: Iterable[int]) -> dict[int, Any]:
-        """Start an episode in environments; return the nested observations by index.
+    def _call_or_replace(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+        """Call a method as `_call_each` does; replace processes that have ended, and call again.
 
         Raises:
-            Exception: see `_replace`.
+            Exception: a call raised it; see `_replace`.
         """
-        observations = self._call_each("reset", dict.fromkeys(indices, ()))
-        for index in observations:
-            while isinstance(observations[index], EnvProcessError):
-                self._replace(index, observations[index])
-                observations |= self._call_each("reset", {index: ()})
-        return observations
+        results = self._call_each(method, args)
+        for index in results:
+            while isinstance(results[index], EnvProcessError):
+                self._replace(index, results[index])
+                results |= self._call_each(method, {index: args[index]})
+        return results
 
     def _call_each(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
-        """Call a method of _ServedEnv in several processes at the same time.
+        """Call a method of _EnvWithRecord in several processes at the same time.
 
         Args:
             method: its name.
@@ -228,10 +229,11 @@ class ProcessVectorEnv:
     def num_restarts(self) -> int:
         """Number of failed environments that were recreated, and of processes that died."""
         current = int(self._records["num_restarts"].sum())
-        return current + self._restarts_before_deaths + sum(self._deaths)
+        return current + self._earlier_restarts
 
     def reset(self, observations: Any) -> None:
-        self._write(self._reset(range(self.num_envs)), observations)
+        first = self._call_or_replace("reset", dict.fromkeys(range(self.num_envs), ()))
+        self._write(first, observations)
 
     def step(
         self, actions: Any, observations: Any, rewards: Any, terminateds: Any, truncateds: Any
@@ -244,7 +246,7 @@ class ProcessVectorEnv:
         for i, reply in replies.items():
             if isinstance(reply, EnvProcessError):
                 self._replace(i, reply)
-                nested |= self._reset([i])
+                nested |= self._call_or_replace("reset", {i: ()})
                 result.failed.append((i, reply))
             elif reply is not None:
                 stepped, nested[i] = reply
@@ -273,7 +275,7 @@ class ProcessVectorEnv:
                 observations[index] = observation
         elif isinstance(observations, np.ndarray):
             observations[:] = self._records["observation"]
-        else:  # a list keeps its elements, the records change
+        else:  # the caller keeps the elements of a list
             observations[:] = [row.copy() for row in self._records["observation"]]
 
     def mark_healthy(self, indices: Iterable[int]) -> None:
@@ -296,14 +298,9 @@ class ProcessVectorEnv:
             raise ValueError("the checkpoint has no state of the environments")
         states = split_state(state, self.num_envs)
         args = dict(enumerate(zip(states, observations, strict=True)))
-        replies = self._call_each("load_state_dict", args)
-        for index in replies:
-            while isinstance(replies[index], EnvProcessError):
-                self._replace(index, replies[index])
-                replies |= self._call_each("load_state_dict", {index: args[index]})
-        self._deaths = [0] * self.num_envs
+        replies = self._call_or_replace("load_state_dict", args)
         self._deaths_in_a_row = [0] * self.num_envs
-        self._restarts_before_deaths = state["num_restarts"]
+        self._earlier_restarts = state["num_restarts"]
         self._write({i: nested for i, (_, nested) in replies.items()}, observations)
         return [i for i, (is_new, _) in replies.items() if is_new]
 

@@ -65,7 +65,7 @@ _LISTS = _STATE.keys() - {"num_restarts"}  # an element per environment
 
 
 class History(NamedTuple):
-    """What earlier environments with the index of an environment have done.
+    """What the environments at an index have done since the first one was created.
 
     Attributes:
         num_created: how often it was created; selects its seeds.
@@ -99,7 +99,7 @@ class RestartingEnvs:
         on_env_created: called with the index and the environment after each creation.
         name: name of the environment until it exists, for messages.
         worker_index: for messages.
-        history: of each environment, in a process that died.
+        history: of each environment, in earlier processes.
         first_index: index of the first environment among those of the worker. The functions receive
             this kind of index, and it selects the seeds.
 

@@ -91,7 +91,7 @@ def evaluate_policies(
     env: Any = config.env
     if video is not None:
         env = video.creator(env)
-        # environments that do not render, or not in this process
+        # these environments do not render, or run in other processes
         if settings.vectorization_mode in ("vector_entry_point", "async"):
             settings = settings.updated(vectorization_mode="flowrl")
     worker = _evaluation_worker(env, policies, settings)

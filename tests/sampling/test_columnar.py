@@ -341,6 +341,12 @@ def test_stop_closes_every_environment_despite_errors(caplog):
     assert "cannot close" in caplog.text
 
 
+def test_creator_that_returns_none_is_rejected_by_sync():
+    settings = {"num_envs_per_worker": 2, "vectorization_mode": "sync"}
+    with pytest.raises(ConfigError, match=r"requires gymnasium environments, .* a NoneType"):
+        RolloutWorker(lambda context: None, A2CTorchPolicy, settings)
+
+
 @pytest.mark.parametrize("mode", ["flowrl", "sync"])
 def test_creator_that_returns_one_environment_twice_is_rejected(mode):
     one = gym.make("CartPole-v1")

@@ -239,7 +239,7 @@ def test_restored_environments_continue_in_both_modes():
 @pytest.mark.parametrize(
     ("create", "error", "message"),
     [
-        (lambda context: None, ConfigError, "the creator returned None"),
+        (lambda context: None, ConfigError, "requires gymnasium environments, .* a NoneType"),
         (lambda context: object(), ConfigError, "requires gymnasium environments, .* a object"),
         (
             lambda context: CountEnv() if context.vector_index == 0 else 1 / 0,
