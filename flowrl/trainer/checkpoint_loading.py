@@ -78,47 +78,8 @@ def settings_of_manifest(
     messages name the path.
     """
     changes = canonical_names(dict(config or {}))
-    chosen_by_caller = {*changes, "plan"}  # these settings need no trust
-    for name in ("model", "q_model"):
-        if not is_given(changes, f"{name}.custom_model"):
-            chosen_by_caller.discard(name)
     try:
-        saved_class = str(manifest["algorithm"])
-        plan = changes.get("plan", manifest["config"]["values"].get("plan"))
-        if is_plan_file(plan):
-            plan = str(Path(plan).resolve())  # once: the file that is checked is the one executed
-        known = _known_classes(cls, plan)
-        plan_modules = []
-        if not trust and "plan" not in changes:
-            plan_modules = _check_plan(plan, manifest["plan_sha256"], known.get(saved_class))
-        elif is_plan_file(plan) and saved_class in known:
-            # the file is a module that the caller has imported: its other code is in this module
-            sys.modules[f"{PLAN_MODULE}{Path(plan).stem}"] = sys.modules[cls.__module__]
-        elif is_plan_file(plan):
-            plan_modules = [load_plan(plan).__name__]  # the caller names or trusts the file
-            saved_plan = manifest["config"]["values"].get("plan")
-            if is_plan_file(saved_plan):  # the file may have another name now
-                earlier = f"{PLAN_MODULE}{Path(saved_plan).stem}"
-                manifest = _renamed(manifest, f"{earlier}:", f"{plan_modules[0]}:")
-                saved_class = str(manifest["algorithm"])
-        cls_of_run = _algorithm_class(saved_class, CodeResolver(trust, known, plan_modules))
-        if not (isinstance(cls_of_run, type) and issubclass(cls_of_run, cls)):
-            raise CheckpointError(f"it belongs to {saved_class}, not to {code_path(cls)}")
-        resolver = CodeResolver(trust, known | _known_classes(cls_of_run, plan), plan_modules)
-        missing = [name for name in manifest["left_out"] if not is_given(changes, name)]
-        of_plan = [name for name in manifest["settings_of_plan"] if not is_given(changes, name)]
-        if of_plan:
-            plan_config: Any = {} if plan is None else getattr(load_plan(plan), "config", {})
-            missing += [name for name in of_plan if not is_given(plan_config, name)]
-            for name in of_plan:
-                changes = _completed(changes, name, plan_config)
-        if missing:
-            raise missing_settings_error(missing)
-        pinned = {"plan": plan} if is_plan_file(plan) else {}
-        settings = config_from_json(manifest["config"], changes | pinned, resolver)
-        code = None if trust else untrusted_code(settings, chosen_by_caller)
-        if code is not None:
-            raise untrusted(code)
+        return _settings_of_manifest(cls, manifest, changes, trust)
     except UntrustedCodeError as error:
         raise UntrustedCodeError(error.code, error.remedy, path, error.setting) from None
     except CheckpointError as error:
@@ -127,7 +88,95 @@ def settings_of_manifest(
         if isinstance(error, ConfigError) and changes:
             raise
         raise CheckpointError(f"{path}: cannot rebuild the algorithm: {error}") from error
+
+
+def _settings_of_manifest(
+    cls: Any, manifest: Mapping[str, Any], changes: dict[str, Any], trust: bool
+) -> tuple[Any, Any]:
+    """Return the class and the settings of the algorithm that wrote a manifest; its errors do not
+    name the path."""
+    chosen_by_caller = {*changes, "plan"}  # these settings need no trust
+    for name in ("model", "q_model"):
+        if not is_given(changes, f"{name}.custom_model"):
+            chosen_by_caller.discard(name)
+    plan = changes.get("plan", manifest["config"]["values"].get("plan"))
+    if is_plan_file(plan):
+        plan = str(Path(plan).resolve())  # once: the file that is checked is the one executed
+    known = _known_classes(cls, plan)
+    manifest, plan_modules = _load_plan_of(cls, manifest, plan, known, trust, "plan" in changes)
+    cls_of_run = _algorithm_class(manifest["algorithm"], CodeResolver(trust, known, plan_modules))
+    if not (isinstance(cls_of_run, type) and issubclass(cls_of_run, cls)):
+        raise CheckpointError(f"it belongs to {manifest['algorithm']}, not to {code_path(cls)}")
+    changes = _with_settings_of_plan(changes, manifest, plan)
+    if is_plan_file(plan):
+        changes = changes | {"plan": plan}
+    resolver = CodeResolver(trust, known | _known_classes(cls_of_run, plan), plan_modules)
+    settings = config_from_json(manifest["config"], changes, resolver)
+    code = None if trust else untrusted_code(settings, chosen_by_caller)
+    if code is not None:
+        raise untrusted(code)
     return cls_of_run, settings
+
+
+def _load_plan_of(
+    cls: Any,
+    manifest: Mapping[str, Any],
+    plan: Any,
+    known: Mapping[str, Any],
+    trust: bool,
+    is_chosen_by_caller: bool,
+) -> tuple[Mapping[str, Any], list[str]]:
+    """Load the plan of a run if its code may be executed.
+
+    Args:
+        cls: the class that `from_checkpoint` is called on.
+        manifest: the manifest of the checkpoint.
+        plan: the setting `plan`, of the caller or of the checkpoint.
+        known: see `_known_classes`.
+        trust: see `Algorithm.from_checkpoint`.
+        is_chosen_by_caller: whether the caller passed the setting `plan`.
+
+    Returns:
+        the manifest with import paths in the plan's module, and the names of the modules in which
+        the manifest may name code.
+
+    Raises:
+        CheckpointError: see `_check_plan`.
+    """
+    saved_class = manifest["algorithm"]
+    if not trust and not is_chosen_by_caller:
+        return manifest, _check_plan(plan, manifest["plan_sha256"], known.get(saved_class))
+    if not is_plan_file(plan):
+        return manifest, []
+    if saved_class in known:
+        # the file is a module that the caller has imported: its other code is in this module
+        sys.modules[f"{PLAN_MODULE}{Path(plan).stem}"] = sys.modules[cls.__module__]
+        return manifest, []
+    module = load_plan(plan).__name__  # the caller names or trusts the file
+    saved_plan = manifest["config"]["values"].get("plan")
+    if is_plan_file(saved_plan):  # the file may have another name now
+        manifest = _renamed(manifest, f"{PLAN_MODULE}{Path(saved_plan).stem}:", f"{module}:")
+    return manifest, [module]
+
+
+def _with_settings_of_plan(
+    changes: dict[str, Any], manifest: Mapping[str, Any], plan: Any
+) -> dict[str, Any]:
+    """Return changes with the settings that the manifest leaves to the config of the plan.
+
+    Raises:
+        CheckpointError: settings that the manifest leaves out are not given.
+    """
+    missing = [name for name in manifest["left_out"] if not is_given(changes, name)]
+    of_plan = [name for name in manifest["settings_of_plan"] if not is_given(changes, name)]
+    if of_plan:
+        plan_config: Any = {} if plan is None else getattr(load_plan(plan), "config", {})
+        missing += [name for name in of_plan if not is_given(plan_config, name)]
+        for name in of_plan:
+            changes = _completed(changes, name, plan_config)
+    if missing:
+        raise missing_settings_error(missing)
+    return changes
 
 
 def _completed(
