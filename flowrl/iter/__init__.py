@@ -8,7 +8,10 @@
 - `errors.py`, `recovery.py`: exceptions in operators, shards that die or hang.
 - `waiting.py`: the place where a plan waits. `private_api.py`: private interfaces of Python, Ray.
 - `metrics.py`, `profiler.py`, `explain.py`: counters and timers, time per stage, plan displays.
+- `journal.py`: records decisions that depend on time, and repeats them.
+- `in_process.py`: objects in this process that are used like actors.
 - `readonly.py`: copies of an item for several readers. `ray_runtime.py`: start and leave Ray.
+  `ray_health.py`: find out that Ray does not respond.
 """
 
 from flowrl.iter.errors import Retry, ShardFailedError, Skip

@@ -16,7 +16,7 @@ from flowrl.iter.stage import (
     Source,
     Stage,
     describe,
-    names_in_data_order,
+    in_data_order,
     operator_of,
     stages_by_name,
     walk,
@@ -225,10 +225,7 @@ class LocalIterator(Generic[T]):
         self._claim(self.stage, self, num_consumers, owners)
         for stage, owner in owners.items():
             stage.owner = owner
-        by_name = stages_by_name(self.stage)
-        self.metrics.name_operators(
-            {name: operator_of(by_name[name]) for name in names_in_data_order(by_name)}
-        )
+        self.metrics.operators = [operator_of(stage) for stage in in_data_order(self.stage)]
         for name, stage in stages_by_name(self.stage, with_state=True).items():
             if not stage.started:  # the plan of another child of a duplicate may have started it
                 stage.name, stage.journal = name, self.metrics.journal

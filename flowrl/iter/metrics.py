@@ -72,7 +72,6 @@ class Timer:
 
 _FIELDS: Fields = {
     "counters": dict[str, Amount],
-    "scopes": dict[str, Any],
     "records": dict[str, dict[str, Any]],
 }
 
@@ -80,14 +79,11 @@ _FIELDS: Fields = {
 class MetricsContext:
     """The metrics of one plan.
 
-    `scope_of(operator)` returns a separate context for one operator, so that two operators of the
-    same class do not overwrite each other's values.
-
     Attributes:
         counters: name -> int, never decreasing.
         timers: name -> Timer.
         info: name -> number, text, list or dict, reported in `info` of results; not saved.
-        scopes: operator name -> its MetricsContext.
+        operators: the operators of the plan, each after the operators whose items it receives.
         on_lost: functions called with each item that is lost to an exception in an operator.
         journal: records or replays decisions of the plan that depend on time; None does neither.
     """
@@ -96,12 +92,11 @@ class MetricsContext:
         self.counters: defaultdict[str, int] = defaultdict(int)
         self.timers: defaultdict[str, Timer] = defaultdict(Timer)
         self.info: dict[str, Any] = {}
-        self.scopes: dict[str, MetricsContext] = {}
+        self.operators: list[Any] = []
         self._records: dict[str, Any] = {}  # name of a class -> its instance
         self._record_states: dict[str, Any] = {}  # loaded, of instances that do not exist yet
         self.on_lost: list[Any] = []
         self.journal: Journal | None = None
-        self._operators: dict[str, Any] = {}
 
     def singleton(self, cls: type[R]) -> R:
         """Return the plan's single instance of `cls`, created at the first call.
@@ -116,22 +111,6 @@ class MetricsContext:
             self._records[name] = record
         found: R = self._records[name]
         return found
-
-    def scope_of(self, operator: Any) -> MetricsContext:
-        """Return the context of one operator, identified by the name of its stage in the plan."""
-        names = (name for name, one in self._operators.items() if one is operator)
-        name = next(names, type(operator).__name__)
-        if name not in self.scopes:
-            self.scopes[name] = MetricsContext()
-        return self.scopes[name]
-
-    def name_operators(self, operators: dict[str, Any]) -> None:
-        """Set the operators of the plan: name -> operator, in the order of the data."""
-        self._operators = operators
-
-    def operators(self) -> list[Any]:
-        """Return the operators of the plan, each after the operators whose items it receives."""
-        return list(self._operators.values())
 
     def report_lost(self, item: Any) -> None:
         """Call the functions of `on_lost` with an item that is lost to an exception."""
@@ -153,27 +132,21 @@ class MetricsContext:
                     f"the counter {name!r} is {value!r}: counters are numbers of at least 0; put "
                     "other numbers and texts into `info` of the metrics"
                 )
-        for scope in self.scopes.values():
-            scope.check_counters()
 
     def state_dict(self) -> dict[str, Any]:
-        scopes = {name: scope.state_dict() for name, scope in self.scopes.items()}
         records = {name: record.state_dict() for name, record in self._records.items()}
         return {
             "counters": dict(self.counters),
-            "scopes": scopes,
             "records": {**self._record_states, **records},
         }
 
-    def check_state(self, state: Any, name: str = "metrics") -> None:
+    def check_state(self, state: Any) -> None:
         """Check that `load_state_dict` accepts a state.
 
         Raises:
             StateError: it does not.
         """
-        check_state(state, _FIELDS, name)
-        for scope_name, scope_state in state["scopes"].items():
-            self.check_state(scope_state, f"{name}/{scope_name}")
+        check_state(state, _FIELDS, "metrics")
         for record_name, record in self._records.items():
             if record_name in state["records"]:
                 record.check_state(state["records"][record_name])
@@ -181,14 +154,12 @@ class MetricsContext:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.counters.clear()
         self.counters.update(state["counters"])
-        for name, scope_state in state["scopes"].items():
-            self.scopes.setdefault(name, MetricsContext()).load_state_dict(scope_state)
         self._record_states = dict(state["records"])
         for name in self._records.keys() & self._record_states.keys():
             self._records[name].load_state_dict(self._record_states.pop(name))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "on_lost": [], "journal": None, "_operators": {}}
+        return {**self.__dict__, "on_lost": [], "journal": None, "operators": []}
 
 
 def get_metrics() -> MetricsContext:

@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -49,7 +49,8 @@ class Source:
     also if a plan reads only some of the workers.
 
     `tags` holds what the worker reported with the item (sampling: weights version, step counts);
-    `origin` is the name of the gather stage, unique in the plan.
+    `origin` is the name of the gather stage that received the item, or "replay" for a batch that
+    was drawn from a replay actor.
     """
 
     shard: int
@@ -245,11 +246,9 @@ def operator_of(stage: Stage) -> Any:
     return getattr(stage, "learner_thread", None) or getattr(stage, "fn", stage)
 
 
-def names_in_data_order(by_name: Mapping[str, Stage]) -> list[str]:
-    """Return the names of stages: each comes after the stages that it pulls from, and branches are
-    in their order."""
-    names = {stage: name for name, stage in by_name.items()}
-    (end, *_) = by_name.values()
+def in_data_order(end: Stage) -> list[Stage]:
+    """Return the stages of the plan that ends in `end`: each comes after the stages that it pulls
+    from, and branches are in their order."""
     ordered: dict[Stage, None] = {}
 
     def add(stage: Stage) -> None:
@@ -259,7 +258,7 @@ def names_in_data_order(by_name: Mapping[str, Stage]) -> list[str]:
             ordered[stage] = None
 
     add(end)
-    return [names[stage] for stage in ordered if stage in names]
+    return list(ordered)
 
 
 _ITER_DIR = os.path.dirname(__file__)

@@ -187,8 +187,8 @@ def _batch_summary(
 def _origin(
     sources: Iterable[Source], policy_ids: Collection[str], workers: WorkerSet | None
 ) -> str:
-    """Return the workers, the versions and ages of their weights, and the ended episodes; weights
-    and returns are those of the policies."""
+    """Describe where a batch comes from: shards, versions and ages of the weights, and the episodes
+    that ended; weights and returns only of the policies `policy_ids`."""
     sources = tuple(sources)
     if not sources:
         return ""
@@ -215,8 +215,13 @@ def _origin(
 
 
 def _return_of(episode: Sequence[Any], policy_ids: Collection[str]) -> float:
-    """Return the return of an episode, an EpisodeMetrics as a sequence: of all agents, or, with
-    several agents, of those of the policies."""
+    """Return the return of an episode; with several agents, only of the agents that act by the
+    policies `policy_ids`.
+
+    Args:
+        episode: the fields of an EpisodeMetrics.
+        policy_ids: ids of policies.
+    """
     total, _, _, by_agent = episode[:4]
     if by_agent is None:
         return float(total)

@@ -215,7 +215,7 @@ def record_updates(
     """
     counters = context.counters
     _ = context.timers["update"]  # WeightSync adds the durations
-    trainer = PlanMetrics.of(context).trainer(operator, context.operators())
+    trainer = PlanMetrics.of(context).trainer(operator, context.operators)
     counters["num_env_steps_trained"] += env_steps
     trainer.num_env_steps_trained += env_steps
     if learn_s is not None:

@@ -34,7 +34,7 @@ Update = tuple[str, np.ndarray, np.ndarray]  # policy id, batch_indexes, priorit
 ADDS_IN_FLIGHT = 4  # maximum per shard; their batches stay in the object store
 UPDATES_KEPT = 64  # priority updates kept per shard until its next request
 
-ORIGIN = "replay"
+REPLAY_ORIGIN = "replay"
 
 
 class ReplayShard:
@@ -348,7 +348,7 @@ class ReplayActors:
         self._in_flight += number
         shard = self.started_shards()[index]
         updates, shard.updates = shard.updates, []
-        source = Source(index, shard.restarts, origin=ORIGIN)
+        source = Source(index, shard.restarts, origin=REPLAY_ORIGIN)
         return PendingDraw(source, shard.actor.serve.remote(updates, number), number)
 
     def receive_batches(self, request: PendingDraw) -> list[Batch]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from flowrl.iter import _get_shared_metrics
-from flowrl.ops.replay_actors import ORIGIN as REPLAYED
+from flowrl.ops.replay_actors import REPLAY_ORIGIN
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.setting_values import check_int
 from flowrl.state_schema import Fields, Natural
@@ -88,7 +88,7 @@ class UpdateWorkerWeights:
     def __call__(self, batch: Any) -> Any:
         due = []
         for source in batch.sources:
-            if source.origin == REPLAYED:
+            if source.origin == REPLAY_ORIGIN:
                 continue
             index = source.shard
             steps = self._steps.get(index, 0) + source.tags.get("env_steps", 0)
@@ -112,4 +112,4 @@ class UpdateWorkerWeights:
 
 def contributors(batch: Any) -> list[int]:
     """Return the indices of the workers that sampled a batch; replayed rows have no workers."""
-    return [source.shard for source in batch.sources if source.origin != REPLAYED]
+    return [source.shard for source in batch.sources if source.origin != REPLAY_ORIGIN]

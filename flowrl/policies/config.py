@@ -223,8 +223,8 @@ class PolicyConfig(Settings):
     step, value …)."""
     total_timesteps: Count | None = None
     """Env steps of the whole training, which schedules in percent follow. On the command line, the
-    default is the value of `--stop-timesteps`; without a limit on the run, the run stops here. A
-    resumed run may have a larger one."""
+    default is the value of `--stop-timesteps`, and a run without another limit stops after
+    `total_timesteps`. A resumed run may have a larger value."""
     adam_epsilon: Positive = 1e-5
     """Epsilon of the Adam optimizer."""
     grad_clip: Positive | None = 0.5

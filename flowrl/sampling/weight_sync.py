@@ -202,7 +202,8 @@ class WeightSync:
         return payload.content
 
     def _changed_vars(self, index: int) -> tuple[Any, ...] | None:
-        """Return the `global_vars` for a worker without weights; None if it has them."""
+        """Return a payload of `global_vars` without weights; None if the worker has received the
+        current ones."""
         if self._sent_vars.get(index) == self._global_vars:
             return None
         self._sent_vars[index] = dict(self._global_vars)

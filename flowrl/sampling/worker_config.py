@@ -94,7 +94,8 @@ class WorkerConfig(PolicyConfig):
     `normalize_rewards`. None uses the sign for preprocessed Atari games without that setting.
     Reported returns are sums of unclipped rewards."""
     collect_infos: bool = setting(False, group="rollouts")
-    """Store the environments' infos in the column `infos`."""
+    """Build the column `infos` and send it with each fragment; if False, it is built or fetched
+    when it is read."""
     explore: bool = setting(True, group="exploration", in_evaluation=True)
     """Whether workers explore while sampling; if False, they take the best actions."""
 

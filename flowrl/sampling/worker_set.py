@@ -442,8 +442,8 @@ class WorkerSet:
 
 
 def env_steps_in(state: dict[str, Any]) -> int:
-    """Return the env steps that all workers in the state of a WorkerSet have returned, including
-    removed workers, and those counted of workers that returned no state."""
+    """Return the number of env steps of all workers in the state of a WorkerSet, including removed
+    workers. For a worker without a state, it is the number that the plan counted."""
     steps = int(state["env_steps_of_removed_workers"])
     for index, worker in enumerate(state["remote"] or [state["local"]]):
         counted = state["env_steps_by_worker"].get(index, 0)

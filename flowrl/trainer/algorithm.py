@@ -333,7 +333,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
                 "time_total_s": self._time_total_s,
             }
         )
-        operator_s = self._operator_times.since_last(self.plan.stats())
+        operator_s = self._operator_times.since_last(self.plan)
         result["timers"] |= {
             "env_steps_per_s": plan_result["timesteps_this_iter"] / elapsed,
             "operators": {f"{name}_s": seconds for name, seconds in operator_s.items()},

@@ -103,8 +103,9 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
         "episodes", group="evaluation"
     )
     """Whole episodes; or a minimum of env steps, after which the running episodes are played to
-    their end. Episodes of more than 200,000 steps are an error: set `horizon` for an environment
-    without a time limit."""
+    their end. If no episode ends in 200,000 steps of each environment, the evaluation stops with a
+    warning and reports `num_unfinished_episodes`: set `horizon` for an environment without a time
+    limit."""
     evaluation_num_workers: NotNegativeInt = setting(0, group="evaluation")
     """Number of Ray actors that share an evaluation; 0 evaluates in this process."""
     evaluation_parallel_to_training: bool = setting(False, group="evaluation")

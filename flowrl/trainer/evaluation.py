@@ -25,8 +25,9 @@ from flowrl.trainer.video import VideoRecorder, check_rendering
 
 log = logging.getLogger("flowrl")
 
-MAX_EPISODE_STEPS = 200_000  # env steps of each environment within which an episode must end
-LONG_EPISODE_STEPS = 20_000  # the same before a warning
+# steps of each environment without the end of an episode
+MAX_EPISODE_STEPS = 200_000  # before the evaluation stops
+LONG_EPISODE_STEPS = 20_000  # before a warning
 _TIME_LIMIT = (
     "give the environment a limit (gymnasium.wrappers.TimeLimit), or set horizon (--horizon of "
     'flowrl train), for evaluations alone evaluation_config={"horizon": …}'

@@ -5,26 +5,29 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from flowrl.iter import LocalIterator
+from flowrl.iter.stage import in_data_order, walk
 from flowrl.monitoring.activity import operator_name
 
 
 class OperatorTimes:
-    """Turn the cumulative times of `LocalIterator.stats` into times per result."""
+    """Turn the cumulative times of the stages of a plan into times per result."""
 
     def __init__(self) -> None:
         self._before: dict[str, float] = {}
 
-    def since_last(self, stats: list[dict[str, Any]]) -> dict[str, float]:
-        """Return operator -> seconds busy in its own code since the last call, end of plan first.
+    def since_last(self, plan: LocalIterator[Any]) -> dict[str, float]:
+        """Return operator -> seconds busy in its own code since the last call, sources first.
 
-        Operators of the same name get a number: `TrainOneStep`, `TrainOneStep_2`.
+        Operators of the same name get a number: `TrainOneStep`, `TrainOneStep#2`.
         """
+        rows = dict(zip(walk(plan.stage), plan.stats(), strict=True))
         busy: dict[str, float] = {}
         counts: Counter[str] = Counter()
-        for row in stats:
-            name = operator_name(row["stage"])
+        for stage in in_data_order(plan.stage):
+            name = operator_name(rows[stage]["stage"])
             counts[name] += 1
-            busy[name if counts[name] == 1 else f"{name}_{counts[name]}"] = row.get("busy_s", 0.0)
+            busy[name if counts[name] == 1 else f"{name}#{counts[name]}"] = rows[stage]["busy_s"]
         since = {name: seconds - self._before.get(name, 0.0) for name, seconds in busy.items()}
         self._before = busy
         return since

@@ -94,17 +94,6 @@ def test_stopped_plan_raises():
         next(plan)
 
 
-def test_operators_of_taps_have_their_own_metrics():
-    class Counts:
-        def __call__(self, item):
-            _get_shared_metrics().scope_of(self).counters["items"] += item
-
-    plan = stream(1, 2).tap("a", Counts()).for_each(lambda x: 10 * x).tap("b", Counts())
-    plan.take(2)
-    values = {name: scope.counters["items"] for name, scope in plan.metrics.scopes.items()}
-    assert values == {"tap(a)": 3, "tap(b)": 30}
-
-
 def test_tap_and_inspect_pass_items_on(capsys):
     seen = []
     plan = stream(1, [2, 3]).tap("watch", seen.append).inspect("here")
@@ -168,35 +157,6 @@ def test_thread_counts_in_the_context_of_its_metrics_scope():
     thread.start()
     thread.join()
     assert context.counters["done"] == 1
-
-
-class EveryNth:
-    """Counts its calls, and every n-th call, in its metrics scope."""
-
-    def __init__(self, n):
-        self.n = n
-
-    def __call__(self, x):
-        counters = _get_shared_metrics().scope_of(self).counters
-        counters["calls"] += 1
-        counters["every_nth"] += counters["calls"] % self.n == 0
-        return x
-
-
-def test_metrics_scopes_separate_two_operators_of_one_class():
-    def plan():
-        return stream(*range(12)).for_each(EveryNth(2)).for_each(EveryNth(3))
-
-    first = plan()
-    list(first)
-    scopes = first.metrics.scopes
-    assert {name: dict(s.counters) for name, s in scopes.items()} == {
-        "for_each(EveryNth)#2": {"calls": 12, "every_nth": 6},
-        "for_each(EveryNth)": {"calls": 12, "every_nth": 4},
-    }
-    second = plan()
-    second.load_state_dict(first.state_dict())
-    assert second.metrics.scopes["for_each(EveryNth)"].counters["every_nth"] == 4
 
 
 def test_timer_mean_and_throughput():

@@ -5,7 +5,7 @@ import pytest
 from flowrl.algorithms.a2c import A2CConfig
 from flowrl.iter import MetricsContext, Source, metrics_scope
 from flowrl.ops import BroadcastUpdateLearnerWeights, UpdateWorkerWeights
-from flowrl.ops.replay_actors import ORIGIN
+from flowrl.ops.replay_actors import REPLAY_ORIGIN
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_weights_are_broadcast_once_per_interval(workers, metrics):
 def test_replayed_rows_have_no_workers(workers):
     workers.weight_sync.update_only([])
     learn(workers)
-    BroadcastUpdateLearnerWeights(workers)(Batch(0, origin=ORIGIN))
+    BroadcastUpdateLearnerWeights(workers)(Batch(0, origin=REPLAY_ORIGIN))
     assert receivers(workers) == []
 
 

@@ -2,11 +2,13 @@
 
 import csv
 import pickle
+import time
 from collections import Counter
 
 import pytest
 
 from flowrl import DQN, PPO, ConfigError, PPOConfig
+from flowrl.iter import LocalIterator
 from flowrl.trainer.metric_names import (
     check_metric_name,
     flatten_result,
@@ -121,18 +123,23 @@ def test_unknown_metric_of_a_setting_names_the_nearest():
         PPO("CartPole-v1", checkpoint_score_attribute="episode_return_mean")
 
 
-def test_operators_of_one_name_are_numbered_and_times_are_differences():
-    def stats(*seconds):
-        stages = ("for_each(TrainOneStep(a=1))", "Replay(x)", "for_each(TrainOneStep(a=2))")
-        return [{"stage": s, "busy_s": t} for s, t in zip(stages, seconds, strict=True)]
+class Sleep:
+    def __init__(self, seconds):
+        self.seconds = seconds
 
-    times = OperatorTimes()
-    assert times.since_last(stats(1.0, 2.0, 3.0)) == {
-        "TrainOneStep": 1.0,
-        "Replay": 2.0,
-        "TrainOneStep_2": 3.0,
-    }
-    assert times.since_last(stats(1.5, 2.0, 4.0))["TrainOneStep_2"] == 1.0
+    def __call__(self, item):
+        time.sleep(self.seconds)
+        return item
+
+
+def test_times_of_operators_with_one_name_are_numbered_in_the_order_of_the_data():
+    first, second = (LocalIterator([1] * 20).for_each(Sleep(s)) for s in (0.0, 0.05))
+    times, plan = OperatorTimes(), first.union(second, deterministic=True)
+    plan.take(4)
+    found = times.since_last(plan)
+    assert [name for name in found if name.startswith("Sleep")] == ["Sleep", "Sleep#2"]
+    assert found["Sleep"] < found["Sleep#2"]
+    assert times.since_last(plan)["Sleep#2"] == 0.0
 
 
 @pytest.mark.parametrize("name", ["episode_reward", "mean_reward", "score", "ep_return"])

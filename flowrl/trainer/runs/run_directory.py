@@ -59,7 +59,8 @@ class RunDirectory:
         path: created if it does not exist.
         names: names of metrics in progress.csv and TensorBoard, see the setting `logged_names`.
         resume: continue the run in `path`; an incomplete last line of result.json is dropped.
-        unique: add a number to `path` if it exists, another process may have chosen it, too.
+        unique: add a number to `path` if it exists, for example because another process has chosen
+            the same name.
 
     Raises:
         ConfigError: the directory cannot be written, is in use, or has other contents.

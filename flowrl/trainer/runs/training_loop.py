@@ -68,8 +68,8 @@ class RunEnd:
 
     @property
     def needs_limit(self) -> bool:
-        """Whether the run ends at once when it is continued without a larger limit; time limits
-        count from there."""
+        """Whether a resumed run needs a larger limit, because it would end at once otherwise.
+        Limits of time start again when a run is resumed."""
         return not self.exit_code and not self.reason.startswith("the time limit")
 
 
