@@ -201,7 +201,7 @@ class _AlgorithmConfigRollouts(TypedDict, total=False):
     clip_rewards: bool | float | None
     """Learn from the sign of rewards (True), or from rewards clipped to ± a number, after `normalize_rewards`. None uses the sign for preprocessed Atari games without that setting. Reported returns are sums of unclipped rewards."""
     collect_infos: bool
-    """Store the environments' infos in the column `infos`."""
+    """Build the column `infos` and send it with each fragment; if False, it is built or fetched when it is read."""
 
 class _AlgorithmConfigTraining(TypedDict, total=False):
     gamma: float
@@ -213,7 +213,7 @@ class _AlgorithmConfigTraining(TypedDict, total=False):
     )
     """Learning rate: a number, or a schedule [[step, value], …], linear in between. Steps are env steps, or percentages of `total_timesteps`: [["0%", 1e-3], ["100%", 0]] (as a flag: step, value, step, value …)."""
     total_timesteps: int | None
-    """Env steps of the whole training, which schedules in percent follow. On the command line, the default is the value of `--stop-timesteps`; without a limit on the run, the run stops here. A resumed run may have a larger one."""
+    """Env steps of the whole training, which schedules in percent follow. On the command line, the default is the value of `--stop-timesteps`, and a run without another limit stops after `total_timesteps`. A resumed run may have a larger value."""
     adam_epsilon: float
     """Epsilon of the Adam optimizer."""
     grad_clip: float | None
@@ -257,7 +257,7 @@ class _AlgorithmConfigEvaluation(TypedDict, total=False):
     evaluation_duration: int
     """Length of an evaluation, in `evaluation_duration_unit`."""
     evaluation_duration_unit: Literal["episodes", "timesteps"]
-    """Whole episodes; or a minimum of env steps, after which the running episodes are played to their end. Episodes of more than 200,000 steps are an error: set `horizon` for an environment without a time limit."""
+    """Whole episodes; or a minimum of env steps, after which the running episodes are played to their end. If no episode ends in 200,000 steps of each environment, the evaluation stops with a warning and reports `num_unfinished_episodes`: set `horizon` for an environment without a time limit."""
     evaluation_num_workers: int
     """Number of Ray actors that share an evaluation; 0 evaluates in this process."""
     evaluation_parallel_to_training: bool

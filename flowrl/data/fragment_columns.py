@@ -109,21 +109,21 @@ class FragmentColumns:
             self._replace(lambda a: a[-added:].copy())
         self.lookback, self.known = rows, min(self.known, rows)
 
-    def advance(self, rows: int, used: int) -> None:
-        """Make row `rows` the first one; rows up to `used` are kept."""
-        kept = self.lookback + used + 1 - rows
+    def advance(self, first: int, num_rows: int) -> None:
+        """Make row `first` the first one; rows up to `num_rows` are kept."""
+        kept = self.lookback + num_rows + 1 - first
         if kept == 1:  # only the observations of the next step
             for name in OBSERVATIONS:
                 for array in leaves_of(self.arrays.get(name, ())):
-                    array[0] = array[rows]
+                    array[0] = array[first]
             return
 
         def moved(array: np.ndarray) -> np.ndarray:
-            array[:kept] = array[rows : rows + kept]
+            array[:kept] = array[first : first + kept]
             return array
 
         self._replace(moved)
-        self.known = min(self.known + rows, self.lookback)
+        self.known = min(self.known + first, self.lookback)
 
     def advance_lanes(self, firsts: np.ndarray, ends: np.ndarray) -> None:
         """Make another row of each lane its first one; the caller updates `known`.
@@ -156,13 +156,13 @@ class FragmentColumns:
                 changed[id(column)] = map_leaves(change, column)
             self.arrays[name] = changed[id(column)]
 
-    def state_dict(self, used: int) -> dict[str, Any]:
-        """Return copies of the rows up to `used`, with those that views look back on."""
-        end = self.lookback + used + 1
+    def state_dict(self, num_rows: int) -> dict[str, Any]:
+        """Return copies of the rows up to `num_rows`, with those that views look back on."""
+        end = self.lookback + num_rows + 1
         return {
             "lookback": self.lookback,
             "known": self.known,
-            "used": used,
+            "used": num_rows,
             "rows": {
                 name: map_leaves(lambda array: array[:end].copy(), column)
                 for name, column in self.arrays.items()
@@ -176,9 +176,9 @@ class FragmentColumns:
             ValueError: a column has another shape or dtype.
         """
         check_state(state, _STATE, "columns")
-        lookback, used = state["lookback"], state["used"]
-        if used > self.length:
-            self.resize(used)
+        lookback, num_rows = state["lookback"], state["used"]
+        if num_rows > self.length:
+            self.resize(num_rows)
         self.look_back(lookback)
         for name, saved in state["rows"].items():
             column = self.arrays.get(name)
@@ -192,7 +192,7 @@ class FragmentColumns:
                         f"the state has the column {name!r} of shape {rows.shape[1:]} and dtype "
                         f"{rows.dtype}, the environments {array.shape[1:]} and {array.dtype}"
                     )
-                array[: lookback + used + 1] = rows
+                array[: lookback + num_rows + 1] = rows
         self.known = state["known"]
 
 

@@ -100,8 +100,8 @@ class Shards:
         return list({id(shard.pool): shard.pool for shard in self._shards}.values())
 
     def number(self, index: int) -> int:
-        """Return the number of a shard in sources and messages: its worker's if all workers are of
-        one pool, also if only some of them are read; else its index."""
+        """Return the number of a shard in sources and messages: that of its worker in the pool, or
+        the index of the shard if there are several pools."""
         return self._shards[index].worker if self._has_one_pool else index
 
     def recovery(self, index: int) -> Recovery:

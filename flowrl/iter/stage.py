@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -75,6 +75,11 @@ def sources_from_list(rows: Sequence[Sequence[Any]]) -> tuple[Source, ...]:
     for row in rows:
         check_state(dict(zip(_SOURCE, row, strict=True)), _SOURCE, "sources")
     return tuple(Source(*row) for row in rows)
+
+
+def batches_to_list(batches: Iterable[Any]) -> list[list[Any]]:
+    """Return [batch, sources as nested lists] for each batch, for saved state."""
+    return [[batch, sources_to_list(batch.sources)] for batch in batches]
 
 
 def with_sources(batch: Any, sources: Sequence[Sequence[Any]]) -> Any:

@@ -67,7 +67,7 @@ class PolicyUpdate:
             "learner_stats": self.stats,
             "num_agent_steps_trained": self.rows,
         }
-        return {**info, "rows": self.row_stats} if self.row_stats else info
+        return {**info, "row_stats": self.row_stats} if self.row_stats else info
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -69,17 +69,11 @@ class ProcessGroup:
             raise ProcessGroupError(f"process {self.rank} of {self.size}: {error}") from error
         return values
 
-    def average_gradient(self, gradient: torch.Tensor, rows: int) -> int:
-        """Average a gradient [parameters] in place, weighted by each process's rows.
-
-        Returns:
-            the rows of all processes.
-        """
+    def average_gradient(self, gradient: torch.Tensor, rows: int) -> None:
+        """Average a gradient [parameters] in place, weighted by each process's rows."""
         weighted = torch.cat([gradient * rows, gradient.new_tensor([float(rows)])]).to(self.device)
         self.all_reduce(weighted)
-        total = int(weighted[-1])
-        gradient.copy_(weighted[:-1] / max(total, 1))
-        return total
+        gradient.copy_(weighted[:-1] / weighted[-1].clamp(min=1.0))
 
     def mean(self, value: float | None) -> float | None:
         """Return the mean over the processes that have a value; None if no process has one."""

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 from flowrl.data import Batch
 from flowrl.iter.journal import Journal, ReplayError
 from flowrl.iter.private_api import queued_items, restore_items
-from flowrl.iter.stage import describe, sources_to_list, with_sources
+from flowrl.iter.stage import batches_to_list, describe, sources_to_list, with_sources
 from flowrl.iter.waiting import Signal, Waiter, queue_signal
 from flowrl.learners.actors import make_learner
 from flowrl.learners.learner import LocalLearner, PolicyUpdate, Updates
@@ -150,7 +150,7 @@ class LearnerThread:
         "learned": list[dict[str, Any]],
     }
 
-    trains = True  # see ops.report
+    trains = True  # see ops.report.training_operators
 
     def __init__(
         self,
@@ -401,7 +401,7 @@ class LearnerThread:
             failed = [result.batch for result in results if isinstance(result, LearnFailure)]
             waiting = [*failed, *queued_items(self.inqueue)]
             return {
-                "waiting": [[batch, sources_to_list(batch.sources)] for batch in waiting],
+                "waiting": batches_to_list(waiting),
                 "minibatches": self._minibatches.state_dict(),
                 "minibatch_sources": [
                     sources_to_list(batch.sources) for batch in self._minibatches.batches()

@@ -201,7 +201,7 @@ class ApplyGradients:
 
     chained_with: ClassVar[str] = "for_each"
 
-    trains = True  # see ops.report
+    trains = True  # see ops.report.training_operators
 
     def __init__(
         self,

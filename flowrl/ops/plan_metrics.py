@@ -18,8 +18,8 @@ MAX_EPISODES = 10_000  # finished episodes kept for the next report
 MAX_LAGS = 10_000  # policy lags kept for the next report, per training operator
 
 Info = dict[str, Any]
-"""Policy id -> {"learner_stats": …, "num_agent_steps_trained": …}, and "rows" if the policy reports
-values per row; see TrainOneStep."""
+"""Policy id -> {"learner_stats": …, "num_agent_steps_trained": …}, and "row_stats" if the
+policy reports values per row; see TrainOneStep."""
 
 
 _EPISODE: Fields = {  # of EpisodeMetrics

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from flowrl.data import Batch, BatchRef, MultiAgentBatch, SampleBatch
 from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
 from flowrl.iter.errors import call_in_stage
-from flowrl.iter.stage import sources_to_list, walk, with_sources
+from flowrl.iter.stage import batches_to_list, walk, with_sources
 from flowrl.ops.replay_actors import PendingDraw, ReplayActors
 from flowrl.ops.train import TrainedItem, check_trained
 from flowrl.replay import MultiAgentReplayBuffer
@@ -216,7 +216,7 @@ class ReplayActorsStage(ReplayStage):
         return [self._pending[0].ref] if self._pending else []
 
     def state_dict(self) -> dict[str, Any]:
-        drawn = [[batch, sources_to_list(batch.sources)] for batch in self._drawn]
+        drawn = batches_to_list(self._drawn)
         return {**super().state_dict(), "drawn": drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -286,10 +286,10 @@ class UpdateReplayPriorities:
     def __call__(self, item: TrainedItem) -> TrainedItem:
         batch, info = check_trained(item, "UpdateReplayPriorities")
         for policy_id, policy_info in info.items():
-            rows = policy_info.get("rows", {})
-            if "td_error" not in rows or "batch_indexes" not in rows:
+            row_stats = policy_info.get("row_stats", {})
+            if "td_error" not in row_stats or "batch_indexes" not in row_stats:
                 continue
-            update = policy_id, rows["batch_indexes"], abs(rows["td_error"])
+            update = policy_id, row_stats["batch_indexes"], abs(row_stats["td_error"])
             if isinstance(self.buffer, ReplayActors):
                 if len(batch.sources) != 1:
                     raise ValueError(
@@ -363,7 +363,7 @@ class SimpleReplayBuffer:
         return len(self._batches)
 
     def state_dict(self) -> dict[str, Any]:
-        batches = [[batch, sources_to_list(batch.sources)] for batch in self._batches]
+        batches = batches_to_list(self._batches)
         return {"batches": batches, "rng": stream_state(self.rng)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -240,7 +240,7 @@ class CollectMetrics:
         finished = self._take_episodes(plan)
         episodes = self._episode_metrics(finished)
         self._info |= plan.info
-        info = {policy_id: _without_rows(entry) for policy_id, entry in self._info.items()}
+        info = {policy_id: _without_row_stats(entry) for policy_id, entry in self._info.items()}
         lags = [lag for trainer in plan.trainers.values() for lag in trainer.policy_lags]
         episodes["hist_stats"] |= {"policy_lags": lags} if lags else {}
         return {
@@ -305,8 +305,8 @@ class CollectMetrics:
         }
 
     def _take_episodes(self, plan: PlanMetrics) -> int:
-        """Move the episodes that have ended since the last result to the window; return their
-        number, with those of workers that are not selected."""
+        """Move the episodes of the selected workers that have ended since the last result to the
+        window; return the number of ended episodes of all workers."""
         finished, plan.num_new_episodes = plan.num_new_episodes, 0
         self._window.extend(
             episode
@@ -392,7 +392,7 @@ class CollectMetrics:
             "window": [list(episode) for episode in self._window],
             "episodes_total": self._episodes_total,
             "env_steps_reported": self._env_steps_reported,
-            "info": {pid: _without_rows(entry) for pid, entry in self._info.items()},
+            "info": {pid: _without_row_stats(entry) for pid, entry in self._info.items()},
             "trainers": copy.deepcopy(self._trainers),
         }
 
@@ -419,8 +419,8 @@ def _lag_metrics(lags: Collection[int]) -> dict[str, float]:
     }
 
 
-def _without_rows(entry: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in entry.items() if name != "rows"}
+def _without_row_stats(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if name != "row_stats"}
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

@@ -12,7 +12,7 @@ import numpy as np
 from flowrl.data import Batch, BatchRef, MultiAgentBatch, SampleBatch
 from flowrl.iter import LocalIterator, Source, _get_shared_metrics
 from flowrl.iter.metrics import MetricsContext, count_bytes_between_nodes, current_metrics
-from flowrl.iter.stage import sources_to_list, with_sources
+from flowrl.iter.stage import batches_to_list, with_sources
 from flowrl.ops.aggregation import leave_in_store
 from flowrl.ops.offline import WriteParquet
 from flowrl.ops.plan_metrics import PlanMetrics, WorkerHealth
@@ -295,7 +295,7 @@ class ConcatBatches:
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        pending = [[batch, sources_to_list(batch.sources)] for batch in self._pending]
+        pending = batches_to_list(self._pending)
         return {"pending": pending, "steps": self._steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

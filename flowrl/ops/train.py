@@ -25,9 +25,9 @@ class TrainOneStep:
 
     Remote workers get the new weights with their next request. `info` maps policy id ->
     {"learner_stats": {name: mean over the last pass}, "num_agent_steps_trained": rows}, and
-    "rows": {name: array [rows]} if the policy reports values per row (see Policy.row_stats). For
-    batches of fragments, the statistics include `policy_lag_mean` and `policy_lag_max`: the number
-    of updates since the fragments were sampled. Rows drawn from a ReplayBuffer have none.
+    "row_stats": {name: array [rows]} if the policy reports values per row (see Policy.row_stats).
+    For batches of fragments, the statistics include `policy_lag_mean` and `policy_lag_max`: the
+    number of updates since the fragments were sampled. Rows drawn from a ReplayBuffer have none.
 
     Counts `num_env_steps_trained` and `num_agent_steps_trained`; times `learn`.
 
@@ -47,7 +47,7 @@ class TrainOneStep:
 
     chained_with: ClassVar[str] = "for_each"
 
-    trains = True  # see ops.report
+    trains = True  # see ops.report.training_operators
 
     def __init__(
         self,

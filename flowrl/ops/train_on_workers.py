@@ -82,7 +82,7 @@ class TrainOnWorkersStage(Stage):
     """The stage of TrainOnWorkers."""
 
     name = "TrainOnWorkers"
-    trains = True  # see ops.report
+    trains = True  # see ops.report.training_operators
 
     def __init__(
         self,

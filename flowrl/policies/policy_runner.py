@@ -89,7 +89,7 @@ class PolicyRunner:
         outputs = {f"state_out_{i}": state for i, state in enumerate(states)}
         for column, values in {"actions": actions, **extra, **outputs}.items():
             self._store(column, values)
-        columns.advance(1, used=1)
+        columns.advance(1, num_rows=1)
         self._t += 1
         return _first_action(policy.actions_for_env(actions))
 

@@ -156,7 +156,7 @@ class AgentBatches:
         return [
             Segment(trajectory, row, Event.OPEN)
             for trajectory in trajectories_of(running, policy_id)
-            if (row := int(lanes.rows[trajectory.lane])) > trajectory.begin
+            if (row := int(lanes.current_rows[trajectory.lane])) > trajectory.begin
         ]
 
     def restored(self, running: list[RunningEpisode]) -> None:

@@ -153,8 +153,11 @@ class AgentChecks:
         Raises:
             InvalidStepError: a value is not finite, or an observation is outside its space.
         """
-        columns, used = lanes.columns, int(lanes.rows.max(initial=0))
-        raw, rewards = columns.part("raw_obs", 0, used + 1), columns.part("rewards", 0, used)
+        columns, num_rows = lanes.columns, int(lanes.current_rows.max(initial=0))
+        raw, rewards = (
+            columns.part("raw_obs", 0, num_rows + 1),
+            columns.part("rewards", 0, num_rows),
+        )
         checks = {id(segment.trajectory.check): segment.trajectory.check for segment in segments}
         finals = [segment for segment in segments if segment.final is not None]
         if (
@@ -168,7 +171,7 @@ class AgentChecks:
             end = segment.end + (segment.final is None)
             shown = map_leaves(lambda a, s=segment, e=end: a[s.begin : e, s.lane], raw)
             (wrong,) = check.invalid_rows(shown, 1, self._warn_only).nonzero()
-            steps = columns.part("t", 0, used)[:, segment.lane]
+            steps = columns.part("t", 0, num_rows)[:, segment.lane]
             env = lanes.envs[segment.lane]
             problem = None
             if len(wrong):

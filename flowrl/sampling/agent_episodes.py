@@ -267,7 +267,7 @@ class AgentEpisodes:
         following = RunningEpisode(self.new_record(env_index, next(self.ids)))
         for agent, trajectory in episode.agents.items():
             lanes = self._policies[trajectory.policy_id]
-            row = int(lanes.rows[trajectory.lane])
+            row = int(lanes.current_rows[trajectory.lane])
             if row > trajectory.begin:
                 lanes.segments.append(Segment(trajectory, row, Event.SOFT_HORIZON))
             following.agents[agent] = trajectory

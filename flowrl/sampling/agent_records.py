@@ -70,7 +70,7 @@ class AgentRecords:
         lanes, lane = self._policies[trajectory.policy_id], trajectory.lane
         columns, episode = lanes.columns, trajectory.episode.record
         record = episode.records[trajectory.agent_id]
-        end = int(lanes.rows[lane]) if trajectory.alive else trajectory.end
+        end = int(lanes.current_rows[lane]) if trajectory.alive else trajectory.end
         first, trajectory.recorded = trajectory.recorded, end
         if end > first:
             add_rows(episode, record, columns, lane, first, end)

@@ -84,11 +84,11 @@ def episodes_state_dict(
 
 
 def _lanes_state_dict(lanes: PolicyLanes) -> dict[str, Any]:
-    columns = lanes.columns.state_dict(int(lanes.rows.max(initial=0)))
+    columns = lanes.columns.state_dict(int(lanes.current_rows.max(initial=0)))
     infos = columns["rows"].pop("infos", None)
     return {
         "columns": columns,
-        "rows": lanes.rows.copy(),
+        "rows": lanes.current_rows.copy(),
         "envs": lanes.envs.copy(),
         "free": {env: list(free) for env, free in lanes.free.items()},
         "states": lanes.states.state_dict(),
@@ -158,7 +158,7 @@ def _load_lanes(lanes: PolicyLanes, state: dict[str, Any]) -> None:
     for env in state["envs"][len(lanes.envs) :].tolist():
         lanes.add_lane(env)
     lanes.columns.load_state_dict(state["columns"])
-    lanes.rows, lanes.envs = np.array(state["rows"]), np.array(state["envs"])
+    lanes.current_rows, lanes.envs = np.array(state["rows"]), np.array(state["envs"])
     lanes.free = {env: list(free) for env, free in state["free"].items()}
     lanes.states.load_state_dict(state["states"])
     lanes.segments = []

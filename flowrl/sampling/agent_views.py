@@ -40,7 +40,7 @@ class AgentViews:
         """Return views and masks at the current rows of trajectories, [m, agents, …] each."""
         requests = []
         for trajectory in waiting:
-            row = self._policies[trajectory.policy_id].rows[trajectory.lane]
+            row = self._policies[trajectory.policy_id].current_rows[trajectory.lane]
             times = self._times(trajectory, np.array([row]))
             requests.append((trajectory, trajectory.episode, times))
         return self._columns(views, requests)
@@ -113,7 +113,7 @@ class AgentViews:
             lanes = self._policies[other.policy_id]
             columns, begin = lanes.columns, lanes.columns.lookback
             first = max(other.begin - other.age, -begin)
-            last = int(lanes.rows[other.lane]) if other.alive else other.end
+            last = int(lanes.current_rows[other.lane]) if other.alive else other.end
             if last < first:
                 continue
             known = self._times(other, np.arange(first, last + 1))

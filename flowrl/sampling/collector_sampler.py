@@ -1,7 +1,7 @@
 """CollectorSampler: pass the rows of all agents to a SampleCollector, which builds the batches.
 
-Environments, episodes and callbacks are those of MultiAgentSampler; the columns store each row for
-them until the next fragment.
+Environments, episodes and callbacks are those of MultiAgentSampler. Until the next fragment, each
+row is also stored in columns, which the records of the episodes read.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class CollectorLanes(PolicyLanes):
 
     def observe(self, trajectory: Trajectory, observation: Any, t: int, info: Any) -> None:
         super().observe(trajectory, observation, t, info)
-        row = int(self.rows[trajectory.lane]) - 1
+        row = int(self.current_rows[trajectory.lane]) - 1
         self._add_row(trajectory, row, self._added_observation(trajectory), False, False)
 
     def end(
@@ -189,7 +189,7 @@ class CollectorLanes(PolicyLanes):
         inputs: Any = parts[0]
         if len(parts) > 1:
             inputs = optree.tree_map(lambda *leaves: np.concatenate(leaves), *parts)  # type: ignore[arg-type]
-        self.wait([trajectory for added in by_collector for trajectory in added])
+        self.set_waiting([trajectory for added in by_collector for trajectory in added])
         self.added = []
         actions = self._store_outputs(
             self.policy.compute_actions_from_input_dict(inputs, **self._options)

@@ -128,8 +128,8 @@ class ColumnSampler:
             None if self._check.is_array else [None] * vector_env.num_envs
         )
         self._defers_values = False  # in the current fragment
-        self._used = 0  # rows in the columns that are in no fragment yet
-        self._infos: list[Any] = []  # of the rows from 0 to _used
+        self._num_rows = 0  # rows in the columns that are in no fragment yet
+        self._infos: list[Any] = []  # of the rows from 0 to _num_rows
         self._returns = EpisodeReturns(vector_env.num_envs)
 
     def _allocate_inputs(self) -> None:
@@ -158,11 +158,12 @@ class ColumnSampler:
 
     # -- a fragment --------------------------------------------------------------------------------
 
-    def collect(self, min_rows: int) -> SampleBatch:
+    def collect(self, min_steps: int) -> SampleBatch:
         """Return one fragment, sorted by environment and time.
 
         Args:
-            min_rows: number of rows; a step of all environments and whole episodes may have more.
+            min_steps: number of env steps; a step of all environments and whole episodes may have
+                more.
         """
         started = time.perf_counter()
         if self._views.signature != signature_of(self.policy.view_requirements):
@@ -175,10 +176,10 @@ class ColumnSampler:
         if not self._open:
             self._start()
         self._open = False  # until the fragment is complete
-        before = self._used
-        self._roll(min_rows)
+        before = self._num_rows
+        self._roll(min_steps)
         rolled = time.perf_counter()
-        batch = self._finish(before, min_rows)
+        batch = self._finish(before, min_steps)
         self._open = True
         self.env_steps += batch.count
         finished = time.perf_counter()
@@ -191,7 +192,7 @@ class ColumnSampler:
     def _start(self) -> None:
         """Start an episode in every environment."""
         columns = self._columns
-        columns.known = self._used = 0
+        columns.known = self._num_rows = 0
         self._infos = []
         self._tracker.start()
         self._states.restart(slice(None))
@@ -212,7 +213,7 @@ class ColumnSampler:
         if self.settings.on_invalid_step == "replace":
             write(columns["raw_obs"], at, self._check.repair(columns.row("raw_obs", t)))
 
-    def _roll(self, min_rows: int) -> None:
+    def _roll(self, min_steps: int) -> None:
         """Act and step until the fragment is complete."""
         columns, vector_env, policy, settings = (
             self._columns,
@@ -225,13 +226,13 @@ class ColumnSampler:
         act, act_on_views = self._acting_functions()
         whole, nested, envs = self._whole, self._nested, vector_env.num_envs
         replace, shows_dones = settings.on_invalid_step == "replace", "dones" in views.sources
-        lookback, first, t = columns.lookback, self._used, self._used
+        lookback, first, t = columns.lookback, self._num_rows, self._num_rows
         closed = tracker.rows_closed
         stepping = acting = 0.0
         clock = time.perf_counter
         start = clock()
         raw, obs, rewards, terminateds, truncateds = self._inputs_from(t)
-        while closed < min_rows:
+        while closed < min_steps:
             if t == columns.length:
                 columns.resize(2 * t)
                 raw, obs, rewards, terminateds, truncateds = self._inputs_from(t)
@@ -282,7 +283,7 @@ class ColumnSampler:
                 self._warn_without_data(t)
         if normalize is not None:
             columns["obs"][lookback + t] = normalize(columns["raw_obs"][lookback + t])
-        self._used = t
+        self._num_rows = t
         self.timings["env_step_s"] += stepping
         self.timings["inference_s"] += acting
         self.timings["collection_s"] += clock() - start - stepping - acting
@@ -331,40 +332,45 @@ class ColumnSampler:
 
     # -- the end of a fragment ---------------------------------------------------------------------
 
-    def _finish(self, before: int, min_rows: int) -> SampleBatch:
+    def _finish(self, before: int, min_steps: int) -> SampleBatch:
         """Check the rows from row `before` on, build the fragment, and keep the rows after it."""
-        used, policy, columns, tracker = self._used, self.policy, self._columns, self._tracker
-        segments, raw_finals = tracker.segments(used), self._finals()
-        self._checks.check(columns, used, raw_finals, segments)
+        num_rows, policy, columns, tracker = (
+            self._num_rows,
+            self.policy,
+            self._columns,
+            self._tracker,
+        )
+        segments, raw_finals = tracker.segments(num_rows), self._finals()
+        self._checks.check(columns, num_rows, raw_finals, segments)
         finals = raw_finals
         if policy.observation_filter is not None:
             resets_next = self.vector_env.resets_in_next_step
-            acted = segments.acted_rows(used, columns.lanes, resets_next)[before + 1 :]
-            seen = columns.part("raw_obs", before + 1, used + 1)[acted]
+            acted = segments.acted_rows(num_rows, columns.lanes, resets_next)[before + 1 :]
+            seen = columns.part("raw_obs", before + 1, num_rows + 1)[acted]
             if len(seen):
                 policy.observation_filter.new_stats.update(seen)
             finals = policy.observation_filter(raw_finals)
-        chosen = tracker.choose(segments, min_rows)
+        chosen = tracker.choose(segments, min_steps)
         returned = segments if chosen.all() else segments.select(chosen)
         batch = self._builder.build(
-            columns, self._views, used, returned, finals, self._infos,
+            columns, self._views, num_rows, returned, finals, self._infos,
             adds_values=self._defers_values,
         )  # fmt: skip
         if self._by_segment and batch.count:
             parts = parts_of(batch, returned.lengths)
             batch = SampleBatch.concat_samples([postprocess_segment(policy, p) for p in parts])
-        rewards = columns.part("rewards", 0, used)
+        rewards = columns.part("rewards", 0, num_rows)
         self.episodes += self._returns.end_fragment(returned, rewards, self._callbacks)
         lost: list[int] = []
         if not segments.are_open and not self.vector_env.resets_in_next_step:
             lost = segments.lanes[segments.events == Event.LOST].tolist()
         self.vector_env.mark_healthy(set(range(self.vector_env.num_envs)).difference(lost))
-        first = tracker.keep(used, segments, chosen, raw_finals)
+        first = tracker.keep(num_rows, segments, chosen, raw_finals)
         if self._callbacks is not None:
-            self._callbacks.update_all(used, self._infos)
+            self._callbacks.update_all(num_rows, self._infos)
             self._callbacks.advance(first)
-        columns.advance(first, used)
-        self._used = used - first
+        columns.advance(first, num_rows)
+        self._num_rows = num_rows - first
         self._infos = self._infos[first:]  # a new list: the fragment reads the old one
         return batch
 
@@ -390,7 +396,7 @@ class ColumnSampler:
         if self._open:
             state["open"] = {
                 "envs": self.vector_env.state_dict(),
-                "columns": self._columns.state_dict(self._used),
+                "columns": self._columns.state_dict(self._num_rows),
                 "states": self._states.state_dict(),
                 "returns": self._returns.so_far.copy(),
                 "lives": None if self._lost_lives is None else self._lost_lives.lives.copy(),
@@ -420,7 +426,7 @@ class ColumnSampler:
         columns.load_state_dict(running["columns"])
         if columns.lookback != self._views.lookback:
             columns.look_back(self._views.lookback)
-        self._used = running["columns"]["used"]
+        self._num_rows = running["columns"]["used"]
         self._infos = list(running["infos"])
         self._states.load_state_dict(running["states"])
         self._returns.so_far[:] = running["returns"]
@@ -428,19 +434,19 @@ class ColumnSampler:
             self._lost_lives.lives = np.array(running["lives"])
         if self._callbacks is not None and running["callbacks"] is not None:
             self._callbacks.load_state_dict(running["callbacks"])
-        observations: Any = columns.row("raw_obs", self._used)
+        observations: Any = columns.row("raw_obs", self._num_rows)
         if self._nested is not None:
             observations = self._nested[:] = rows_of(observations)
         restarted = self.vector_env.load_state_dict(running["envs"], observations)
         if self._nested is not None:
             self._nested[:] = observations
-            self._take_observations(self._used)
-        self._tracker.restart(restarted, self._used)
+            self._take_observations(self._num_rows)
+        self._tracker.restart(restarted, self._num_rows)
         self._states.restart(restarted)
         if self._callbacks is not None:
             without_record = running["callbacks"] is None
             for env in range(self.vector_env.num_envs) if without_record else restarted:
-                self._callbacks.start(env, self._used)
+                self._callbacks.start(env, self._num_rows)
         self._open = True
         return len(restarted)
 

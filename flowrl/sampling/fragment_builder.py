@@ -52,7 +52,7 @@ class FragmentBuilder:
         self,
         columns: FragmentColumns,
         views: Views,
-        used: int,
+        num_rows: int,
         segments: Segments,
         finals: Any,
         infos: list[Any] | None = None,
@@ -65,7 +65,7 @@ class FragmentBuilder:
         Args:
             columns: the rows of all lanes.
             views: the views of the policy.
-            used: number of rows of the fragment.
+            num_rows: number of rows of the fragment.
             segments: the rows to return.
             finals: final observations of the episodes that ended, normalized.
             infos: the infos of each row, by lane; an empty list for rows without infos. None: they
@@ -75,11 +75,11 @@ class FragmentBuilder:
         """
         count = int(segments.lengths.sum())
         order = None
-        if count < used * columns.lanes or not segments.in_lane_order:
+        if count < num_rows * columns.lanes or not segments.in_lane_order:
             row, segment = segments.rows()
             order = row * columns.lanes + segments.lanes[segment]
         grid = {
-            name: columns.part(name, 0, used)
+            name: columns.part(name, 0, num_rows)
             for name in columns.names()
             if name not in _NOT_IN_BATCHES
         }
@@ -102,7 +102,7 @@ class FragmentBuilder:
                 rows[name] = optree.tree_map(lambda array: by_lane(array, order), column)
         rows = {**self._ids(segments), **rows}
         if not views.acts_on_obs_only:
-            rows.update(views.columns(columns, used, segments, last))
+            rows.update(views.columns(columns, num_rows, segments, last))
             lengths_of_sequences = views.sequence_lengths(segments)
             if lengths_of_sequences is not None:
                 rows["seq_lens"] = lengths_of_sequences

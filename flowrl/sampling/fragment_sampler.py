@@ -65,9 +65,9 @@ class FragmentSampler:
         )
         self._env_sampler: ColumnSampler | MultiAgentSampler | None = None
         # of an item of the sampler: a fragment, or one whole episode
-        self._min_rows = settings.fragment_length * envs.agent_envs.num_envs
+        self._min_steps = settings.fragment_length * envs.agent_envs.num_envs
         if settings.batch_mode == "complete_episodes":
-            self._min_rows = 1
+            self._min_steps = 1
         self._sampler: SamplerInput | None = None
         self._reset_counts()
 
@@ -94,8 +94,8 @@ class FragmentSampler:
         policy_map = self._worker.policy_map
         with self._worker.lock:
             if self._env_sampler is None:
-                self._env_sampler = self._make_source()
-            batch: Any = self._env_sampler.collect(self._min_rows)
+                self._env_sampler = self._make_env_sampler()
+            batch: Any = self._env_sampler.collect(self._min_steps)
             batches = self._shipping.prepare(batch.policy_batches)
             episodes, self._env_sampler.episodes = self._env_sampler.episodes, []
             filters = {pid: policy.take_filter_updates() for pid, policy in policy_map.items()}
@@ -108,7 +108,7 @@ class FragmentSampler:
                 {pid: seen for pid, seen in filters.items() if seen},
             )
 
-    def _make_source(self) -> ColumnSampler | MultiAgentSampler:
+    def _make_env_sampler(self) -> ColumnSampler | MultiAgentSampler:
         envs, kind = self._envs, self._kind()
         worker, settings = self._worker, self._settings
         ids = self.unroll_ids, self._first_id
@@ -144,20 +144,20 @@ class FragmentSampler:
     def sample(self) -> SampleBatch | MultiAgentBatch:
         """Return one fragment; with `complete_episodes`, whole episodes of at least its length."""
         sampler, settings = self.sampler, self._settings
-        min_rows = settings.fragment_length * self._envs.agent_envs.num_envs
+        min_steps = settings.fragment_length * self._envs.agent_envs.num_envs
         if settings.batch_mode == "truncate_episodes":
             return sampler.get_data()
         by_agent = settings.count_steps_by == "agent_steps"
         items = self._episodes_ready  # includes episodes from before an error
         while (
-            rows := sum(i.agent_steps() if by_agent else i.env_steps() for i in items)
-        ) < min_rows:
+            steps := sum(i.agent_steps() if by_agent else i.env_steps() for i in items)
+        ) < min_steps:
             if not settings.sample_async:
-                self._min_rows = min_rows - rows
+                self._min_steps = min_steps - steps
             try:
                 items.append(sampler.get_data())
             finally:
-                self._min_rows = 1
+                self._min_steps = 1
         self._episodes_ready = []
         return items[0] if len(items) == 1 else SampleBatch.concat_samples(items)
 
@@ -259,17 +259,17 @@ class FragmentSampler:
             KeyError, ValueError: it belongs to other settings or environments.
         """
         unroll_ids, self.unroll_ids = self.unroll_ids, IdCounter(state["next_unroll"])
-        source, restarted = None, 0
+        env_sampler, restarted = None, 0
         try:
             if state["source"] is not None:
-                source = self._make_source()
-                restarted = source.load_state_dict(state["source"])
+                env_sampler = self._make_env_sampler()
+                restarted = env_sampler.load_state_dict(state["source"])
             elif self._env_sampler is not None:
                 self._envs.reopen()
         except Exception:
             self.unroll_ids = unroll_ids
             raise
-        self._env_sampler = source
+        self._env_sampler = env_sampler
         self._returned_steps = list(state["returned_steps"])
         self._reported_steps = list(state["reported_steps"])
         self._episodes_ready = list(state["episodes_ready"])

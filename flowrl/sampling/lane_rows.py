@@ -37,7 +37,7 @@ class LaneRows:
 
     Attributes:
         columns: the rows.
-        rows: current row of each lane, [lanes].
+        current_rows: current row of each lane, [lanes].
         envs: environment of each lane, [lanes].
         segments: the segments that are in no fragment yet.
         free: lanes without a trajectory, by environment.
@@ -55,7 +55,7 @@ class LaneRows:
         self.states = InitialStates(policy, 0)
         self.columns = FragmentColumns(0, settings.fragment_length)
         self._check = ObservationCheck(policy.observation_space)
-        self.rows, self.envs = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self.current_rows, self.envs = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self.time = 0
         self._allocate()
         self.clear()
@@ -80,16 +80,16 @@ class LaneRows:
 
     def clear(self) -> None:
         """Remove all rows."""
-        self.rows[:] = 0
+        self.current_rows[:] = 0
         self.free: dict[int, list[int]] = {}
-        for lane in reversed(range(len(self.rows))):
+        for lane in reversed(range(len(self.current_rows))):
             self.free.setdefault(int(self.envs[lane]), []).append(lane)
         if "pending_stats" in self.columns.arrays:
             self.columns["pending_stats"][:] = False
         self.segments: list[Segment] = []
-        self.wait([])
+        self.set_waiting([])
 
-    def wait(self, trajectories: list[Trajectory]) -> None:
+    def set_waiting(self, trajectories: list[Trajectory]) -> None:
         """Set the trajectories that act in the next step, in the order of their actions."""
         self.waiting = trajectories
         self._lanes = np.array([trajectory.lane for trajectory in trajectories], np.int64)
@@ -122,7 +122,7 @@ class LaneRows:
             free.append(self.add_lane(env))
         lane = free.pop()
         self.states.restart([lane])
-        row, states = int(self.rows[lane]), self.states.new
+        row, states = int(self.current_rows[lane]), self.states.new
         trajectory = Trajectory(
             self.policy_id, lane, agent_id, agent_index, episode, check, row, states
         )
@@ -133,8 +133,8 @@ class LaneRows:
         """Add a lane for an environment; return its number."""
         self.columns.add_lanes(1)
         self.states.add_lanes(1)
-        self.rows, self.envs = np.append(self.rows, 0), np.append(self.envs, env)
-        return len(self.rows) - 1
+        self.current_rows, self.envs = np.append(self.current_rows, 0), np.append(self.envs, env)
+        return len(self.current_rows) - 1
 
     def _write(
         self, trajectory: Trajectory, observation: Any, counts_in_filter: bool = True
@@ -144,7 +144,7 @@ class LaneRows:
         if self._replaces:
             observation = trajectory.check.repair(observation)
         lane = trajectory.lane
-        at = self.columns.lookback + self.rows[lane], lane
+        at = self.columns.lookback + self.current_rows[lane], lane
         write(self.columns["raw_obs"], at, observation)
         if "pending_stats" in self.columns.arrays:
             self.columns["pending_stats"][at] = counts_in_filter
@@ -184,7 +184,7 @@ class LaneRows:
         final = self.observation(trajectory) if final is None else trajectory.check.copy(final)
         trajectory.final = trajectory.check.repair(final) if self._replaces else final
         self._complete(trajectory, t, info, terminated, truncated)
-        trajectory.end, trajectory.end_time = int(self.rows[trajectory.lane]), self.time
+        trajectory.end, trajectory.end_time = int(self.current_rows[trajectory.lane]), self.time
         self.segments.append(
             Segment(trajectory, trajectory.end, Event.ENDED, terminated, truncated)
         )
@@ -199,7 +199,7 @@ class LaneRows:
         truncated: bool = False,
     ) -> None:
         columns, lane = self.columns, trajectory.lane
-        at = columns.lookback + self.rows[lane], lane
+        at = columns.lookback + self.current_rows[lane], lane
         reward = trajectory.pending_reward
         columns["rewards"][at] = (
             np.nan_to_num(reward, posinf=0, neginf=0) if self._replaces else reward
@@ -211,7 +211,7 @@ class LaneRows:
             flags = terminated, truncated, terminated or truncated
             for name, flag in zip(FLAGS, flags, strict=True):
                 columns[name][at] = flag
-        self.rows[lane] += 1
+        self.current_rows[lane] += 1
 
     def _write_infos(self, at: Any, infos: Any) -> None:
         """Write infos, which are a column once an environment returned some."""
@@ -227,13 +227,13 @@ class LaneRows:
         """End a trajectory, and drop its rows that are in no segment."""
         lane = trajectory.lane
         if "pending_stats" in self.columns.arrays:
-            rows = slice(trajectory.begin, int(self.rows[lane]) + 1)
+            rows = slice(trajectory.begin, int(self.current_rows[lane]) + 1)
             self.columns["pending_stats"][self.columns.lookback :][rows, lane] = False
         trajectory.end = trajectory.begin
         self.ensure_room()
         # skip the current row: a kept segment that a soft horizon ended reads it as its next
         # observation
-        self.rows[lane] += 1
+        self.current_rows[lane] += 1
         self._release(trajectory)
 
     def drop_segments(self, episode: RunningEpisode) -> None:
@@ -246,7 +246,7 @@ class LaneRows:
 
     def observation(self, trajectory: Trajectory) -> Any:
         """Return a copy of the latest observation of a trajectory."""
-        at = self.columns.lookback + self.rows[trajectory.lane], trajectory.lane
+        at = self.columns.lookback + self.current_rows[trajectory.lane], trajectory.lane
         return map_leaves(lambda array: np.array(array[at]), self.columns["raw_obs"])
 
     # -- a step of many trajectories ---------------------------------------------------------------
@@ -268,13 +268,13 @@ class LaneRows:
         """
         columns = self.columns
         index = self._lanes if len(lanes) == len(self._lanes) else np.array(lanes)
-        at = columns.lookback + self.rows[index], index
+        at = columns.lookback + self.current_rows[index], index
         columns["rewards"][at] = rewards
         columns["t"][at] = steps
         self._write_infos(at, infos)
         if self._replaces:
             columns["rewards"][at] = np.nan_to_num(columns["rewards"][at], posinf=0.0, neginf=0.0)
-        self.rows[index] += 1
+        self.current_rows[index] += 1
         after = at[0] + 1, index
         write(columns["raw_obs"], after, observations)
         if "pending_stats" in columns.arrays:
@@ -308,7 +308,7 @@ class LaneRows:
 
     def ensure_room(self) -> int:
         """Make room for at least one step; return the number of steps that fit."""
-        last = int(self.rows.max(initial=0))
+        last = int(self.current_rows.max(initial=0))
         if last == self.columns.length:
             self.columns.resize(2 * last)
         return self.columns.length - last
@@ -336,18 +336,18 @@ class LaneRows:
             ended: other trajectories that views may show.
             since: the first env step of each environment that views may show, [envs].
         """
-        firsts = self.rows.copy()
+        firsts = self.current_rows.copy()
         kept: list[Segment | Trajectory] = [*self.segments, *running]
         for part in kept:
             firsts[part.lane] = min(firsts[part.lane], part.begin)
         if since is not None:
             times = self.columns["time"][self.columns.lookback :]
             for lane, env in enumerate(self.envs.tolist()):
-                known = times[: self.rows[lane], lane]
+                known = times[: self.current_rows[lane], lane]
                 firsts[lane] = min(firsts[lane], int(np.searchsorted(known, since[env])))
         columns = self.columns
-        columns.advance_lanes(firsts, self.rows)
-        self.rows -= firsts
+        columns.advance_lanes(firsts, self.current_rows)
+        self.current_rows -= firsts
         # rows of trajectories that began before this fragment
         moved = [int(firsts[t.lane]) for t in running if t.age > firsts[t.lane]]
         known = columns.known + min(moved) if moved else columns.lookback

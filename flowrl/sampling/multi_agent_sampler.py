@@ -138,11 +138,11 @@ class MultiAgentSampler:
 
     # -- a fragment --------------------------------------------------------------------------------
 
-    def collect(self, min_rows: int) -> SampleBatch | MultiAgentBatch:
+    def collect(self, min_steps: int) -> SampleBatch | MultiAgentBatch:
         """Return one fragment, as the worker returns it.
 
         Args:
-            min_rows: number of env steps, or of agent steps with `count_steps_by="agent_steps"`; a
+            min_steps: number of env steps, or of agent steps with `count_steps_by="agent_steps"`; a
                 step of all environments and whole episodes may have more.
         """
         started = time.perf_counter()
@@ -151,9 +151,9 @@ class MultiAgentSampler:
         if not self._open:
             self._start()
         self._open = False  # until the fragment is complete
-        self._roll(min_rows)
+        self._roll(min_steps)
         rolled = time.perf_counter()
-        batch = self._finish(min_rows)
+        batch = self._finish(min_steps)
         self._open = True
         self.env_steps += batch.env_steps()
         finished = time.perf_counter()
@@ -171,20 +171,20 @@ class MultiAgentSampler:
         self._acting = [[] for _ in range(self.agent_envs.num_envs)]
         self._episodes.start(self.agent_envs.reset())
 
-    def _roll(self, min_rows: int) -> None:
+    def _roll(self, min_steps: int) -> None:
         """Act and step until the fragment is complete."""
         clock, agent_envs = time.perf_counter, self.agent_envs
         start, acting, stepping = clock(), 0.0, 0.0
         steps = skipped = room = 0
-        self._num_ended = self._ended_rows = 0
+        self._num_ended = self._ended_steps = 0
         self._episodes.changed.update(range(agent_envs.num_envs))
         while True:
             if not (self._whole or self._by_agent):
                 found = steps * agent_envs.num_envs - skipped
             else:
-                found = self._rows_found()
+                found = self._steps_found()
                 self._warn_without_data(steps, found)
-            if found >= min_rows:
+            if found >= min_steps:
                 break
             if not room:
                 room = min(lanes.ensure_room() for lanes in self._policies.values())
@@ -206,16 +206,16 @@ class MultiAgentSampler:
         self.timings["inference_s"] += acting
         self.timings["collection_s"] += clock() - start - acting - stepping
 
-    def _rows_found(self) -> int:
-        """Return the rows for the fragment: env steps or agent steps, of whole episodes or all."""
+    def _steps_found(self) -> int:
+        """Return the steps for the fragment, in the unit of the setting."""
         ended = self._episodes.ended
-        self._ended_rows += sum(map(self._size, ended[self._num_ended :]))
+        self._ended_steps += sum(map(self._num_steps, ended[self._num_ended :]))
         self._num_ended = len(ended)
         running = [] if self._whole else self._episodes.all_running()
-        return self._ended_rows + sum(map(self._size, running))
+        return self._ended_steps + sum(map(self._num_steps, running))
 
-    def _size(self, episode: RunningEpisode) -> int:
-        """Return the rows of an episode that are in no fragment, in the unit of the setting."""
+    def _num_steps(self, episode: RunningEpisode) -> int:
+        """Return the steps of an episode that are in no fragment, in the unit of the setting."""
         return episode.new_rows if self._by_agent else episode.new_steps
 
     def _warn_without_data(self, steps: int, found: int) -> None:
@@ -249,7 +249,7 @@ class MultiAgentSampler:
                 assert episode is not None
                 waiting[lanes.policy_id] += [episode.agents[agent] for agent in agents]
         for policy_id, trajectories in waiting.items():
-            self._policies[policy_id].wait(trajectories)
+            self._policies[policy_id].set_waiting(trajectories)
 
     def _act(self) -> list[dict[AgentID, Any]]:
         """Return the actions for the environments, by agent."""
@@ -338,10 +338,10 @@ class MultiAgentSampler:
 
     # -- the end of a fragment ---------------------------------------------------------------------
 
-    def _finish(self, min_rows: int) -> MultiAgentBatch:
+    def _finish(self, min_steps: int) -> MultiAgentBatch:
         """Build the batches, and keep the other rows for later fragments."""
         episodes = self._episodes
-        ended, running = self._take_ended(min_rows), episodes.all_running()
+        ended, running = self._take_ended(min_steps), episodes.all_running()
         parts = [] if self._whole else running
         batches = self._batches.take(ended, parts)
         steps = sum(episode.new_steps for episode in (*ended, *parts))
@@ -373,11 +373,11 @@ class MultiAgentSampler:
                 since[env] = min(since[env], first - columns.lookback)
         return since
 
-    def _take_ended(self, min_rows: int) -> list[RunningEpisode]:
-        """Return the ended episodes of the fragment; whole ones until they have `min_rows` rows."""
-        ended, count, rows = self._episodes.ended, 0, 0
-        while count < len(ended) and not (self._whole and rows >= min_rows):
-            rows += self._size(ended[count])
+    def _take_ended(self, min_steps: int) -> list[RunningEpisode]:
+        """Return the ended episodes of the fragment; whole ones until they have enough steps."""
+        ended, count, steps = self._episodes.ended, 0, 0
+        while count < len(ended) and not (self._whole and steps >= min_steps):
+            steps += self._num_steps(ended[count])
             count += 1
         self._episodes.ended = ended[count:]
         return ended[:count]

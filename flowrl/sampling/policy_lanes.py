@@ -72,13 +72,13 @@ class PolicyLanes(LaneRows):
         """Normalize the current rows of lanes."""
         normalize, columns = self.policy.observation_filter, self.columns
         if normalize is not None:
-            at = columns.lookback + self.rows[lanes], lanes
+            at = columns.lookback + self.current_rows[lanes], lanes
             columns["obs"][at] = normalize(columns["raw_obs"][at])
 
     def act(self) -> list[Any]:
         """Return the actions of the trajectories that wait, as their environments take them."""
         columns, policy, views, lanes = self.columns, self.policy, self._views, self._lanes
-        rows = self.rows[lanes]
+        rows = self.current_rows[lanes]
         at = columns.lookback + rows, lanes
         obs = map_leaves(lambda array: array[at], columns["obs"])
         if views.acts_on_obs_only:
@@ -94,9 +94,9 @@ class PolicyLanes(LaneRows):
         """Store actions, states and extra outputs; return the actions for the environments."""
         lanes = self._lanes
         if self._at_first_step:
-            self._outputs.allocate(len(lanes), outputs, continues=bool(self.rows.any()))
+            self._outputs.allocate(len(lanes), outputs, continues=bool(self.current_rows.any()))
             self._at_first_step = False
-        at = self.columns.lookback + self.rows[lanes], lanes
+        at = self.columns.lookback + self.current_rows[lanes], lanes
         to_env = self._outputs.store(at, *outputs)
         if isinstance(to_env, np.ndarray):
             return to_env.tolist() if to_env.ndim == 1 else list(to_env)
@@ -137,7 +137,7 @@ class PolicyLanes(LaneRows):
         """Return the rows of segments; see `normalize_current`."""
         columns, normalize = self.columns, self.policy.observation_filter
         arrays = arrays_of(segments, self.envs)
-        used = int(arrays.ends.max())
+        num_rows = int(arrays.ends.max())
         finals = [segment.final for segment in segments if segment.final is not None]
         final = map_leaves(lambda array: array[:0, 0], columns["raw_obs"])
         if finals:
@@ -149,14 +149,14 @@ class PolicyLanes(LaneRows):
         views, agent_views = self._views, self._agent_views
         if agent_views is None:
             return self._builder.build(
-                columns, views, used, arrays, final, adds_values=self._defers_values
+                columns, views, num_rows, arrays, final, adds_values=self._defers_values
             )
 
         def agent_inputs(index: np.ndarray) -> dict[str, Any]:
             after = [segments[i] for i in index]
             return agent_views.inputs_after(views.agents_acting, after)
 
-        batch = self._builder.build(columns, views, used, arrays, final, None, agent_inputs)
+        batch = self._builder.build(columns, views, num_rows, arrays, final, None, agent_inputs)
         return batch.with_columns(**agent_views.rows(views.agents_training, segments))
 
     def _write_flags(self, segments: list[Segment], arrays: Segments) -> None:

@@ -56,7 +56,6 @@ class RolloutWorker:
             record. A `rollout_fragment_length` of "auto" means 200.
         worker_index: 0 in process, 1 ... num_workers on actors.
         num_workers: number of workers on actors.
-        fragment_length: env steps of each environment per `sample()`; overrides the settings.
         steps_per_fragment: env steps of all environments per `sample()`, rounded up to a multiple
             of their number; replaces a `rollout_fragment_length` of "auto".
         restart_count: number of failed workers with this index before this one; selects separate
@@ -81,14 +80,10 @@ class RolloutWorker:
         policy_config: Any = None,
         worker_index: int = 0,
         num_workers: int = 0,
-        fragment_length: int | None = None,
         restart_count: int = 0,
         steps_per_fragment: int | None = None,
     ):
-        config = WorkerConfig.of(policy_config)
-        if fragment_length is not None:
-            config = config.updated(rollout_fragment_length=fragment_length)
-        self.config = config
+        self.config = config = WorkerConfig.of(policy_config)
         if worker_index or config.num_threads_per_process != "auto":  # else the algorithm does it
             limit_threads(config.num_threads_per_process)
         self.worker_index = worker_index

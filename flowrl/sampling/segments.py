@@ -96,16 +96,16 @@ class Segments:
         nth = np.arange(len(segment)) - np.repeat(np.cumsum(counts) - counts, counts)
         return self.begins[segment] + nth * every, segment
 
-    def acted_rows(self, used: int, num_lanes: int, resets_in_next_step: bool) -> np.ndarray:
-        """Return which observations a policy acts on, bool [used + 1, lanes], without those of lost
-        segments and the first one after a failure.
+    def acted_rows(self, num_rows: int, num_lanes: int, resets_in_next_step: bool) -> np.ndarray:
+        """Return which observations a policy acts on, bool [num_rows + 1, lanes], without those of
+        lost segments and the first one after a failure.
 
         Args:
-            used: number of rows of the fragment.
+            num_rows: number of rows of the fragment.
             num_lanes: number of lanes.
             resets_in_next_step: whether the row after an episode's end only resets.
         """
-        acted = np.zeros((used + 1, num_lanes), bool)
+        acted = np.zeros((num_rows + 1, num_lanes), bool)
         is_lost = self.events == Event.LOST
         kept = self.select(~is_lost) if is_lost.any() else self
         row, segment = kept.rows()
@@ -226,17 +226,17 @@ class SegmentTracker:
         self._new_episodes(envs)
         self._firsts[envs] = row + 1
 
-    def segments(self, used: int) -> Segments:
-        """Return all segments of the first `used` rows, also empty ones; the last one of each
+    def segments(self, num_rows: int) -> Segments:
+        """Return all segments of the first `num_rows` rows, also empty ones; the last one of each
         environment is open."""
         envs = self._envs
         if not self._events:
             return Segments(
-                envs, self._begins.copy(), np.full(len(envs), used), self._steps.copy(),
+                envs, self._begins.copy(), np.full(len(envs), num_rows), self._steps.copy(),
                 self._ages.copy(), self.episode_ids.copy(), self._all_open, self._no_finals,
                 self._all, envs=envs, agents=self._no_agents, are_open=not self._whole,
             )  # fmt: skip
-        events = [*self._events, (used - 1, envs, Event.OPEN, self.episode_ids)]
+        events = [*self._events, (num_rows - 1, envs, Event.OPEN, self.episode_ids)]
         counts = [len(lanes) for _, lanes, _, _ in events]
         lanes = np.concatenate([np.asarray(lanes, np.int64) for _, lanes, _, _ in events])
         rows = np.repeat([row for row, _, _, _ in events], counts)
@@ -274,22 +274,22 @@ class SegmentTracker:
             chosen[index[before >= min_rows]] = False
         return chosen
 
-    def keep(self, used: int, segments: Segments, chosen: np.ndarray, finals: Any) -> int:
+    def keep(self, num_rows: int, segments: Segments, chosen: np.ndarray, finals: Any) -> int:
         """Start the next fragment, with the segments that were not chosen; return its first row.
 
         Args:
-            used: number of rows of the fragment.
+            num_rows: number of rows of the fragment.
             segments, chosen: see `choose`.
             finals: final observations of the episodes that ended, [k, …].
         """
         self.forget()
         if not self._whole:
-            self.resets -= used
-            self.starts -= used
+            self.resets -= num_rows
+            self.starts -= num_rows
             self._steps, self._ages = -self.starts, -self.resets
             self._begins[:] = self._firsts[:] = 0
-            return used
-        self._keep_segments(used, segments, chosen, finals)
+            return num_rows
+        self._keep_segments(num_rows, segments, chosen, finals)
         first = int(self._begins.min())
         for rows in (self._begins, self._firsts, self.resets, self.starts):
             rows -= first
@@ -297,11 +297,11 @@ class SegmentTracker:
         return first
 
     def _keep_segments(
-        self, used: int, segments: Segments, chosen: np.ndarray, finals: Any
+        self, num_rows: int, segments: Segments, chosen: np.ndarray, finals: Any
     ) -> None:
         """Keep the segments of each lane after those that are chosen or lost."""
         done = chosen | (segments.events == Event.LOST)
-        self._begins[:], self._steps[:], self._ages[:] = used, 0, 0
+        self._begins[:], self._steps[:], self._ages[:] = num_rows, 0, 0
         kept: dict[int, list[int]] = {}
         for index, lane in enumerate(segments.lanes.tolist()):
             if lane in kept:

@@ -35,12 +35,14 @@ class StepChecks:
         self._worker_index = worker_index
         self._warned = False
 
-    def check(self, columns: FragmentColumns, used: int, finals: Any, segments: Segments) -> None:
+    def check(
+        self, columns: FragmentColumns, num_rows: int, finals: Any, segments: Segments
+    ) -> None:
         """Check the rows of the segments that are not lost.
 
         Args:
             columns: the rows; the rewards of lost segments are set to 0.
-            used: number of rows of the fragment.
+            num_rows: number of rows of the fragment.
             finals: final observations of the episodes that ended, [k, …].
             segments: all segments of the fragment.
 
@@ -48,7 +50,10 @@ class StepChecks:
             InvalidStepError: of the first step with an invalid value.
         """
         check = self._check
-        raw, rewards = columns.part("raw_obs", 0, used + 1), columns.part("rewards", 0, used)
+        raw, rewards = (
+            columns.part("raw_obs", 0, num_rows + 1),
+            columns.part("rewards", 0, num_rows),
+        )
         lost = segments.events == Event.LOST
         if not segments.are_open and lost.any():
             lost_segments = segments.select(lost)

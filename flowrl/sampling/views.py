@@ -197,19 +197,19 @@ class Views(ActingViews):
     # -- training ----------------------------------------------------------------------------------
 
     def columns(
-        self, columns: FragmentColumns, used: int, segments: Segments, observations: Any
+        self, columns: FragmentColumns, num_rows: int, segments: Segments, observations: Any
     ) -> dict[str, Any]:
         """Return the views for training, [rows, …] each, in the order of the segments.
 
         Args:
             columns: the rows.
-            used: number of rows of the fragment.
+            num_rows: number of rows of the fragment.
             segments: the rows to show.
             observations: the observation after each segment, [segments, …].
         """
         shown: dict[str, Any] = {}
         bases: dict[str, Any] = {}
-        rows = columns.lookback + used
+        rows = columns.lookback + num_rows
         each_row = segments.rows()
         for name, view in self._training.items():
             column = columns.get(view.source)
@@ -225,7 +225,7 @@ class Views(ActingViews):
                     map_leaves(lambda array: by_lane(array[:rows]), column), last
                 )
             row, segment = each_row if view.repeat == 1 else segments.rows(view.repeat)
-            index = _positions(view, columns, used, segments, row, segment)
+            index = _positions(view, columns, num_rows, segments, row, segment)
             shown[name] = map_leaves(
                 lambda base, index=index: IndexedColumn(base, index), bases[view.source]
             )
@@ -252,14 +252,14 @@ def _joined(rows: Any, last: Any) -> Any:
 def _positions(
     view: View,
     columns: FragmentColumns,
-    used: int,
+    num_rows: int,
     segments: Segments,
     row: np.ndarray,
     segment: np.ndarray,
 ) -> np.ndarray:
     """Return the positions in the base of what a view shows at rows, [rows] or [rows, shifts]."""
     lookback = columns.lookback
-    lane_rows = lookback + used
+    lane_rows = lookback + num_rows
     first_row = segments.lanes[segment] * lane_rows  # of the lane
     age = segments.ages[segment] + row - segments.begins[segment]
     end = segments.ends[segment]

@@ -371,7 +371,7 @@ def test_td_errors_are_reported_by_all_ways_of_learning():
             _, info = ApplyGradients(workers)(AverageGradients()([gradients, gradients]))
             with pytest.raises(ValueError, match="name no workers"):
                 ApplyGradients(workers, update_all=False)(replace(gradients, sources=()))
-    assert info["default_policy"]["rows"]["batch_indexes"].tolist() == [0, 1, 2, 3] * 2
+    assert info["default_policy"]["row_stats"]["batch_indexes"].tolist() == [0, 1, 2, 3] * 2
 
 
 def test_target_updates_count_the_steps_of_each_policy():

@@ -221,7 +221,7 @@ def test_learners_return_the_rows_of_the_whole_batch():
         operator = MultiGPUTrainOneStep(algorithm.workers, num_learners=2)
         with LocalIterator([replayed]).for_each(operator) as stream:
             ((_, info),) = stream.take(1)
-        rows = info["default_policy"]["rows"]
+        rows = info["default_policy"]["row_stats"]
         assert rows["batch_indexes"].tolist() == list(range(50))
         assert stream.metrics.counters["num_agent_steps_replayed/default_policy"] == 50
 

@@ -188,7 +188,7 @@ def test_recurrent_policy_learns_from_draws_as_from_fragments(burn_in):
         rollout_fragment_length=24,
         model={"use_lstm": True, "max_seq_len": 6, "burn_in": burn_in, "lstm_cell_size": 8},
     )
-    worker = RolloutWorker("CartPole-v1", A2CTorchPolicy, config, fragment_length=24)
+    worker = RolloutWorker("CartPole-v1", A2CTorchPolicy, config)
     policy, sampled = worker.policy, worker.sample()
     buffer = MultiAgentReplayBuffer(
         lambda _: ReplayBuffer(
