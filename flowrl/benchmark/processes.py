@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
-INTERRUPTED = 130  # exit code of a benchmark after Ctrl-C or SIGTERM
+from flowrl.trainer.runs.signal_handler import INTERRUPTED
 
 
 class Processes:

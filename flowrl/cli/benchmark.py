@@ -10,13 +10,14 @@ from functools import partial
 from pathlib import Path
 
 from flowrl.benchmark import sb3
-from flowrl.benchmark.processes import INTERRUPTED, Processes
+from flowrl.benchmark.processes import Processes
 from flowrl.benchmark.rows import BenchmarkRow, rows_named, shipped_tables
 from flowrl.benchmark.summary import COLUMNS, cells, read_results, write_tables
 from flowrl.cli.arguments import Parser, count
 from flowrl.errors import check_installed
 from flowrl.settings import ConfigError
 from flowrl.trainer.runs.formatting import format_count
+from flowrl.trainer.runs.signal_handler import INTERRUPTED
 
 
 def benchmark_command(arguments: list[str]) -> int:

@@ -19,7 +19,11 @@ from flowrl.cli.display import print_failure, printable
 from flowrl.setting_values import nearest
 from flowrl.settings import ConfigError, imported
 from flowrl.trainer.plan_files import is_shipped
-from flowrl.trainer.runs.signal_handler import discard_closed_output
+from flowrl.trainer.runs.signal_handler import (
+    INTERRUPTED,
+    OUTPUT_CLOSED,
+    discard_closed_output,
+)
 
 _USAGE = """usage: flowrl COMMAND …
 
@@ -101,10 +105,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"flowrl: {printable(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:  # the reader of the output has closed it
         discard_closed_output()
-        return 141
+        return OUTPUT_CLOSED
     except OSError as error:
         if error.errno not in _DISK_FULL:
             raise

@@ -10,13 +10,19 @@ import threading
 import time
 from typing import Any
 
+# exit codes; after a signal, 128 + its number
+TERMINAL_CLOSED = 128 + signal.SIGHUP
+INTERRUPTED = 128 + signal.SIGINT
+OUTPUT_CLOSED = 128 + signal.SIGPIPE
+TERMINATED = 128 + signal.SIGTERM
+
 # a signal this soon after the first one is a duplicate, as `timeout -s INT` sends
 DUPLICATE_SIGNAL_S = 1.0
 GRACE_S = 10.0  # time for the current iteration to end after the first signal
 
 
 class SignalHandler:
-    """Turn SIGTERM and SIGHUP into SystemExit(143 or 129) and Ctrl-C into KeyboardInterrupt.
+    """Turn SIGTERM and SIGHUP into SystemExit and Ctrl-C into KeyboardInterrupt.
 
     SIGHUP, which a closed terminal sends, stays ignored under `nohup`.
 

@@ -31,6 +31,10 @@ from flowrl.trainer.runs.run_directory import (
 )
 from flowrl.trainer.runs.saved_run import read_config, read_stop_rules, result_at
 from flowrl.trainer.runs.signal_handler import (
+    INTERRUPTED,
+    OUTPUT_CLOSED,
+    TERMINAL_CLOSED,
+    TERMINATED,
     SignalHandler,
     discard_closed_output,
     discard_lost_output,
@@ -55,8 +59,8 @@ class RunEnd:
     Attributes:
         reason: the limit that was reached, "interrupted", "terminated", "terminal closed" or
             "output closed".
-        exit_code: 0; 130 after Ctrl-C; 143 after SIGTERM; 129 after SIGHUP; 141 if the reader of
-            the output closed it, as `head` does.
+        exit_code: 0; INTERRUPTED after Ctrl-C; TERMINATED after SIGTERM; TERMINAL_CLOSED after
+            SIGHUP; OUTPUT_CLOSED if the reader of the output closed it, as `head` does.
         checkpoint: the last checkpoint; None if none was written.
         seconds: duration of the training.
     """
@@ -128,15 +132,11 @@ def train_until(
                     _save_after_error(algorithm, run, result, error)
                 raise
             exit_code, reason = stopped
-            if exit_code == 141:
+            if exit_code == OUTPUT_CLOSED:
                 discard_closed_output()
         finally:
             files.__exit__(*sys.exc_info())
-            if progress is not None:
-                with suppress(OSError) if exit_code == 129 else nullcontext():
-                    progress.finish(algorithm.last_result)
-            if exit_code == 129:
-                discard_lost_output()
+            _finish_display(progress, algorithm.last_result, exit_code)
         if exit_code:
             result = _write_last_result(algorithm, run, written, previous)
         checkpoint = None if run is None else run.save(algorithm, result)
@@ -194,17 +194,27 @@ def _finish_evaluation(algorithm: Any, signals: SignalHandler, result: dict[str,
         result["evaluation"] = evaluation
 
 
+def _finish_display(progress: ProgressTable | LiveView | None, result: Any, exit_code: int) -> None:
+    """Show the last result; if the terminal was closed, discard what is printed from now on."""
+    is_lost = exit_code == TERMINAL_CLOSED
+    if progress is not None:
+        with suppress(OSError) if is_lost else nullcontext():
+            progress.finish(result)
+    if is_lost:
+        discard_lost_output()
+
+
 def _stopped_by(error: BaseException, signals: SignalHandler) -> tuple[int, str] | None:
     """Return the exit code and the reason if an exception stops a run from outside, by a signal or
     by closing its output; None for an error of the training."""
     if isinstance(error, KeyboardInterrupt):
-        return 130, "interrupted"
+        return INTERRUPTED, "interrupted"
     is_signal = signals.is_termination(error)
     if signals.terminal_closed and (is_signal or isinstance(error, OSError)):
-        return 129, "terminal closed"
+        return TERMINAL_CLOSED, "terminal closed"
     if isinstance(error, BrokenPipeError) and is_output_closed():
-        return 141, "output closed"
-    return (143, "terminated") if is_signal else None
+        return OUTPUT_CLOSED, "output closed"
+    return (TERMINATED, "terminated") if is_signal else None
 
 
 def _save_after_error(
@@ -438,7 +448,7 @@ def learn(
     if path is not None:
         run = RunDirectory(path, config.logged_names, resume, unique)
     end = _train_in_run(algorithm, rules, run, resume, total, command, display)
-    if end.exit_code == 130:
+    if end.exit_code == INTERRUPTED:
         raise KeyboardInterrupt
     if end.exit_code:
         raise SystemExit(end.exit_code)
