@@ -115,8 +115,8 @@ class SuccessorTable:
             the slots (row, successor) of the new links.
         """
         if len(ends) == 1:  # a short fragment of one environment
-            end = first + int(ends[0])
             links = self._link_earlier(columns, first, oldest, continues)
+            end = first + int(ends[0])
             slot = end % self.capacity
             if not any(columns[flag][0][slot] for flag in DONE_FLAGS if flag in columns):
                 self._mark_unfinished(columns, end)
@@ -124,6 +124,28 @@ class SuccessorTable:
         starts = np.empty_like(ends)
         starts[0] = 0
         starts[1:] = ends[:-1] + 1
+        links, continued, unfinished = self._link_adjacent(columns, first, starts, ends)
+        for i in (unfinished | continued).nonzero()[0].tolist():
+            if continued[i]:
+                links += self._link_earlier(columns, first + int(starts[i]), oldest, continues)
+            if unfinished[i]:
+                self._mark_unfinished(columns, first + int(ends[i]))
+        return links
+
+    def _link_adjacent(
+        self, columns: dict[str, list[np.ndarray]], first: int, starts: np.ndarray, ends: np.ndarray
+    ) -> tuple[list[tuple[int, int]], np.ndarray, np.ndarray]:
+        """Link new parts of a trajectory with each other.
+
+        Args:
+            columns, first, ends: see `link`.
+            starts: offsets [k] of the first rows of the parts.
+
+        Returns:
+            the slots (row, successor) of the links; which parts continue an earlier part that is
+            not new, bool [k]; which parts do not end their trajectory and have no successor yet,
+            bool [k].
+        """
         start_slots, end_slots = starts + first % self.capacity, ends + first % self.capacity
         steps = columns["t"][0]
         first_steps, last_steps = steps.take(start_slots), steps.take(end_slots)
@@ -149,12 +171,7 @@ class SuccessorTable:
         unfinished[part] = False
         continued = first_steps > 0
         continued[next_part] = False
-        for i in (unfinished | continued).nonzero()[0].tolist():
-            if continued[i]:
-                links += self._link_earlier(columns, first + int(starts[i]), oldest, continues)
-            if unfinished[i]:
-                self._mark_unfinished(columns, first + int(ends[i]))
-        return links
+        return links, continued, unfinished
 
     def _link_earlier(
         self,

@@ -280,50 +280,58 @@ class MultiAgentSampler:
         self._time += 1
         for lanes in self._policies.values():
             lanes.time = self._time
-        many = {policy_id: _Results() for policy_id in self._policies}
         episodes = self._episodes
+        by_policy = {policy_id: _Results() for policy_id in self._policies}
         for env_index, (sent, step) in enumerate(zip(actions, results, strict=True)):
-            if not self._is_regular(env_index, sent, step):
-                episodes.changed.add(env_index)
-                if episodes.running[env_index] is not None and step.failed is None:
-                    episodes.store_agents(env_index, sent, step)
+            if self._is_regular(env_index, sent, step):
+                self._collect(env_index, step, by_policy)
                 continue
-            episode = episodes.running[env_index]
-            assert episode is not None
-            obs, rewards, infos, length = step.obs, step.rewards, step.infos, episode.record.length
-            has_infos = any(infos.values())
-            for lanes, agents, numbers in self._acting[env_index]:
-                of_policy, count = many[lanes.policy_id], len(agents)
-                of_policy.lanes += numbers
-                of_policy.observations += [obs[agent] for agent in agents]
-                of_policy.rewards += [rewards[agent] for agent in agents]
-                of_policy.steps += [length] * count
-                if has_infos:
-                    of_policy.has_infos = True
-                    # an environment may reuse its dicts
-                    of_policy.infos += [dict(infos.get(agent) or ()) for agent in agents]
-                else:
-                    of_policy.infos += [None] * count
-            episode.record.length = length + 1
-            episode.new_steps += 1
-            episode.new_rows += len(sent)
-        for policy_id, found in many.items():
-            if found.lanes:
-                for reward in found.rewards:
-                    if reward.__class__ not in NUMBERS:  # numpy would convert None and text
-                        check_reward(reward)
-                lanes = self._policies[policy_id]
-                observations = lanes.stacked(found.observations)
-                if observations is None:
-                    observations = episodes.checks.stack_and_check(
-                        lanes, found.lanes, found.observations
-                    )
-                infos_of = found.infos if found.has_infos else None
-                lanes.observe_many(found.lanes, observations, found.rewards, found.steps, infos_of)
+            episodes.changed.add(env_index)
+            if episodes.running[env_index] is not None and step.failed is None:
+                episodes.store_agents(env_index, sent, step)
+        for policy_id, of_policy in by_policy.items():
+            if of_policy.lanes:
+                self._store_regular(self._policies[policy_id], of_policy)
         if episodes.changed or episodes.follows_steps:
             for env_index, step in enumerate(results):
                 if env_index in episodes.changed or episodes.follows_steps:
                     episodes.after_step(env_index, step)
+
+    def _collect(
+        self, env_index: int, step: MultiAgentStep, by_policy: dict[PolicyID, _Results]
+    ) -> None:
+        """Add what a regular step returned to the results of the agents' policies."""
+        episode = self._episodes.running[env_index]
+        assert episode is not None
+        obs, rewards, infos, length = step.obs, step.rewards, step.infos, episode.record.length
+        has_infos = any(infos.values())
+        for lanes, agents, numbers in self._acting[env_index]:
+            of_policy, count = by_policy[lanes.policy_id], len(agents)
+            of_policy.lanes += numbers
+            of_policy.observations += [obs[agent] for agent in agents]
+            of_policy.rewards += [rewards[agent] for agent in agents]
+            of_policy.steps += [length] * count
+            if has_infos:
+                of_policy.has_infos = True
+                # an environment may reuse its dicts
+                of_policy.infos += [dict(infos.get(agent) or ()) for agent in agents]
+            else:
+                of_policy.infos += [None] * count
+        episode.record.length = length + 1
+        episode.new_steps += 1
+        episode.new_rows += len(obs)
+
+    def _store_regular(self, lanes: PolicyLanes, results: _Results) -> None:
+        """Check and store what regular steps returned for the agents of one policy."""
+        for reward in results.rewards:
+            if reward.__class__ not in NUMBERS:  # numpy would convert None and text
+                check_reward(reward)
+        observations = lanes.stacked(results.observations)
+        if observations is None:
+            checks = self._episodes.checks
+            observations = checks.stack_and_check(lanes, results.lanes, results.observations)
+        infos = results.infos if results.has_infos else None
+        lanes.observe_many(results.lanes, observations, results.rewards, results.steps, infos)
 
     def _is_regular(self, env_index: int, sent: dict[AgentID, Any], step: MultiAgentStep) -> bool:
         """Return whether exactly the agents that acted were observed, and none ended."""

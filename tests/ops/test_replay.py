@@ -184,7 +184,7 @@ def test_priorities_are_absolute_td_errors():
     buffer.add(rows(8))
     update = UpdateReplayPriorities(local_buffer=buffer)
     errors = np.array([-3.0, 1.0, 0.0])
-    info = {"default_policy": {"rows": {"batch_indexes": np.arange(3), "td_error": errors}}}
+    info = {"default_policy": {"row_stats": {"batch_indexes": np.arange(3), "td_error": errors}}}
     item = (rows(3), info)
     assert update(item) is item
     weights = buffer.buffers["default_policy"].state_dict()["weights"]

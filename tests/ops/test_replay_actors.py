@@ -219,7 +219,7 @@ def test_shard_of_a_batch_receives_its_priorities(local_actors):
     request = local_actors.request_batches()
     [batch] = local_actors.receive_batches(request)
     row_stats = {"batch_indexes": batch["batch_indexes"], "td_error": np.full(4, -9.0)}
-    update((batch, {"default_policy": {"rows": row_stats}}))
+    update((batch, {"default_policy": {"row_stats": row_stats}}))
     states = local_actors.state_dict()["shards"]
     weights = [shard["buffers"]["default_policy"]["weights"] for shard in states]
     assert weights[request.source.shard].max() > 2
@@ -423,7 +423,7 @@ def test_priorities_of_rows_that_died_with_their_shard_are_dropped(actors):
         operator = UpdateReplayPriorities(actors=actors)
         for batch in batches:
             values = {"td_error": np.full(4, 9.0), "batch_indexes": batch["batch_indexes"]}
-            operator((batch, {"default_policy": {"rows": values}}))
+            operator((batch, {"default_policy": {"row_stats": values}}))
     states = [shard["buffers"]["default_policy"] for shard in actors.state_dict()["shards"]]
     assert [bool(state["weights"].max() > 2) for state in states] == [False, True]
 
@@ -445,7 +445,9 @@ def test_errors_of_priority_updates_are_raised(local_actors):
         update_priorities(local_actors, 63)
     batch = rows(2)
     batch.sources = (Source(0, origin="replay"),) * 2
-    info = {"default_policy": {"rows": {"td_error": np.ones(2), "batch_indexes": np.arange(2)}}}
+    info = {
+        "default_policy": {"row_stats": {"td_error": np.ones(2), "batch_indexes": np.arange(2)}}
+    }
     with pytest.raises(ValueError, match="this batch has 2 sources"):
         UpdateReplayPriorities(actors=local_actors)((batch, info))
 

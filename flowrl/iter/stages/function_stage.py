@@ -95,10 +95,11 @@ class FunctionStage(Stage):
                 except Exception as next_error:
                     error = next_error
                     note_origin(error, self, item)
-        return self._drop_or_raise(error, item)
+        self._drop_or_raise(error, item)
+        return DROPPED
 
-    def _drop_or_raise(self, error: BaseException, item: Any) -> Any:
-        """Report the item as lost, then return DROPPED or raise."""
+    def _drop_or_raise(self, error: BaseException, item: Any) -> None:
+        """Report the item as lost, and raise unless the error policy drops it."""
         metrics = current_metrics()
         if metrics is not None:
             metrics.report_lost(item)
@@ -109,7 +110,7 @@ class FunctionStage(Stage):
             elif isinstance(policy, Skip):
                 if policy.max is None or self.skipped < policy.max:
                     self.skipped += 1
-                    return DROPPED
+                    return
                 add_note(error, f"Skip(max={policy.max}): {self.skipped} items were skipped before")
         raise without_stop_iteration(error)
 

@@ -16,7 +16,7 @@ from flowrl.iter.stage import (
     sources_from_list,
     sources_to_list,
 )
-from flowrl.iter.stages.function_stage import DROPPED, FunctionStage
+from flowrl.iter.stages.function_stage import FunctionStage
 from flowrl.iter.waiting import ready_refs, wait_for_any
 from flowrl.state_schema import Fields
 
@@ -111,24 +111,13 @@ class ForEachConcurrent(FunctionStage):
             self._to_submit.append(_Task(item, self.parents[0].sources))
 
     def pull(self, block: bool) -> Any:
-
         while True:
             self._fill(block)
-            if not self._in_flight:
-                if self._ended:
+            ref = self._next_done(block)
+            if ref is None:
+                if self._ended and not self._in_flight:
                     raise StopIteration
                 return NOT_READY
-            if not self._done:
-                refs = list(self._in_flight)
-                self._done.extend(ready_refs(refs))
-                if not self._done:
-                    full = self._ended or len(refs) >= self.max_concurrency
-                    if not block or (not full and self.parents[0].can_return_not_ready()):
-                        return NOT_READY
-                    with self.waiting():
-                        wait_for_any(refs)
-                    self._done.extend(ready_refs(refs))
-            ref = self._done.popleft()
             task = self._in_flight.pop(ref)
             try:
                 result = ray_health.get(ref)
@@ -136,18 +125,34 @@ class ForEachConcurrent(FunctionStage):
                 self._in_flight[ref] = task  # a checkpoint still contains its item
                 raise
             except BaseException as error:
-                cause = getattr(error, "cause", None)  # of a RayTaskError
-                task_error = cause if isinstance(cause, Exception) else error
-                max_retries = self.on_error.times if isinstance(self.on_error, Retry) else 0
-                if task.retries < max_retries and isinstance(task_error, Exception):
-                    self._to_submit.append(_Task(task.item, task.sources, task.retries + 1))
-                    continue
-                note_origin(task_error, self, task.item)
-                if self._drop_or_raise(task_error, task.item) is DROPPED:
-                    continue
+                self._retry_or_drop(error, task)
+                continue
             self._item_sources = task.sources
             self.items += 1
             return result
+
+    def _next_done(self, block: bool) -> Any:
+        """Return the reference of a task that has ended; None if there is none yet."""
+        if not self._done and self._in_flight:
+            refs = list(self._in_flight)
+            self._done.extend(ready_refs(refs))
+            full = self._ended or len(refs) >= self.max_concurrency
+            if not self._done and block and (full or not self.parents[0].can_return_not_ready()):
+                with self.waiting():
+                    wait_for_any(refs)
+                self._done.extend(ready_refs(refs))
+        return self._done.popleft() if self._done else None
+
+    def _retry_or_drop(self, error: BaseException, task: _Task) -> None:
+        """Apply the error policy to a failed task: submit its item again, drop it, or raise."""
+        cause = getattr(error, "cause", None)  # of a RayTaskError
+        task_error = cause if isinstance(cause, Exception) else error
+        max_retries = self.on_error.times if isinstance(self.on_error, Retry) else 0
+        if task.retries < max_retries and isinstance(task_error, Exception):
+            self._to_submit.append(_Task(task.item, task.sources, task.retries + 1))
+            return
+        note_origin(task_error, self, task.item)
+        self._drop_or_raise(task_error, task.item)
 
     def waits(self) -> list[Any]:
         full = self._ended or len(self._in_flight) >= self.max_concurrency
