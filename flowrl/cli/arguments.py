@@ -117,10 +117,13 @@ def reject_settings(command: str, run: str, arguments: Sequence[str]) -> None:
                 f"{commands_with(flag)}; flowrl {command} uses the algorithm of the run"
             )
         if name == "env":
+            change = "env=…"
+            if command == "evaluate":  # also if the run has no env, only spaces
+                change = 'config={"evaluation_config": {"env": …}}'
             raise ConfigError(
                 f"{commands_with(flag)}; flowrl {command} uses the environment of the run. For "
                 "another one with the same spaces, use Python: "
-                f"Algorithm.from_checkpoint({run!r}, env=…).{method}"
+                f"Algorithm.from_checkpoint({run!r}, {change}).{method}"
             )
         if name == "config" or algorithms_with(name.split(".")[0]):
             raise ConfigError(

@@ -15,6 +15,12 @@ from flowrl.data.indexed_columns import IndexedColumn
 log = logging.getLogger("flowrl")
 
 PER_SEQUENCE = ("seq_lens", "state_in_")  # prefixes of columns with one row per sequence
+# columns with one number per row -> numpy kinds of their dtypes, description
+FLAT_KINDS = {
+    **dict.fromkeys(("terminateds", "truncateds"), ("b", "booleans")),
+    **dict.fromkeys(("eps_id", "t", "agent_index"), ("iu", "integers")),
+    "rewards": ("fiu", "numbers"),
+}
 _ALIASES = {"next_obs": "new_obs"}
 
 _warned_columns: set[str] = set()  # warn once per column

@@ -10,6 +10,7 @@ import numpy as np
 
 from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
 from flowrl.offline.parquet import OfflineDataError, parquet_files, read_parquet, read_run_id
+from flowrl.offline.recorded_rows import rows_for_policy
 from flowrl.policies.distributions import Deterministic
 from flowrl.policies.policy import Policy
 from flowrl.settings import ConfigError
@@ -18,6 +19,7 @@ REQUIRED_COLUMNS = (
     "obs", "actions", "action_logp", "rewards", "terminateds", "truncateds", "eps_id", "t",
 )  # fmt: skip
 METHODS = ("is", "wis")
+ROWS_AT_A_TIME = 1024  # for which likelihoods are computed
 MIN_LOG_RATIO = -1e4  # of actions that the evaluated policy never takes
 
 
@@ -42,7 +44,9 @@ def estimate(
     Args:
         policy: the policy to evaluate; must implement `compute_log_likelihoods`.
         experience: a folder of Parquet files, a batch, or an iterable of batches, with the column
-            `action_logp` of the policy that acted. Incomplete episodes are ignored.
+            `action_logp` of the policy that acted. Rows that were sampled with explore=False cannot
+            be used: their column has the likelihoods of sampled actions. Incomplete episodes are
+            ignored; those of several agents are complete if they have a row for each env step.
         gamma: discount factor; None uses the policy's.
         methods: "is", "wis" or both.
         policy_id: policy whose files are read from the folder.
@@ -138,7 +142,7 @@ def load_episodes(policy: Policy, batches: Iterable[tuple[int, SampleBatch]]) ->
         ConfigError, OfflineDataError: see `estimate`.
     """
     _check_policy(policy)
-    parts = [_select_columns(policy, run, batch) for run, batch in batches]
+    parts = [_select_columns(policy, run, batch) for run, batch in batches if len(batch)]
     if not parts:
         raise OfflineDataError("there are no rows to estimate from")
     rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
@@ -154,7 +158,10 @@ def load_episodes(policy: Policy, batches: Iterable[tuple[int, SampleBatch]]) ->
     has_all_steps = np.logical_and.reduceat(rows["t"] == step, starts)
     complete = has_all_steps & rows["ends"][starts + lengths - 1]
     if not complete.any():
-        raise OfflineDataError("there is no complete episode to estimate from")
+        raise OfflineDataError(
+            "there is no complete episode to estimate from: an agent needs a row for each env step "
+            "of its episode"
+        )
     shape = int(complete.sum()), int(lengths[complete].max())
     selected = complete[episode]
     index = (np.cumsum(complete) - 1)[episode[selected]], step[selected]
@@ -182,6 +189,8 @@ def _check_policy(policy: Policy) -> None:
 
 def _select_columns(policy: Policy, run: int, batch: SampleBatch) -> dict[str, np.ndarray]:
     """Return the columns [rows] that `load_episodes` needs."""
+    if not isinstance(batch, SampleBatch):
+        raise ConfigError(f"estimate: expected SampleBatches, got a {type(batch).__name__}")
     missing = sorted(set(REQUIRED_COLUMNS) - set(batch))
     if missing:
         raise OfflineDataError(
@@ -189,16 +198,18 @@ def _select_columns(policy: Policy, run: int, batch: SampleBatch) -> dict[str, n
             f"{', '.join(REQUIRED_COLUMNS)}. Algorithms that sample actions from a distribution "
             "(such as PPO) record likelihoods; DQN, SAC and TD3 do not"
         )
-    problem = policy.find_mismatch(batch)
-    if problem is not None:
-        raise OfflineDataError(f"the rows do not fit the spaces of the policy: {problem}")
+    batch = rows_for_policy(batch, policy)
     for name in ("rewards", "action_logp"):
         if not np.isfinite(np.asarray(batch[name], np.float64)).all():
             raise OfflineDataError(f"the column {name!r} has values that are not finite")
-    logp = policy.compute_log_likelihoods(batch["actions"], batch["obs"])
+    for name in ("eps_id", "t"):
+        if batch[name].dtype.kind not in "iu":
+            raise OfflineDataError(f"the column {name!r} must have integers: {batch[name].dtype}")
+    parts = batch.timeslices(size=ROWS_AT_A_TIME)
+    logp = np.concatenate([_log_likelihoods(policy, part) for part in parts])
     agents = batch["agent_index"] if "agent_index" in batch else np.zeros(batch.count, int)
     return {
-        "log_ratio": np.asarray(logp, np.float64) - batch["action_logp"],
+        "log_ratio": logp - batch["action_logp"],
         "reward": np.asarray(batch["rewards"], np.float64),
         "ends": np.asarray(batch["terminateds"], bool) | np.asarray(batch["truncateds"], bool),
         "eps_id": np.asarray(batch["eps_id"]),
@@ -206,6 +217,17 @@ def _select_columns(policy: Policy, run: int, batch: SampleBatch) -> dict[str, n
         "run": np.full(batch.count, run),
         "t": np.asarray(batch["t"]),
     }
+
+
+def _log_likelihoods(policy: Policy, rows: SampleBatch) -> np.ndarray:
+    """Return the log-likelihoods [rows] of recorded actions under a policy."""
+    obs = rows["obs"]
+    if policy.observation_filter is not None:
+        obs = policy.observation_filter(obs)
+    logp: np.ndarray = np.asarray(policy.compute_log_likelihoods(rows["actions"], obs), np.float64)
+    if np.isnan(logp).any() or (logp == np.inf).any():
+        raise OfflineDataError("the policy's likelihoods of the recorded actions are not finite")
+    return logp
 
 
 def _read_folder(folder: Path | str, policy_id: str) -> Iterator[tuple[int, SampleBatch]]:

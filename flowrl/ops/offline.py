@@ -7,15 +7,13 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
 from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
 from flowrl.iter.errors import call_in_stage
 from flowrl.offline.parquet import OfflineDataError
 from flowrl.offline.parquet_writer import ParquetWriter
+from flowrl.offline.recorded_rows import rows_for_policy
 from flowrl.offline.sources import MinariSource, OfflineSource, ParquetSource
-from flowrl.replay.schema import FLAT_KINDS
 from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.setting_values import check_int
 from flowrl.state_schema import Fields, Natural
@@ -180,17 +178,6 @@ class ReadMinari(LocalIterator[SampleBatch]):
         self.stage.title = self.name
 
 
-def _shape_problem(rows: SampleBatch) -> str | None:
-    """Return which column does not have one number per row; None if all have."""
-    for name in FLAT_KINDS:
-        if name in rows and np.shape(rows[name]) != (rows.count,):
-            return (
-                f"the column {name!r} must have the shape ({rows.count},), one number per row, got "
-                f"{np.shape(rows[name])}"
-            )
-    return None
-
-
 class ReadStage(Stage):
     """The stage of ReadParquet and ReadMinari."""
 
@@ -322,18 +309,9 @@ class ReadStage(Stage):
                 f"{self.source.describe_part(part)}: there is no column {missing[0]!r}, only "
                 f"{', '.join(rows)}: training needs it"
             )
-        problem = _shape_problem(rows)
-        if problem is not None:
-            raise OfflineDataError(f"{self.source.describe_part(part)}: {problem}")
-        problem = policy.find_mismatch(rows)
-        if problem is not None:
-            raise OfflineDataError(
-                f"{self.source.describe_part(part)}: the rows do not fit the spaces of the policy: "
-                f"{problem} (the policy takes its spaces from env, if it is set, otherwise from "
-                "observation_space and action_space)"
-            )
-        rows = rows.without_columns("infos") if "infos" in rows else rows
         try:
+            rows = rows_for_policy(rows, policy)
+            rows = rows.without_columns("infos") if "infos" in rows else rows
             return rows if self._prepare is None else self._prepare(rows)
         except OfflineDataError as error:
             raise OfflineDataError(f"{self.source.describe_part(part)}: {error}") from None

@@ -94,7 +94,10 @@ class ActingModule(torch.nn.Module):
             mean: Any = self.mean
             scale: Any = self.scale
             for name in self._obs_views:
-                normalized = ((inputs[name] - mean) * scale).float()
+                observations = inputs[name]
+                if observations.dtype == torch.bool:  # torch does not subtract from it
+                    observations = observations.to(mean.dtype)
+                normalized = ((observations - mean) * scale).float()
                 inputs[name] = normalized.clamp(-self._clip, self._clip)
         state = [inputs[f"state_in_{i}"] for i in range(self._num_states)]
         outputs, state = self.model(inputs, state, None)

@@ -266,7 +266,7 @@ def space_to_json(space: spaces.Space) -> dict[str, Any]:
         TypeError: it is not a fundamental space of Gymnasium, or a Dict or Tuple of those.
     """
     if isinstance(space, spaces.Dict):
-        return {"Dict": {key: space_to_json(part) for key, part in space.items()}}
+        return {"Dict": [[_key_to_json(key), space_to_json(part)] for key, part in space.items()]}
     if isinstance(space, spaces.Tuple):
         return {"Tuple": [space_to_json(part) for part in space]}
     if isinstance(space, spaces.Discrete):
@@ -283,6 +283,12 @@ def space_to_json(space: spaces.Space) -> dict[str, Any]:
     raise TypeError(f"{space} cannot be stored")
 
 
+def _key_to_json(key: Any) -> str | int:
+    if isinstance(key, (str, int)):
+        return key
+    raise TypeError(f"the key {key!r} of a Dict space cannot be stored: use texts or integers")
+
+
 def _bound_to_json(bound: np.ndarray) -> Any:
     """Return numbers as strings (JSON has no infinity), or one string if they are all equal."""
     first = str(bound.flat[0]) if bound.size else "0"
@@ -294,7 +300,7 @@ def _bound_to_json(bound: np.ndarray) -> Any:
 def space_from_json(saved: dict[str, Any]) -> spaces.Space:
     """Create a space from `space_to_json`."""
     if "Dict" in saved:
-        return spaces.Dict({key: space_from_json(part) for key, part in saved["Dict"].items()})
+        return spaces.Dict({key: space_from_json(part) for key, part in saved["Dict"]})
     if "Tuple" in saved:
         return spaces.Tuple([space_from_json(part) for part in saved["Tuple"]])
     if "MultiBinary" in saved:

@@ -10,26 +10,29 @@ from gymnasium import spaces
 from flowrl.settings import ConfigError
 
 
-def convert_observation(space: spaces.Space, obs: Any, batch: bool = False) -> Any:
+def convert_observation(
+    space: spaces.Space, obs: Any, batch: bool = False, name: str = "observation"
+) -> Any:
     """Return an observation as an array of the space's dtype, or dicts and tuples of such arrays.
 
     Args:
         space: the observation space.
         obs: an observation; leaves may be arrays of other dtypes, numbers or lists of them.
         batch: whether each leaf of `obs` is a batch with shape [B, …].
+        name: name of the observation in messages.
 
     Raises:
         ConfigError: it does not fit the space; the message names the leaf, what the space expects
             and what was given.
     """
-    converted = _convert(space, obs, batch, "observation")
+    converted = _convert(space, obs, batch, name)
     if batch:
-        sizes = {len(leaf): name for name, leaf in _leaves(converted, "observation")}
+        sizes = {len(leaf): path for path, leaf in _leaves(converted, name)}
         if len(sizes) > 1:
-            given = ", ".join(f"{name} has {size}" for size, name in sizes.items())
+            given = ", ".join(f"{path} has {size}" for size, path in sizes.items())
             raise ConfigError(f"observations of a batch must be equally many, but {given}")
         if 0 in sizes:
-            raise ConfigError("observation: the batch is empty")
+            raise ConfigError(f"{name}: the batch is empty")
     return converted
 
 
@@ -85,11 +88,11 @@ def _convert(space: Any, obs: Any, batch: bool, name: str) -> Any:
     if not is_fitting and not isinstance(space, spaces.MultiBinary):
         raise _error(space, array, batch, name)
     with np.errstate(over="ignore", invalid="ignore"):
-        converted = array.astype(space.dtype)
+        converted = array.astype(space.dtype, copy=False)
     if is_float and not np.isfinite(converted).all():
         raise ConfigError(f"{name} is not finite: {obs!r}")
     bounds = _bounds(space)
-    is_lossless = is_float or np.array_equal(converted, array)
+    is_lossless = is_float or converted is array or np.array_equal(converted, array)
     if not is_lossless or (bounds and ((array < bounds[0]) | (array > bounds[1])).any()):
         raise ConfigError(f"{name}: expected values of {space}, got {obs!r}")
     return converted

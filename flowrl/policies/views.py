@@ -245,13 +245,18 @@ def find_out_of_range(space: spaces.Space, actions: Any, name: str) -> str | Non
         children = [(space[i], actions[i], f"{name}[{i}]") for i in range(len(space))]
     else:
         children = []
-    if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)) and len(actions):
-        size = space.n if isinstance(space, spaces.Discrete) else space.nvec
-        if ((actions < 0) | (actions >= size)).any():
-            return (
-                f"{name}: expected integers from 0 to below {size}, got {actions.min()} to "
-                f"{actions.max()}"
-            )
+    size: Any = None
+    if isinstance(space, spaces.Discrete):
+        size = space.n
+    elif isinstance(space, spaces.MultiDiscrete):
+        size = space.nvec
+    elif isinstance(space, spaces.MultiBinary):
+        size = 2
+    if size is not None and len(actions) and ((actions < 0) | (actions >= size)).any():
+        return (
+            f"{name}: expected integers from 0 to below {size}, got {actions.min()} to "
+            f"{actions.max()}"
+        )
     problems = (find_out_of_range(*child) for child in children)
     return next((problem for problem in problems if problem), None)
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import optree
 
+from flowrl.data.columns import FLAT_KINDS
 from flowrl.data.indexed_columns import NOTHING
 from flowrl.data.memmap import MemmapArrays
 from flowrl.data.sample_batch import SampleBatch
@@ -17,7 +18,6 @@ from flowrl.replay.frame_table import FrameTable, is_stacked
 from flowrl.replay.output_pool import OutputPool
 from flowrl.replay.schema import (
     DONE_FLAGS,
-    FLAT_KINDS,
     NEXT_OBS,
     OBS,
     ColumnSchema,

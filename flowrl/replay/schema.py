@@ -7,19 +7,13 @@ from typing import Any
 import numpy as np
 import optree
 
+from flowrl.data.columns import FLAT_KINDS
 from flowrl.data.indexed_columns import NextRows
 from flowrl.data.sample_batch import SampleBatch
 
 OBS, NEXT_OBS = SampleBatch.OBS, SampleBatch.NEXT_OBS
 DONE_FLAGS = ("terminateds", "truncateds")
 NOT_STORED = ("unroll_id", "env_id", "infos")  # details of sampling, and info dicts
-
-# columns with one number per row -> numpy kinds of their dtypes, description
-FLAT_KINDS = {
-    **dict.fromkeys(DONE_FLAGS, ("b", "booleans")),
-    **dict.fromkeys(("eps_id", "t", "agent_index"), ("iu", "integers")),
-    "rewards": ("fiu", "numbers"),
-}
 
 
 def stored_names(batch: SampleBatch) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -15,6 +16,8 @@ from flowrl.iter import Stage
 from flowrl.monitoring.operator_source import is_own
 from flowrl.monitoring.plan_check import check_plan
 from flowrl.monitoring.plan_rules.wiring import no_report
+from flowrl.ops import WriteParquet
+from flowrl.ops.offline import ReadStage
 from flowrl.ops.report import operators_of
 from flowrl.policies.config import ModelConfig, PolicyConfig
 from flowrl.policies.models.catalog import is_module_class
@@ -56,6 +59,7 @@ def check_start(config: Any, workers: WorkerSet, stage: Stage) -> None:
     policies = workers.local_worker().policy_map
     check_rows(config, workers.local_worker())
     _check_states(stage)
+    _check_recorded_rows(config, policies, stage)
     _check_schedules(config, workers.global_vars["total_timesteps"])
     check_evaluation_env(config, policies)
     for problem in check_plan(stage, workers):
@@ -63,12 +67,6 @@ def check_start(config: Any, workers: WorkerSet, stage: Stage) -> None:
             raise ConfigError(f"plan: {problem}")
         log.warning("%s", problem)
     for policy_id, policy in policies.items():
-        if config.output is not None and (policy.observation_filter or policy.reward_scaler):
-            raise ConfigError(
-                f"output: policy {policy_id!r} has normalized observations or rewards, whose "
-                "statistics change during the training, so the recorded rows would not fit "
-                "together: leave normalize_observations and normalize_rewards out"
-            )
         if isinstance(policy.config, PolicyConfig):
             _warn_about_unused_settings(config, policy_id, policy)
             _warn_about_stacked_images(policy_id, policy)
@@ -101,6 +99,33 @@ def _check_states(stage: Stage) -> None:
             except TypeError as error:
                 problem = str(error).removeprefix("checkpoint: ")
                 raise ConfigError(f"{node} (chained at {node.line}): {problem}") from None
+
+
+def _check_recorded_rows(config: Any, policies: Mapping[str, Policy], stage: Stage) -> None:
+    """Check that the policies' rows can be recorded, if a plan records or reads rows."""
+    names = [] if config.output is None else ["output"]
+    for node, operator in operators_of(stage):
+        if isinstance(operator, (WriteParquet, ReadStage)):
+            names.append(f"{node} (chained at {node.line})")
+    for name, (policy_id, policy) in itertools.product(names, policies.items()):
+        if policy.observation_filter or policy.reward_scaler:
+            raise ConfigError(
+                f"{name}: policy {policy_id!r} has normalized observations or rewards, whose "
+                "statistics change during the training, so recorded rows would not fit together: "
+                "leave normalize_observations and normalize_rewards out"
+            )
+        if not _has_only_text_keys(policy.observation_space):
+            raise ConfigError(
+                f"{name}: the observations of policy {policy_id!r} are dicts with keys that are no "
+                "texts, which cannot be recorded: use texts as keys"
+            )
+
+
+def _has_only_text_keys(space: spaces.Space) -> bool:
+    """Return whether all keys of the Dict spaces in a space are texts."""
+    if isinstance(space, spaces.Dict):
+        return all(isinstance(k, str) and _has_only_text_keys(s) for k, s in space.items())
+    return not isinstance(space, spaces.Tuple) or all(map(_has_only_text_keys, space))
 
 
 def _check_schedules(config: Any, total_timesteps: int | None) -> None:

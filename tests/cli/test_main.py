@@ -111,7 +111,7 @@ def test_reader_that_closes_the_pipe_causes_no_traceback():
         (["resume", "r", "--model.fcnet-hiddens", "2"], "--model.fcnet-hiddens: flowrl resume"),
         (["resume", "r", "--total-timesteps", "9"], "--total-timesteps: use --stop-timesteps 9\n"),
         (["resume", "r", "--env", "X"], "Algorithm.from_checkpoint('r', env=…).learn()\n"),
-        (["evaluate", "r", "--env", "X"], "Algorithm.from_checkpoint('r', env=…).evaluate()\n"),
+        (["evaluate", "r", "--env", "X"], 'config={"evaluation_config": {"env": …}}).evaluate()\n'),
         (
             ["evaluate", "r", "--run", "PPO"],
             "--run is an option of flowrl train; flowrl evaluate uses the algorithm of the run\n",

@@ -99,6 +99,45 @@ def test_estimates_follow_the_definition(policy):
     assert undiscounted["is"]["v_target"] == pytest.approx(expected, rel=1e-5)
 
 
+def test_observations_are_normalized_as_in_training():
+    settings = {"seed": 0, "gamma": 0.9, "normalize_observations": True}
+    policy = A2CTorchPolicy(BOX, spaces.Discrete(2), settings)
+    policy.flat.vector.data *= 3
+    episodes = random_episodes()
+    observations = np.concatenate([episode["obs"] for episode in episodes])
+    policy.observation_filter.new_stats.update(5 * observations + 1)
+    policy.observation_filter.merge_stats(policy.observation_filter.take_new_stats())
+    normalized = [e.with_columns(obs=policy.observation_filter(e["obs"])) for e in episodes]
+    plain, weighted = reference_estimates(policy, normalized, 0.9)
+    results = estimate(policy, episodes)
+    assert results["is"]["v_target"] == pytest.approx(plain, rel=1e-5)
+    assert results["wis"]["v_target"] == pytest.approx(weighted, rel=1e-5)
+
+
+def test_likelihoods_are_computed_for_some_rows_at_a_time(policy, monkeypatch):
+    sizes, compute = [], policy.compute_log_likelihoods
+
+    def record(actions, obs_batch):
+        sizes.append(len(actions))
+        return compute(actions, obs_batch)
+
+    whole = SampleBatch.concat_samples(random_episodes())
+    expected = estimate(policy, whole)
+    monkeypatch.setattr("flowrl.offline.off_policy_evaluation.ROWS_AT_A_TIME", 50)
+    policy.compute_log_likelihoods = record
+    results = estimate(policy, whole)
+    assert max(sizes) <= 50 < whole.count
+    for method, result in expected.items():
+        assert results[method] == pytest.approx(result, rel=1e-5)
+
+
+def test_actions_that_are_not_finite_are_rejected():
+    continuous = A2CTorchPolicy(BOX, BOX, {"seed": 0})
+    episode = episode_batch(0, np.full((3, 3), np.nan, np.float32), [1.0, 1.0, 1.0])
+    with pytest.raises(OfflineDataError, match="likelihoods of the recorded actions are not fin"):
+        estimate(continuous, episode)
+
+
 def test_estimate_of_the_recorded_policy_is_its_mean_return(policy):
     episodes = []
     for episode in random_episodes():
@@ -271,6 +310,11 @@ def test_invalid_policies_and_experience_are_rejected(policy, tmp_path):
         missing = np.full(episodes[0].count, np.nan)
         with pytest.raises(OfflineDataError, match=f"column '{name}' has values that are not fin"):
             estimate(policy, [episodes[0].with_columns(**{name: missing})])
+    for name in ("eps_id", "t"):
+        with pytest.raises(OfflineDataError, match=f"column '{name}' must have integers"):
+            estimate(policy, [episodes[0].with_columns(**{name: episodes[0][name].astype(float)})])
+    with pytest.raises(ConfigError, match="expected SampleBatches, got a dict"):
+        estimate(policy, [dict(episodes[0])])
     wrong_shape = np.zeros((episodes[0].count, 4), np.float32)
     with pytest.raises(OfflineDataError, match="do not fit the spaces"):
         estimate(policy, [episodes[0].with_columns(obs=wrong_shape)])

@@ -209,6 +209,7 @@ SPACES = [
     spaces.MultiBinary((2, 3)),
     NESTED,
     spaces.Tuple((BOX, spaces.Dict(b=spaces.Discrete(2)))),
+    spaces.Dict({0: BOX, 1: spaces.Discrete(2)}),
 ]
 
 
@@ -222,6 +223,8 @@ def test_spaces_survive_json(space):
 def test_unsupported_spaces_are_rejected():
     with pytest.raises(TypeError, match="cannot be stored"):
         space_to_json(spaces.Text(3))
+    with pytest.raises(TypeError, match=r"the key 1\.5 of a Dict space cannot"):
+        space_to_json(spaces.Dict({1.5: BOX}))
 
 
 @pytest.mark.parametrize(

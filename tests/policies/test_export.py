@@ -45,6 +45,11 @@ class LastObsModel(ModelV2):
 CASES = {
     "plain": (BOX, spaces.Discrete(3, start=1), {}),
     "bounds": (BOX, spaces.Box(-2, 3, (2,), np.float32), {"normalize_observations": True}),
+    "bools": (
+        spaces.Box(0, 1, (4,), np.bool_),
+        spaces.Discrete(3),
+        {"normalize_observations": True},
+    ),
     "lstm": (
         BOX,
         spaces.MultiDiscrete([2, 3], start=[1, 0]),

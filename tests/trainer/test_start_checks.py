@@ -2,19 +2,22 @@
 
 import logging
 from collections import deque
+from functools import partial
 
 import gymnasium as gym
 import numpy as np
 import pytest
+from gymnasium import spaces
 from torch import nn
 
-from flowrl import DQN, PPO
+from flowrl import DQN, PPO, PPOConfig
 from flowrl.algorithms.a2c import A2C, A2CConfig
 from flowrl.algorithms.sac import SACConfig
 from flowrl.envs import make_multi_agent
 from flowrl.ops import (
     ConcatBatches,
     ParallelRollouts,
+    ReadParquet,
     StandardMetricsReporting,
     TrainOneStep,
     WriteParquet,
@@ -414,6 +417,47 @@ def test_normalized_rows_are_not_recorded(tmp_path, setting):
     require_extra("offline")
     algorithm = PPO(Small, output=str(tmp_path), **{setting: True})
     with algorithm, pytest.raises(ConfigError, match=r"output: .* normalized"):
+        algorithm.train()
+
+
+def records(workers, config, folder):
+    rollouts = ParallelRollouts(workers).for_each(WriteParquet(folder))
+    train = rollouts.for_each(TrainOneStep(workers))
+    return StandardMetricsReporting(train, workers, config)
+
+
+@pytest.mark.parametrize("setting", ["normalize_observations", "normalize_rewards"])
+def test_normalized_rows_are_neither_written_nor_read_by_a_plan(tmp_path, setting):
+    require_extra("offline")
+
+    def reads(workers, config):
+        recorded = ReadParquet(workers, tmp_path, 10).for_each(TrainOneStep(workers))
+        return StandardMetricsReporting(recorded, workers, config)
+
+    for plan, name in ((partial(records, folder=tmp_path), "WriteParquet"), (reads, "ReadParquet")):
+        algorithm = PPOConfig(env=Small, **{setting: True}).build(plan)
+        with algorithm, pytest.raises(ConfigError, match=rf"{name}.*chained at .* normalized"):
+            algorithm.train()
+
+
+class IntegerKeys(Small):
+    observation_space = spaces.Dict({0: spaces.Box(-1, 1, (3,), np.float32)})
+
+    def reset(self, *, seed=None, options=None):
+        obs, info = super().reset(seed=seed)
+        return {0: obs}, info
+
+    def step(self, action):
+        obs, *rest = super().step(action)
+        return ({0: obs}, *rest)
+
+
+def test_dicts_with_integer_keys_are_not_recorded(tmp_path):
+    require_extra("offline")
+    with PPO(IntegerKeys, train_batch_size=16, sgd_minibatch_size=16) as algorithm:
+        algorithm.train()  # other runs may have them
+    algorithm = PPO(IntegerKeys, output=str(tmp_path))
+    with algorithm, pytest.raises(ConfigError, match=r"output: .* keys that are no texts"):
         algorithm.train()
 
 

@@ -1,0 +1,48 @@
+"""Check recorded rows, and convert their observations to the dtypes of a policy's space."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flowrl.data import SampleBatch
+from flowrl.data.columns import FLAT_KINDS
+from flowrl.offline.parquet import OfflineDataError
+from flowrl.policies.observations import convert_observation
+from flowrl.policies.policy import Policy
+from flowrl.settings import ConfigError
+
+
+def rows_for_policy(rows: SampleBatch, policy: Policy) -> SampleBatch:
+    """Return recorded rows whose observations have the dtypes of the policy's space.
+
+    Args:
+        rows: at least one row.
+        policy: the policy that is to learn from the rows or to be evaluated.
+
+    Raises:
+        OfflineDataError: a column does not have one number per row; or observations or actions do
+            not fit the spaces of the policy.
+    """
+    for name in (*FLAT_KINDS, "action_logp"):
+        if name in rows and np.shape(rows[name]) != (rows.count,):
+            raise OfflineDataError(
+                f"the column {name!r} must have the shape ({rows.count},), one number per row, got "
+                f"{np.shape(rows[name])}"
+            )
+    problem = policy.find_mismatch(rows)
+    if problem is None:
+        try:
+            space = policy.observation_space
+            converted = {
+                name: convert_observation(space, rows[name], batch=True, name=name)
+                for name in ("obs", "new_obs")
+                if name in rows
+            }
+        except ConfigError as error:
+            problem = str(error)
+        else:
+            return rows.with_columns(**converted)
+    raise OfflineDataError(
+        f"the rows do not fit the spaces of the policy: {problem}. These are the spaces of env or, "
+        "without one, observation_space and action_space"
+    )
