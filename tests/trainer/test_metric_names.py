@@ -2,13 +2,13 @@
 
 import csv
 import pickle
-import time
 from collections import Counter
 
 import pytest
 
 from flowrl import DQN, PPO, ConfigError, PPOConfig
 from flowrl.iter import LocalIterator
+from flowrl.iter.stage import walk
 from flowrl.trainer.metric_names import (
     check_metric_name,
     flatten_result,
@@ -123,23 +123,33 @@ def test_unknown_metric_of_a_setting_names_the_nearest():
         PPO("CartPole-v1", checkpoint_score_attribute="episode_return_mean")
 
 
-class Sleep:
-    def __init__(self, seconds):
-        self.seconds = seconds
+class Add:
+    def __init__(self, number):
+        self.number = number
 
     def __call__(self, item):
-        time.sleep(self.seconds)
-        return item
+        return item + self.number
 
 
-def test_times_of_operators_with_one_name_are_numbered_in_the_order_of_the_data():
-    first, second = (LocalIterator([1] * 20).for_each(Sleep(s)) for s in (0.0, 0.05))
-    times, plan = OperatorTimes(), first.union(second, deterministic=True)
-    plan.take(4)
+def test_operators_of_one_name_are_numbered_in_the_order_of_the_data(monkeypatch):
+    first, second = (LocalIterator([0]).for_each(Add(n)).for_each(Add(n + 1)) for n in (1, 3))
+    plan = first.union(second, deterministic=True)
+    assert plan.take(2) == [3, 7]
+    rows = plan.stats()
+
+    def set_busy(factor):
+        numbers = [getattr(getattr(s, "fn", None), "number", 0) for s in walk(plan.stage)]
+        pairs = zip(rows, numbers, strict=True)
+        stats = [{**row, "busy_s": factor * number} for row, number in pairs]
+        monkeypatch.setattr(plan, "stats", lambda: stats)
+
+    times = OperatorTimes()
+    set_busy(1.0)
     found = times.since_last(plan)
-    assert [name for name in found if name.startswith("Sleep")] == ["Sleep", "Sleep#2"]
-    assert found["Sleep"] < found["Sleep#2"]
-    assert times.since_last(plan)["Sleep#2"] == 0.0
+    added = {name: s for name, s in found.items() if name.startswith("Add")}
+    assert added == {"Add": 1.0, "Add#2": 2.0, "Add#3": 3.0, "Add#4": 4.0}
+    set_busy(1.5)
+    assert times.since_last(plan)["Add#4"] == 2.0  # since the last call
 
 
 @pytest.mark.parametrize("name", ["episode_reward", "mean_reward", "score", "ep_return"])
