@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowrl.cli.arguments import ENV_HELP, PLAN_HELP, Parser
+from flowrl.cli.arguments import ENV_HELP, PLAN_HELP, Parser, import_from_current_folder
 from flowrl.cli.display import print_failure, printable
 from flowrl.monitoring.plan_check import check_plan
 from flowrl.trainer.plan_settings import plan_config
@@ -19,6 +19,8 @@ def check_command(arguments: list[str]) -> int:
     parser.add_argument("--env", metavar="ENV", help=ENV_HELP)
     options = parser.parse_args(arguments)
     plan = options.plan
+    if ":" in (options.env or ""):
+        import_from_current_folder()
     with plan_config(plan, options.env).build(plan=plan) as algorithm:
         try:
             problems = check_plan(algorithm.plan.stage, algorithm.workers)

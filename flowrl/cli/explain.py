@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowrl.cli.arguments import ENV_HELP, PLAN_HELP, Parser
+from flowrl.cli.arguments import ENV_HELP, PLAN_HELP, Parser, import_from_current_folder
 from flowrl.cli.display import print_failure
 from flowrl.trainer.plan_settings import plan_config
 
@@ -14,6 +14,8 @@ def explain_command(arguments: list[str]) -> int:
     parser.add_argument("--env", metavar="ENV", help=ENV_HELP)
     options = parser.parse_args(arguments)
     plan = options.plan
+    if ":" in (options.env or ""):
+        import_from_current_folder()
     with plan_config(plan, options.env).build(plan=plan) as algorithm:
         try:
             print(algorithm.plan.explain())

@@ -82,9 +82,19 @@ def parse_run(
     if env_steps is not None:
         changes.setdefault("total_timesteps", env_steps)
     before = default_config(env, tuned=options.tuned)
-    defaults = before.updated(**changes)
     settings_flags = [flag for flag in flags if flag not in HELP_FLAGS]
-    config = settings_from_flags(defaults, settings_flags, program, vars(options))
+    names = [flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag[:2] == "--"]
+    changes = {name: value for name, value in changes.items() if name not in names}
+    try:
+        defaults = before.updated(**changes)
+    except ConfigError:
+        # they may fit the settings of the flags only; a flag of a part, as of `model`, comes later
+        if not settings_flags or any(name.partition(".")[0] in changes for name in names):
+            raise
+        defaults = settings_from_flags(before, settings_flags, program, vars(options))
+        config = defaults.updated(**changes)
+    else:
+        config = settings_from_flags(defaults, settings_flags, program, vars(options))
     if options.trace is not None:
         config = config.updated(trace_s=options.trace)
     if options.in_process:

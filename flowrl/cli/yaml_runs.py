@@ -30,7 +30,8 @@ class YamlRun(NamedTuple):
 def train_yaml(arguments: list[str]) -> int:
     """Train the runs in a YAML file one after the other; return the exit code.
 
-    All runs are checked before the first one starts.
+    The settings of all runs are checked before the first one starts; whether they fit the
+    environment is checked when a run starts.
     """
     parser = Parser(prog="flowrl train FILE.yaml", description="Train the runs in a YAML file.")
     parser.add_argument("file", type=Path)
@@ -61,7 +62,10 @@ def train_yaml(arguments: list[str]) -> int:
             print(f"== {run.name}", flush=True)
         only = ["--only", run.name] if run.name and options.only is None else []
         command = ["flowrl", "train", *arguments, *only]
-        exit_code = start_run(run.config, run.plan, run.stop, run_dir, command)
+        try:
+            exit_code = start_run(run.config, run.plan, run.stop, run_dir, command)
+        except ConfigError as error:
+            raise ConfigError(f"{_place(options, run.name)}: {error}") from error
         if exit_code:
             return exit_code
     return 0
@@ -77,9 +81,13 @@ def _prepare(name: str, entry: dict[str, Any], options: argparse.Namespace) -> Y
         config.check()
         stop.check(config)
     except (ConfigError, argparse.ArgumentTypeError) as error:
-        where = f"{options.file}{f', {name}' if name else ''}"
-        raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError(f"{_place(options, name)}: {error}") from None
     return YamlRun(name, config, plan, stop)
+
+
+def _place(options: argparse.Namespace, name: str) -> str:
+    """Return the file and the name of a run, for messages."""
+    return f"{options.file}, {name}" if name else str(options.file)
 
 
 def _parse_run(

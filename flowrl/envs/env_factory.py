@@ -246,6 +246,11 @@ class EnvFactory:
         if env_id is None:
             raise ConfigError(f'vectorization_mode="{self._mode}" needs an env id')
         self._check_horizon()
+        if is_atari(env_id) and self._atari is None:
+            raise ConfigError(
+                f'atari=None leaves a game as it is, but vectorization_mode="{self._mode}" always '
+                'preprocesses it: use the mode "flowrl", "sync" or "async"'
+            )
         if self._mode == "vector_entry_point":
             ensure_registered(env_id)  # a worker has not registered it yet
             settings = self._with_atari(for_vector_entry_point)

@@ -8,7 +8,7 @@ from typing import Any
 import gymnasium.vector
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
-from gymnasium.vector.utils import concatenate, create_empty_array, iterate
+from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
 from flowrl.envs.restarting_envs import close_quietly
 from flowrl.envs.validation import ObservationCheck, space_of, unwrapped
@@ -57,6 +57,8 @@ class GymnasiumVectorEnv:
         self.num_envs = env.num_envs
         self.observation_space = space_of(env, "single_observation_space")
         self.action_space = space_of(env, "single_action_space")
+        # not that of `env`: EnvPool's is the space of a single environment
+        self._batch_space = batch_space(self.observation_space, self.num_envs)
         self._check = ObservationCheck(self.observation_space)
         self._shape = (self.num_envs, *(self.observation_space.shape or ()))
         self._seed = seed
@@ -116,7 +118,7 @@ class GymnasiumVectorEnv:
                     f"{observations.dtype}, expected {self._check.dtype}"
                 )
             return observations
-        return list(iterate(self.env.observation_space, observations))
+        return list(iterate(self._batch_space, observations))
 
     def _one_per_env(self, name: str, values: Any, kinds: str) -> np.ndarray:
         """Return values of the sub-environments as an array.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -188,7 +189,13 @@ def _make_with_keywords(function: Callable[..., Any], context: EnvContext) -> An
     except TypeError as error:
         name = getattr(function, "__name__", repr(function))
         raise ConfigError(f"env_config: {name}{signature} does not accept it: {error}") from None
-    return function(**context)
+    try:
+        return function(**context)
+    except TypeError as error:  # of a function to which it passes **kwargs
+        unknown = re.search(r"got an unexpected keyword argument '(\w+)'", str(error))
+        if unknown is None or unknown[1] not in context:
+            raise
+        raise ConfigError(f"env_config: {error}") from error
 
 
 def _make_of_class(env_class: type, context: EnvContext) -> Any:

@@ -314,8 +314,10 @@ def _bounds(space: spaces.Space) -> tuple[Any, Any] | None:
             return None if full or info is None else (space.low, space.high)
         largest = np.finfo(space.dtype).max
         slack = TOLERANCE * (1 + np.maximum(np.abs(space.low), np.abs(space.high)))
-        low = np.maximum(space.low - np.where(np.isfinite(slack), slack, 0), -largest)
-        high = np.minimum(space.high + np.where(np.isfinite(slack), slack, 0), largest)
+        slack = np.where(np.isfinite(slack), slack, 0)
+        with np.errstate(over="ignore"):  # near the largest number of the dtype
+            low = np.maximum(space.low - slack, -largest)
+            high = np.minimum(space.high + slack, largest)
         low, high = low.astype(space.dtype), high.astype(space.dtype)
         if low.size and (low == low.flat[0]).all() and (high == high.flat[0]).all():
             return low.flat[0], high.flat[0]  # comparing with a scalar is faster

@@ -21,6 +21,7 @@ MIN_GROWTH_BYTES = 20e6  # growth of the process's memory, half of it in one ope
 MIN_STEPS_WITHOUT_EPISODE = 3000  # steps of each environment
 MIN_CPU_WAIT = 0.25  # share of the time that processes wait for a processor
 MIN_SLOWDOWN = 2.0  # time per step of a worker over the median of the other workers
+MIN_BUSY_S = 0.05  # seconds of work of each worker, before workers are compared
 MIN_LAG = 24  # updates between the weights of a batch and the newest weights
 MIN_COLLECTION = 0.2  # share of the time in garbage collection
 MIN_BUSY = 0.2  # share of the time that the limiting part works
@@ -173,6 +174,8 @@ def _slow_worker(activity: Activity, facts: PlanFacts) -> Finding | None:
     ratio = cost[slowest] / max(others, 1e-9)
     if ratio < MIN_SLOWDOWN or max(worker.busy for worker in workers) < 0.3:
         return None
+    if min(worker.busy_s for worker in workers) < MIN_BUSY_S:
+        return None  # a single fragment may be slow by chance
     return Finding(
         "slow_worker",
         f"worker {slowest}",

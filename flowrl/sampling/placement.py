@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from typing import Any, NamedTuple
 
 from flowrl.sampling.worker_config import WorkerConfig
@@ -11,6 +12,9 @@ from flowrl.settings import ConfigError
 
 RESERVE_TIMEOUT_S = 60.0
 MIN_BUNDLE_CPUS = 0.001  # of a worker without any resources; a bundle must not be empty
+
+
+_placements: weakref.WeakSet[Placement] = weakref.WeakSet()  # of this process
 
 
 class _Reservation(NamedTuple):
@@ -26,7 +30,7 @@ class Placement:
     """Reserves cluster resources for the remote workers of a set; workers are numbered from 0.
 
     A worker takes `num_cpus_per_worker`, `num_gpus_per_worker` and `custom_resources_per_worker`,
-    with fewer CPUs if the cluster does not have enough for all workers. With a
+    with fewer CPUs if the cluster does not have enough for all workers of this process. With a
     `placement_strategy`, workers that are added together get a Ray placement group; a recreated
     worker gets the bundle of its predecessor. In a Ray Tune trial, the trial's placement group is
     used.
@@ -41,6 +45,12 @@ class Placement:
         self.custom = dict(config.custom_resources_per_worker)
         self.strategy = config.placement_strategy
         self._reservations: list[_Reservation] = []
+        _placements.add(self)
+
+    @property
+    def reserved_cpus(self) -> float:
+        """CPUs that are reserved for all workers of the set."""
+        return sum(r.cpus * r.num_workers for r in self._reservations)
 
     def reserve(self, first: int, count: int) -> None:
         """Reserve resources for `count` more workers, numbered from `first`.
@@ -57,9 +67,11 @@ class Placement:
         if count < 1:
             return
         self._wait_for_resources(count)
-        total = ray.cluster_resources()
-        # workers that are added later share the remaining CPUs
-        cpus = (ray.available_resources() if first else total).get("CPU", 0.0)
+        if first:  # workers that are added later share the remaining CPUs
+            cpus = ray.available_resources().get("CPU", 0.0)
+        else:
+            reserved = sum(one.reserved_cpus for one in _placements if one is not self)
+            cpus = max(ray.cluster_resources().get("CPU", 0.0) - reserved, 0.0)
         share = min(self.num_cpus, math.floor(1000 * cpus / count) / 1000)
         group = self._create_group(count, share) if self.strategy is not None else None
         self._reservations.append(_Reservation(first, count, share, group))

@@ -5,7 +5,9 @@ import pytest
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.cli.flags import flag_names, settings_from_flags
 from flowrl.cli.help import _entries
+from flowrl.cli.run_settings import parse_plan_run
 from flowrl.cli.saved_runs import open_run
+from flowrl.settings import ConfigError
 from flowrl.trainer.plan_files import shipped_plans
 from flowrl.trainer.plan_settings import plan_config
 from tests.cli.helpers import TWO_ITERATIONS, read_settings
@@ -19,6 +21,23 @@ def test_flags_set_numbers_lists_and_switches(cli, tmp_path):
     assert settings["lr"] == 3e-4
     assert settings["model"]["fcnet_hiddens"] == [8, 8]
     assert settings["normalize_observations"] is True
+
+
+@pytest.mark.parametrize(
+    ("config", "flags"),
+    [
+        ('{"sgd_minibatch_size": 600}', ["--train-batch-size", "1000"]),
+        ('{"train_batch_size": 1000, "sgd_minibatch_size": 2000}', ["--sgd-minibatch-size", "600"]),
+    ],
+)
+def test_settings_of_config_and_flags_are_checked_together(config, flags):
+    _, found = parse_plan_run("ppo", ["--config", config, *flags])
+    assert (found.train_batch_size, found.sgd_minibatch_size) == (1000, 600)
+
+
+def test_invalid_settings_of_config_are_rejected_with_flags():
+    with pytest.raises(ConfigError, match="train_batch_size=512 is smaller than sgd_minibatch"):
+        parse_plan_run("ppo", ["--config", '{"sgd_minibatch_size": 600}', "--lr", "1e-3"])
 
 
 @pytest.mark.parametrize("value", ["8,4", "[8, 4]", "[8,4]"])

@@ -88,6 +88,16 @@ def test_plan_without_an_environment_is_inspected_with_the_option_env(cli, tmp_p
     assert cli(command, "plan.py", "--env", "Acrobot-v1")[0] == 0
 
 
+@pytest.mark.parametrize("command", ["explain", "check"])
+def test_environment_of_the_current_folder_is_found(cli, tmp_path, command):
+    module = f"env_for_{command}"
+    (tmp_path / f"{module}.py").write_text(
+        "from gymnasium.envs.classic_control import CartPoleEnv\nclass Own(CartPoleEnv): pass\n"
+    )
+    code, _, err = cli(command, "a2c", "--env", f"{module}:Own")
+    assert code == 0, err
+
+
 def test_resuming_a_changed_plan_suggests_the_plan_option(cli, tmp_path):
     text = (plans_folder() / "a2c.py").read_text()
     (tmp_path / "plan.py").write_text(text)

@@ -43,6 +43,13 @@ def test_invalid_files_are_rejected(cli, tmp_path, text, message):
     assert os.listdir(tmp_path) == ["x.yaml"]
 
 
+def test_errors_of_an_environment_name_the_run(cli, tmp_path):
+    (tmp_path / "x.yaml").write_text("a: {run: TD3, env: CartPole-v1}")
+    code, _, err = cli("train", "x.yaml", "--run-dir", "r")
+    assert code == 2
+    assert err.startswith("flowrl: x.yaml, a: TD3 is for Box actions, not Discrete(2)")
+
+
 def test_each_run_can_be_repeated_by_its_name(cli, tmp_path):
     (tmp_path / "x.yaml").write_text(
         "a: {plan: a2c, stop: {training_iteration: 1}}\nb: {plan: a2c, stop: {timesteps_total: 64}}"

@@ -228,6 +228,9 @@ def test_problems_come_before_bottlenecks():
     slow = worker(2, seconds={"sample_s": 9.0, "env_step_s": 8.0}, env_steps=200)
     found = first(activity(WAITING, workers=[worker(1), slow, worker(3)]), facts())
     assert found.text.startswith("Worker 2 is 5.0 times slower than the median of the others")
+    short = [worker(n, seconds={"sample_s": s}, period_s=0.05) for n, s in ((1, 0.01), (2, 0.04))]
+    found = diagnose(activity(WAITING, workers=short), facts())
+    assert "slow_worker" not in [finding.cause for finding in found.findings]
     restarted = worker(2, restarts=3)
     counters = {"num_shard_restarts": 3}
     found = first(activity(WAITING, workers=[worker(1), restarted], counters=counters), facts())

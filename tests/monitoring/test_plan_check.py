@@ -8,6 +8,7 @@ from flowrl import A2C, DQN, PPO
 from flowrl.algorithms.a2c import A2CConfig
 from flowrl.algorithms.dqn import DQNConfig
 from flowrl.algorithms.ppo import PPOConfig
+from flowrl.cli.run_settings import parse_plan_run
 from flowrl.iter import _get_shared_metrics
 from flowrl.learners.thread import LearnerThread
 from flowrl.monitoring.plan_check import check_plan
@@ -442,6 +443,13 @@ def test_setting_of_one_policy_that_the_plan_reads_for_all_policies(plan, name, 
     (problem,) = [one for one in problems if one.rule == "unused_setting_of_policy"]
     assert f"{name}={value} in the config of 'a' has no effect" in problem.text
     assert problem.line.endswith(f"{plan}.py:{problem.line.rpartition(':')[2]}")
+
+
+def test_flags_for_one_policy_are_the_only_settings_that_are_checked():
+    flags = ["--policies.dqn.config.lr", "5e-4"]
+    _, config = parse_plan_run("ppo_dqn", flags)
+    with config.build(plan="ppo_dqn") as algorithm:
+        assert check_plan(algorithm.plan.stage, algorithm.workers) == []
 
 
 @pytest.mark.parametrize("as_record", [False, True], ids=["mapping", "record"])

@@ -249,6 +249,10 @@ def test_resumed_game_keeps_its_lives(tmp_path):
             {"env_config": {"colour": 1}, "vectorization_mode": "vector_entry_point"},
             'with vectorization_mode="vector_entry_point" does not accept',
         ),
+        (
+            {"atari": None, "vectorization_mode": "vector_entry_point"},
+            'atari=None leaves a game as it is, but vectorization_mode="vector_entry_point"',
+        ),
         ({"atari": {"frame_skip": 0}}, "atari.frame_skip"),
         ({"atari": {"noop": 3}}, "unknown setting 'atari.noop'"),
         ({"atari": {"clip_rewards": True}}, "clipped by the algorithm's setting `clip_rewards`"),

@@ -167,6 +167,20 @@ def test_functions_that_cannot_be_called_name_the_allowed_forms():
         RolloutWorker(lambda: CountEnv(), Idle, {"env_config": {"n": 4}})
 
 
+def test_arguments_that_a_creator_passes_on_are_named():
+    def make(**kwargs):
+        return CountEnv(**kwargs)
+
+    with pytest.raises(ConfigError, match=r"env_config: .* unexpected keyword argument 'players'"):
+        RolloutWorker(make, Idle, {"env_config": {"players": 4}})
+
+    def broken(**kwargs):
+        return CountEnv(typo=1)
+
+    with pytest.raises(TypeError, match="unexpected keyword argument 'typo'"):
+        RolloutWorker(broken, Idle, {"env_config": {"players": 4}})
+
+
 @pytest.mark.parametrize("as_instance", [False, True])
 def test_auto_fragments_use_the_number_of_a_vector_environment(as_instance):
     def four(context=None):
@@ -403,3 +417,10 @@ def test_cartpole_without_velocities():
         assert observation.dtype == np.float32
         observation, expected = env.step(action)[0], plain.step(action)[0]
     assert env.spec.max_episode_steps == 500
+
+
+@pytest.mark.filterwarnings("error")
+def test_check_of_the_largest_floats_causes_no_warning():
+    largest = np.finfo(np.float32).max
+    check = ObservationCheck(gym.spaces.Box(-largest, largest, (2,), np.float32))
+    assert check.in_bounds(np.array([largest, 0], np.float32))

@@ -98,6 +98,21 @@ def test_workers_that_need_missing_resources_raise(ray_session, settings, messag
         algorithm.train()
 
 
+def test_workers_of_another_set_get_the_cpus_that_are_left(ray_session):
+    total = int(ray_session.cluster_resources()["CPU"])
+    training, evaluation = Placement(WorkerConfig()), Placement(WorkerConfig())
+    training.reserve(0, total - 1)
+    evaluation.reserve(0, 2)
+    assert [p.options(0)["num_cpus"] for p in (training, evaluation)] == [1.0, 0.5]
+    evaluation.release()
+    training.release()
+    training.reserve(0, total)
+    evaluation.reserve(0, 1)  # it would wait forever for a CPU
+    assert [p.options(0)["num_cpus"] for p in (training, evaluation)] == [1.0, 0.0]
+    training.release()
+    evaluation.release()
+
+
 @pytest.mark.slow
 def test_failed_addition_keeps_the_existing_workers(ray_session):
     half_node = {f"node:{ray_session.util.get_node_ip_address()}": 0.5}

@@ -419,6 +419,16 @@ def test_next_concatenates_ready_items():
 # -- environments ----------------------------------------------------------------------------------
 
 
+def test_nested_observations_of_envpool_are_sampled():
+    require_extra("envpool")
+    settings = {"rollout_fragment_length": 6, "num_envs_per_worker": 2, "seed": 0}
+    settings["vectorization_mode"] = "envpool"
+    batch = RolloutWorker("MiniGrid-Empty-5x5-v0", PPOTorchPolicy, settings).sample()
+    assert {key: column.shape for key, column in batch["obs"].items()} == {
+        "direction": (12,), "image": (12, 7, 7, 3), "mission": (12, 96),
+    }  # fmt: skip
+
+
 def test_envpool_batches_have_no_reset_rows():
     require_extra("envpool")
     w = RolloutWorker(
