@@ -426,3 +426,19 @@ def test_copied_plan_with_a_space_in_its_name_is_quoted(tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     assert main(["copy", "ppo", "my plan.py"]) == 0
     assert "`flowrl train 'my plan.py'`" in capsys.readouterr().out
+
+
+def test_ctrl_c_while_modules_are_imported_is_quiet():
+    program = (
+        "import builtins, sys\n"
+        "original = builtins.__import__\n"
+        "def interrupted(name, *args, **kwargs):\n"
+        "    if name == 'numpy':\n"
+        "        raise KeyboardInterrupt\n"
+        "    return original(name, *args, **kwargs)\n"
+        "builtins.__import__ = interrupted\n"
+        "from flowrl.__main__ import main\n"
+        "sys.exit(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "")
