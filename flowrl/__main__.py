@@ -10,7 +10,7 @@ def main() -> int:
 
         return run_command()
     except KeyboardInterrupt:
-        return 130
+        return 130  # as after Ctrl-C later
 
 
 if __name__ == "__main__":

@@ -88,7 +88,8 @@ def parse_run(
     try:
         defaults = before.updated(**changes)
     except ConfigError:
-        # they may fit the settings of the flags only; a flag of a part, as of `model`, comes later
+        # --config may fit only together with the flags. Flags of parts, such as --model.use-lstm,
+        # are applied after --config.
         if not settings_flags or any(name.partition(".")[0] in changes for name in names):
             raise
         defaults = settings_from_flags(before, settings_flags, program, vars(options))

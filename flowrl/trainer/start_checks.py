@@ -54,7 +54,8 @@ def check_start(config: Any, workers: WorkerSet, stage: Stage) -> None:
     Raises:
         ConfigError: the rows do not fit into memory; a schedule is in percent, but
             `total_timesteps` is unknown; an operator has a state that cannot be saved; the plan
-            yields no results; or the environment of `evaluation_config` does not fit.
+            yields no results; a plan that records or reads rows has a policy whose rows cannot be
+            recorded; or the environment of `evaluation_config` does not fit.
     """
     policies = workers.local_worker().policy_map
     check_rows(config, workers.local_worker())
