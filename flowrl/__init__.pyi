@@ -301,7 +301,7 @@ class _AlgorithmConfigCheckpointing(TypedDict, total=False):
 
 class _AlgorithmConfigResources(TypedDict, total=False):
     num_cpus_per_worker: float
-    """CPUs that Ray reserves per worker; fewer if the cluster has fewer."""
+    """CPUs that Ray reserves per worker; fewer if the cluster has too few. Evaluation workers share what the training workers leave, which may be 0."""
     num_gpus_per_worker: float
     """GPUs, or fractions of one, that Ray reserves per worker."""
     custom_resources_per_worker: dict[str, float]

@@ -10,6 +10,7 @@ from typing import Any
 
 from flowrl.cli.arguments import Parser, json_object, positive_float
 from flowrl.cli.stop_options import add_display_option, add_stop_options, stop_rules_of
+from flowrl.setting_aliases import canonical_names
 from flowrl.settings import ConfigError
 from flowrl.trainer.plan_settings import plan_config
 from flowrl.trainer.runs.stop_rules import describe_defaults
@@ -84,18 +85,16 @@ def parse_run(
     before = default_config(env, tuned=options.tuned)
     settings_flags = [flag for flag in flags if flag not in HELP_FLAGS]
     names = [flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag[:2] == "--"]
-    changes = {name: value for name, value in changes.items() if name not in names}
+    changes = {n: value for n, value in canonical_names(changes).items() if n not in names}
     try:
         defaults = before.updated(**changes)
     except ConfigError:
-        # --config may fit only together with the flags. Flags of parts, such as --model.use-lstm,
-        # are applied after --config.
-        if not settings_flags or any(name.partition(".")[0] in changes for name in names):
+        if not settings_flags:
             raise
-        defaults = settings_from_flags(before, settings_flags, program, vars(options))
-        config = defaults.updated(**changes)
-    else:
-        config = settings_from_flags(defaults, settings_flags, program, vars(options))
+        # --config may fit only together with the flags, which are applied again: they override it
+        with_flags = settings_from_flags(before, settings_flags, program, vars(options))
+        defaults = with_flags.updated(**changes)
+    config = settings_from_flags(defaults, settings_flags, program, vars(options))
     if options.trace is not None:
         config = config.updated(trace_s=options.trace)
     if options.in_process:

@@ -110,7 +110,8 @@ class FragmentColumns:
         self.lookback, self.known = rows, min(self.known, rows)
 
     def advance(self, first: int, num_rows: int) -> None:
-        """Make row `first` the first one; rows up to `num_rows` are kept."""
+        """Make row `first` the first one. Row `num_rows`, the last one that is kept, has only the
+        next observation."""
         kept = self.lookback + num_rows + 1 - first
         if kept == 1:  # only the observations of the next step
             for name in OBSERVATIONS:
@@ -157,7 +158,8 @@ class FragmentColumns:
             self.arrays[name] = changed[id(column)]
 
     def state_dict(self, num_rows: int) -> dict[str, Any]:
-        """Return copies of the rows up to `num_rows`, with those that views look back on."""
+        """Return copies of the rows to `num_rows`, inclusive, and of those that views look back
+        on."""
         end = self.lookback + num_rows + 1
         return {
             "lookback": self.lookback,

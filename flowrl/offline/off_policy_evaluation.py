@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
+from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
 from flowrl.offline.parquet import OfflineDataError, parquet_files, read_parquet, read_run_id
 from flowrl.offline.recorded_rows import rows_for_policy
 from flowrl.policies.distributions import Deterministic
@@ -44,7 +44,9 @@ def estimate(
     Args:
         policy: the policy to evaluate; must implement `compute_log_likelihoods`.
         experience: a folder of Parquet files, a batch, or an iterable of batches, with the column
-            `action_logp` of the policy that acted. Rows that were sampled with explore=False cannot
+            `action_logp` of the policy that acted. Files have observations as the environment
+            returned them, batches have them as the policy sees them (normalized, if it normalizes
+            them). Rows that were sampled with explore=False cannot
             be used: their column has the likelihoods of sampled actions. Incomplete episodes are
             ignored; those of several agents are complete if they have a row for each env step.
         gamma: discount factor; None uses the policy's.
@@ -71,7 +73,7 @@ def estimate(
     unknown = [name for name in methods if name not in METHODS]
     if unknown or not methods:
         raise ConfigError(f"methods: expected some of {', '.join(METHODS)}, got {methods}")
-    if isinstance(experience, SampleBatch):
+    if isinstance(experience, (SampleBatch, MultiAgentBatch)):
         experience = [experience]
     if isinstance(experience, (str, Path)):
         if str(experience).startswith("minari:"):
@@ -79,7 +81,7 @@ def estimate(
                 f"{experience}: Minari datasets do not store action likelihoods, which importance "
                 "sampling requires"
             )
-        episodes = load_episodes(policy, _read_folder(experience, policy_id))
+        episodes = load_episodes(policy, _read_folder(policy, experience, policy_id))
     else:
         episodes = load_episodes(policy, ((0, batch) for batch in experience))
     gamma = policy.config.gamma if gamma is None else gamma
@@ -142,7 +144,7 @@ def load_episodes(policy: Policy, batches: Iterable[tuple[int, SampleBatch]]) ->
         ConfigError, OfflineDataError: see `estimate`.
     """
     _check_policy(policy)
-    parts = [_select_columns(policy, run, batch) for run, batch in batches if len(batch)]
+    parts = [_select_columns(policy, run, batch) for run, batch in batches]
     if not parts:
         raise OfflineDataError("there are no rows to estimate from")
     rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
@@ -190,7 +192,10 @@ def _check_policy(policy: Policy) -> None:
 def _select_columns(policy: Policy, run: int, batch: SampleBatch) -> dict[str, np.ndarray]:
     """Return the columns [rows] that `load_episodes` needs."""
     if not isinstance(batch, SampleBatch):
-        raise ConfigError(f"estimate: expected SampleBatches, got a {type(batch).__name__}")
+        raise ConfigError(
+            f"estimate: expected SampleBatches, got a {type(batch).__name__} (those of a "
+            "MultiAgentBatch are in its policy_batches)"
+        )
     missing = sorted(set(REQUIRED_COLUMNS) - set(batch))
     if missing:
         raise OfflineDataError(
@@ -198,15 +203,13 @@ def _select_columns(policy: Policy, run: int, batch: SampleBatch) -> dict[str, n
             f"{', '.join(REQUIRED_COLUMNS)}. Algorithms that sample actions from a distribution "
             "(such as PPO) record likelihoods; DQN, SAC and TD3 do not"
         )
-    batch = rows_for_policy(batch, policy)
+    if batch.count:
+        batch = rows_for_policy(batch, policy)
     for name in ("rewards", "action_logp"):
         if not np.isfinite(np.asarray(batch[name], np.float64)).all():
             raise OfflineDataError(f"the column {name!r} has values that are not finite")
-    for name in ("eps_id", "t"):
-        if batch[name].dtype.kind not in "iu":
-            raise OfflineDataError(f"the column {name!r} must have integers: {batch[name].dtype}")
     parts = batch.timeslices(size=ROWS_AT_A_TIME)
-    logp = np.concatenate([_log_likelihoods(policy, part) for part in parts])
+    logp = np.concatenate([np.zeros(0), *(_log_likelihoods(policy, part) for part in parts)])
     agents = batch["agent_index"] if "agent_index" in batch else np.zeros(batch.count, int)
     return {
         "log_ratio": logp - batch["action_logp"],
@@ -221,19 +224,24 @@ def _select_columns(policy: Policy, run: int, batch: SampleBatch) -> dict[str, n
 
 def _log_likelihoods(policy: Policy, rows: SampleBatch) -> np.ndarray:
     """Return the log-likelihoods [rows] of recorded actions under a policy."""
-    obs = rows["obs"]
-    if policy.observation_filter is not None:
-        obs = policy.observation_filter(obs)
-    logp: np.ndarray = np.asarray(policy.compute_log_likelihoods(rows["actions"], obs), np.float64)
+    found = policy.compute_log_likelihoods(rows["actions"], rows["obs"])
+    logp: np.ndarray = np.asarray(found, np.float64)
     if np.isnan(logp).any() or (logp == np.inf).any():
         raise OfflineDataError("the policy's likelihoods of the recorded actions are not finite")
     return logp
 
 
-def _read_folder(folder: Path | str, policy_id: str) -> Iterator[tuple[int, SampleBatch]]:
-    """Yield (index of the run, rows) of each file of a policy."""
+def _read_folder(
+    policy: Policy, folder: Path | str, policy_id: str
+) -> Iterator[tuple[int, SampleBatch]]:
+    """Yield (index of the run, rows) of each file of a policy; observations are normalized as the
+    evaluated policy normalizes them."""
     runs: dict[str, int] = {}
     for path in parquet_files(folder):
         file_policy_id, rows = read_parquet(path)
-        if file_policy_id == policy_id:
-            yield runs.setdefault(read_run_id(path), len(runs)), rows
+        if file_policy_id != policy_id:
+            continue
+        if policy.observation_filter is not None and rows.count and "obs" in rows:
+            rows = rows_for_policy(rows, policy)
+            rows = rows.with_columns(obs=policy.observation_filter(rows["obs"]))
+        yield runs.setdefault(read_run_id(path), len(runs)), rows

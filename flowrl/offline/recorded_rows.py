@@ -20,14 +20,15 @@ def rows_for_policy(rows: SampleBatch, policy: Policy) -> SampleBatch:
         policy: the policy that is to learn from the rows or to be evaluated.
 
     Raises:
-        OfflineDataError: a column does not have one number per row; or observations or actions do
-            not fit the spaces of the policy.
+        OfflineDataError: a column such as `rewards` does not have one number per row; or
+            observations or actions do not fit the spaces of the policy.
     """
     for name in (*FLAT_KINDS, "action_logp"):
-        if name in rows and np.shape(rows[name]) != (rows.count,):
+        column = rows[name] if name in rows else np.zeros(rows.count)
+        if column.shape != (rows.count,) or column.dtype.kind not in "biuf":
             raise OfflineDataError(
                 f"the column {name!r} must have the shape ({rows.count},), one number per row, got "
-                f"{np.shape(rows[name])}"
+                f"{column.dtype} {column.shape}"
             )
     problem = policy.find_mismatch(rows)
     if problem is None:

@@ -213,7 +213,7 @@ class ReadStage(Stage):
     def pull(self, block: bool) -> Any:
         batch = call_in_stage(self, self._next_batch)
         self.items += 1
-        policy_id = self._trained_policy_id()
+        policy_id = self.trained_policy_id()
         counters = _get_shared_metrics().counters
         counters["num_env_steps_sampled"] += batch.count
         counters["num_agent_steps_sampled"] += batch.count
@@ -223,7 +223,7 @@ class ReadStage(Stage):
             return batch
         return MultiAgentBatch({policy_id: batch}, batch.count)
 
-    def _trained_policy_id(self) -> str:
+    def trained_policy_id(self) -> str:
         """Return the id of the policy to train: the recorded one, or the plan's only one.
 
         Raises:
@@ -301,7 +301,7 @@ class ReadStage(Stage):
         rows = self.source.read(part)
         if not rows.count:
             return SampleBatch()
-        policy = self.workers.local_worker().policy_map[self._trained_policy_id()]
+        policy = self.workers.local_worker().policy_map[self.trained_policy_id()]
         rows = self.source.to_policy_actions(rows, policy)
         missing = sorted(set(self.columns) - set(rows))
         if missing:

@@ -61,7 +61,7 @@ class Placement:
         import ray
 
         end = first + count
-        # removed workers may have left reservations behind
+        # removed workers may have left bundles of a placement group behind
         first = max(first, *(r.first + r.num_workers for r in self._reservations), 0)
         count = end - first
         if count < 1:
@@ -146,6 +146,9 @@ class Placement:
         import ray
         from ray.util.placement_group import remove_placement_group
 
+        for index, kept in enumerate(self._reservations):
+            if kept.first < num_workers < kept.first + kept.num_workers and kept.group is None:
+                self._reservations[index] = kept._replace(num_workers=num_workers - kept.first)
         for reservation in [r for r in self._reservations if r.first >= num_workers]:
             self._reservations.remove(reservation)
             if reservation.group is not None and ray.is_initialized():

@@ -260,9 +260,9 @@ class SegmentTracker:
             envs=lanes, agents=np.zeros(len(lanes), np.int64),
         )  # fmt: skip
 
-    def choose(self, segments: Segments, min_rows: int) -> np.ndarray:
+    def choose(self, segments: Segments, min_steps: int) -> np.ndarray:
         """Return which segments the fragment has, bool [S]; for whole episodes, the first ones to
-        end that have `min_rows` rows."""
+        end that have `min_steps` rows."""
         if segments.are_open:
             return self._all
         chosen = (segments.events != Event.LOST) & (segments.lengths > 0)
@@ -271,7 +271,7 @@ class SegmentTracker:
             (index,) = chosen.nonzero()
             index = index[np.lexsort((segments.lanes[index], segments.ends[index]))]
             before = np.cumsum(segments.lengths[index]) - segments.lengths[index]
-            chosen[index[before >= min_rows]] = False
+            chosen[index[before >= min_steps]] = False
         return chosen
 
     def keep(self, num_rows: int, segments: Segments, chosen: np.ndarray, finals: Any) -> int:

@@ -118,7 +118,8 @@ class WorkerConfig(PolicyConfig):
     """Rows of one policy per file; the last file may have fewer."""
 
     num_cpus_per_worker: NotNegative = setting(1.0, group="resources")
-    """CPUs that Ray reserves per worker; fewer if the cluster has fewer."""
+    """CPUs that Ray reserves per worker; fewer if the cluster has too few. Evaluation workers share
+    what the training workers leave, which may be 0."""
     num_gpus_per_worker: NotNegative = setting(0.0, group="resources")
     """GPUs, or fractions of one, that Ray reserves per worker."""
     custom_resources_per_worker: dict[str, Positive] = setting({}, group="resources")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -104,29 +103,42 @@ def _check_states(stage: Stage) -> None:
 
 def _check_recorded_rows(config: Any, policies: Mapping[str, Policy], stage: Stage) -> None:
     """Check that the policies' rows can be recorded, if a plan records or reads rows."""
-    names = [] if config.output is None else ["output"]
+    recorded = [] if config.output is None else [("output", list(policies))]
     for node, operator in operators_of(stage):
-        if isinstance(operator, (WriteParquet, ReadStage)):
-            names.append(f"{node} (chained at {node.line})")
-    for name, (policy_id, policy) in itertools.product(names, policies.items()):
-        if policy.observation_filter or policy.reward_scaler:
+        name = f"{node} (chained at {node.line})"
+        if isinstance(operator, WriteParquet):
+            recorded.append((name, list(policies)))
+        elif isinstance(operator, ReadStage):
+            recorded.append((name, [operator.trained_policy_id()]))
+    for name, policy_ids in recorded:
+        for policy_id in policy_ids:
+            _check_recorded_policy(name, policy_id, policies[policy_id])
+
+
+def _check_recorded_policy(name: str, policy_id: str, policy: Policy) -> None:
+    """Check that a policy's rows can be recorded; messages begin with a name."""
+    if policy.observation_filter or policy.reward_scaler:
+        raise ConfigError(
+            f"{name}: policy {policy_id!r} has normalized observations or rewards, whose "
+            "statistics change during the training, so recorded rows would not fit together: "
+            "leave normalize_observations and normalize_rewards out"
+        )
+    for what, space in (
+        ("observations", policy.observation_space),
+        ("actions", policy.action_space),
+    ):
+        if not _has_only_string_keys(space):
             raise ConfigError(
-                f"{name}: policy {policy_id!r} has normalized observations or rewards, whose "
-                "statistics change during the training, so recorded rows would not fit together: "
-                "leave normalize_observations and normalize_rewards out"
-            )
-        if not _has_only_text_keys(policy.observation_space):
-            raise ConfigError(
-                f"{name}: the observations of policy {policy_id!r} are dicts with keys that are no "
-                "texts, which cannot be recorded: use texts as keys"
+                f"{name}: the {what} of policy {policy_id!r} are dicts with keys that are not "
+                "strings, which cannot be recorded: use strings as keys"
             )
 
 
-def _has_only_text_keys(space: spaces.Space) -> bool:
-    """Return whether all keys of the Dict spaces in a space are texts."""
+def _has_only_string_keys(space: spaces.Space) -> bool:
+    """Return whether all keys of the Dict spaces in a space are strings."""
     if isinstance(space, spaces.Dict):
-        return all(isinstance(k, str) and _has_only_text_keys(s) for k, s in space.items())
-    return not isinstance(space, spaces.Tuple) or all(map(_has_only_text_keys, space))
+        return all(isinstance(k, str) and _has_only_string_keys(s) for k, s in space.items())
+    return not isinstance(space, spaces.Tuple) or all(map(_has_only_string_keys, space))
 
 
 def _check_schedules(config: Any, total_timesteps: int | None) -> None:

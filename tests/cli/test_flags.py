@@ -35,6 +35,27 @@ def test_settings_of_config_and_flags_are_checked_together(config, flags):
     assert (found.train_batch_size, found.sgd_minibatch_size) == (1000, 600)
 
 
+@pytest.mark.parametrize(
+    ("config", "flags", "name", "value"),
+    [
+        ('"normalize_observations": true', ["--no-normalize-observations"],
+         "normalize_observations", False),
+        ('"minibatch_size": 700', ["--sgd-minibatch-size", "500"], "sgd_minibatch_size", 500),
+        ('"lambda_": 0.5', ["--lambda", "0.9"], "lambda_", 0.9),
+        ('"model": {"fcnet_hiddens": [8]}', ["--model.use-lstm"], "model.use_lstm", True),
+    ],
+)  # fmt: skip
+def test_flags_override_config_that_fits_only_with_other_flags(config, flags, name, value):
+    minibatch = "" if "minibatch" in config else ', "sgd_minibatch_size": 600'
+    text = f"{{{config}{minibatch}}}"
+    flags = ["--config", text, *flags, "--train-batch-size", "1000"]
+    _, found = parse_plan_run("ppo", flags)
+    part, _, inner = name.partition(".")
+    assert (found[part][inner] if inner else found[part]) == value
+    if "model" in config:
+        assert found.model.fcnet_hiddens == [8]
+
+
 def test_invalid_settings_of_config_are_rejected_with_flags():
     with pytest.raises(ConfigError, match="train_batch_size=512 is smaller than sgd_minibatch"):
         parse_plan_run("ppo", ["--config", '{"sgd_minibatch_size": 600}', "--lr", "1e-3"])

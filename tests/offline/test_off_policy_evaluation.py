@@ -9,7 +9,7 @@ from flowrl.algorithms.a2c import A2CTorchPolicy
 from flowrl.algorithms.dqn import DQNTorchPolicy
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.algorithms.td3 import TD3TorchPolicy
-from flowrl.data import SampleBatch
+from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.offline.off_policy_evaluation import estimate
 from flowrl.offline.parquet import OfflineDataError, parquet_files, read_parquet, write_parquet
 from flowrl.offline.parquet_writer import ParquetWriter
@@ -99,7 +99,8 @@ def test_estimates_follow_the_definition(policy):
     assert undiscounted["is"]["v_target"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_observations_are_normalized_as_in_training():
+def test_observations_are_normalized_as_in_training(tmp_path):
+    require_extra("offline")
     settings = {"seed": 0, "gamma": 0.9, "normalize_observations": True}
     policy = A2CTorchPolicy(BOX, spaces.Discrete(2), settings)
     policy.flat.vector.data *= 3
@@ -109,9 +110,13 @@ def test_observations_are_normalized_as_in_training():
     policy.observation_filter.merge_stats(policy.observation_filter.take_new_stats())
     normalized = [e.with_columns(obs=policy.observation_filter(e["obs"])) for e in episodes]
     plain, weighted = reference_estimates(policy, normalized, 0.9)
-    results = estimate(policy, episodes)
-    assert results["is"]["v_target"] == pytest.approx(plain, rel=1e-5)
-    assert results["wis"]["v_target"] == pytest.approx(weighted, rel=1e-5)
+    writer = ParquetWriter(tmp_path)  # files have them as the environment returned them
+    for episode in episodes:
+        writer.add(episode)
+    writer.flush()
+    for results in (estimate(policy, normalized), estimate(policy, tmp_path)):
+        assert results["is"]["v_target"] == pytest.approx(plain, rel=1e-5)
+        assert results["wis"]["v_target"] == pytest.approx(weighted, rel=1e-5)
 
 
 def test_likelihoods_are_computed_for_some_rows_at_a_time(policy, monkeypatch):
@@ -310,11 +315,13 @@ def test_invalid_policies_and_experience_are_rejected(policy, tmp_path):
         missing = np.full(episodes[0].count, np.nan)
         with pytest.raises(OfflineDataError, match=f"column '{name}' has values that are not fin"):
             estimate(policy, [episodes[0].with_columns(**{name: missing})])
-    for name in ("eps_id", "t"):
-        with pytest.raises(OfflineDataError, match=f"column '{name}' must have integers"):
-            estimate(policy, [episodes[0].with_columns(**{name: episodes[0][name].astype(float)})])
-    with pytest.raises(ConfigError, match="expected SampleBatches, got a dict"):
-        estimate(policy, [dict(episodes[0])])
+    column = episodes[0]["action_logp"][:, None]
+    with pytest.raises(OfflineDataError, match="column 'action_logp' must have the shape"):
+        estimate(policy, [episodes[0].with_columns(action_logp=column)])
+    several = MultiAgentBatch({"p": episodes[0]}, episodes[0].count)
+    for experience in ([dict(episodes[0])], [None], several):
+        with pytest.raises(ConfigError, match="expected SampleBatches, got a"):
+            estimate(policy, experience)
     wrong_shape = np.zeros((episodes[0].count, 4), np.float32)
     with pytest.raises(OfflineDataError, match="do not fit the spaces"):
         estimate(policy, [episodes[0].with_columns(obs=wrong_shape)])

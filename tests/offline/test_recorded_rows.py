@@ -63,9 +63,16 @@ def test_actions_outside_of_the_space_are_rejected(space, actions):
         rows_for_policy(rows(np.zeros((2, 2), np.float32), actions), policy(BOX, space))
 
 
-@pytest.mark.parametrize("name", ["rewards", "action_logp", "t", "terminateds"])
-def test_columns_need_one_number_per_row(name):
-    column = np.zeros((2, 1), bool if name == "terminateds" else np.float32)
+@pytest.mark.parametrize(
+    ("name", "column"),
+    [
+        ("rewards", np.zeros((2, 1), np.float32)),
+        ("action_logp", np.zeros((2, 1), np.float32)),
+        ("eps_id", np.array(["a", "b"])),
+        ("terminateds", np.array(["False", "True"])),
+    ],
+)
+def test_columns_need_one_number_per_row(name, column):
     batch = rows(np.zeros((2, 2), np.float32), **{name: column})
     with pytest.raises(OfflineDataError, match=rf"column '{name}' must have the shape \(2,\)"):
         rows_for_policy(batch, policy(BOX))

@@ -109,6 +109,11 @@ def test_workers_of_another_set_get_the_cpus_that_are_left(ray_session):
     training.reserve(0, total)
     evaluation.reserve(0, 1)  # it would wait forever for a CPU
     assert [p.options(0)["num_cpus"] for p in (training, evaluation)] == [1.0, 0.0]
+    evaluation.release()
+    training.release(total - 1)  # a worker was removed
+    assert training.reserved_cpus == total - 1
+    evaluation.reserve(0, 1)
+    assert evaluation.options(0)["num_cpus"] == 1.0
     training.release()
     evaluation.release()
 

@@ -14,6 +14,7 @@ from flowrl import DQN, PPO, PPOConfig
 from flowrl.algorithms.a2c import A2C, A2CConfig
 from flowrl.algorithms.sac import SACConfig
 from flowrl.envs import make_multi_agent
+from flowrl.offline.parquet import OfflineDataError
 from flowrl.ops import (
     ConcatBatches,
     ParallelRollouts,
@@ -452,12 +453,34 @@ class IntegerKeys(Small):
         return ({0: obs}, *rest)
 
 
+class IntegerKeysOfActions(Small):
+    choices = spaces.Dict({0: spaces.Discrete(2), 1: spaces.Discrete(2)})
+    action_space = spaces.Tuple([choices])
+
+
 def test_dicts_with_integer_keys_are_not_recorded(tmp_path):
     require_extra("offline")
     with PPO(IntegerKeys, train_batch_size=16, sgd_minibatch_size=16) as algorithm:
         algorithm.train()  # other runs may have them
-    algorithm = PPO(IntegerKeys, output=str(tmp_path))
-    with algorithm, pytest.raises(ConfigError, match=r"output: .* keys that are no texts"):
+    for env, what in ((IntegerKeys, "observations"), (IntegerKeysOfActions, "actions")):
+        algorithm = PPO(env, output=str(tmp_path))
+        message = f"output: the {what} of .* keys that are not strings"
+        with algorithm, pytest.raises(ConfigError, match=message):
+            algorithm.train()
+
+
+def test_policies_that_read_no_rows_may_be_normalized(tmp_path):
+    require_extra("offline")
+
+    def plan(workers, config):
+        folder, own = tmp_path / "rows", {"policy_id": "a", "columns": ("obs", "actions")}
+        recorded = ReadParquet(workers, folder, 10, **own).for_each(TrainOneStep(workers, ["a"]))
+        return StandardMetricsReporting(recorded, workers, config)
+
+    normalized = PolicySpec(config={"normalize_observations": True})
+    policies = {"a": None, "b": normalized}
+    config = PPOConfig(env=Small, policies=policies, policy_mapping_fn=lambda *a, **k: "b")
+    with config.build(plan) as algorithm, pytest.raises(OfflineDataError, match="no such folder"):
         algorithm.train()
 
 
