@@ -286,7 +286,7 @@ def space_to_json(space: spaces.Space) -> dict[str, Any]:
 def _key_to_json(key: Any) -> str | int:
     if isinstance(key, (str, int)):
         return key
-    raise TypeError(f"the key {key!r} of a Dict space cannot be stored: use texts or integers")
+    raise TypeError(f"the key {key!r} of a Dict space cannot be stored: use strings or integers")
 
 
 def _bound_to_json(bound: np.ndarray) -> Any:
