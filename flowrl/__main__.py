@@ -10,7 +10,7 @@ def main() -> int:
 
         return run_command()
     except KeyboardInterrupt:
-        return 130  # as after Ctrl-C later
+        return 130  # INTERRUPTED of signal_handler, whose import may be interrupted, too
 
 
 if __name__ == "__main__":

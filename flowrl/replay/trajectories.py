@@ -142,9 +142,8 @@ class SuccessorTable:
             starts: offsets [k] of the first rows of the parts.
 
         Returns:
-            the slots (row, successor) of the links; which parts continue an earlier part that is
-            not new, bool [k]; which parts do not end their trajectory and have no successor yet,
-            bool [k].
+            the slots (row, successor) of the links; which parts may continue a part that was
+            stored before, bool [k]; which parts still need a successor, bool [k].
         """
         start_slots, end_slots = starts + first % self.capacity, ends + first % self.capacity
         steps = columns["t"][0]

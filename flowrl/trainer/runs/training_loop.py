@@ -195,7 +195,7 @@ def _finish_evaluation(algorithm: Any, signals: SignalHandler, result: dict[str,
 
 
 def _finish_display(progress: ProgressTable | LiveView | None, result: Any, exit_code: int) -> None:
-    """Show the last result; if the terminal was closed, discard what is printed from now on."""
+    """Show the last result. If the terminal was closed, discard all later output."""
     is_lost = exit_code == TERMINAL_CLOSED
     if progress is not None:
         with suppress(OSError) if is_lost else nullcontext():
