@@ -179,7 +179,8 @@ class DQNTorchPolicy(TargetNetworkPolicy):
             if is_random is not None and is_random.all():
                 scores = np.zeros((count, self.q_function.num_actions), np.float32)
                 return exploration.act_on_values(scores, is_random, self), [], {}
-        scores, states = self._computed(self._greedy_scores, input_dict)
+        with self._seeded():
+            scores, states = self._computed(self._greedy_scores, input_dict)
         extra = {} if self._has_no_extra else self.extra_action_out(input_dict, states, scores)
         if not explore:
             return scores.argmax(1), states, extra

@@ -105,7 +105,7 @@ class Exploration:
     def draw_random_rows(self, count: int, policy: ExploringPolicy) -> np.ndarray | None:
         """Draw which rows of a batch take a random action, bool [count].
 
-        None, without a draw, if actions are sampled or noisy.
+        None, without a draw, if actions are sampled or noisy, or if a subclass has its own `act`.
         """
         counters = (
             policy.timestep, policy.total_timesteps, policy.worker_index, policy.num_workers,
@@ -143,7 +143,10 @@ class Exploration:
         return actions
 
     def _compute_random_fraction(self, policy: ExploringPolicy) -> float | None:
-        """Return the fraction of random actions; None if actions are sampled or noisy."""
+        """Return the fraction of random actions; None if actions are sampled or noisy, or if a
+        subclass has its own `act`."""
+        if type(self).act is not Exploration.act:
+            return None
         if self.config.type == "Random" or policy.timestep < self.config.random_timesteps:
             return 1.0
         return self.epsilon(policy) if self._is_greedy else None

@@ -369,9 +369,19 @@ class Policy(ActsOnObservations):
             self.filter_version += 1
 
     def get_state(self) -> dict[str, Any]:
-        """Return the complete state: weights, filters, counters and random streams."""
+        """Return the complete state: weights, filters, counters and random streams.
+
+        Raises:
+            TypeError: `get_weights` does not return a dict.
+        """
+        weights: Any = self.get_weights()
+        if not isinstance(weights, dict):
+            raise TypeError(
+                f"{type(self).__name__}.get_weights() must return a dict of arrays by name, got a "
+                f"{type(weights).__name__}"
+            )
         return {
-            "weights": self.get_weights(),
+            "weights": weights,
             "filters": self.filter_state_dict(),
             "timestep": self.timestep,
             "total_timesteps": self.total_timesteps,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -26,6 +27,7 @@ from flowrl.policies.models.module_model import ModuleModel
 from flowrl.policies.models.tensor_batch import TensorBatch, as_state
 from flowrl.policies.policy import Policy
 from flowrl.policies.schedules import initial_value
+from flowrl.policies.torch_random import torch_seed
 from flowrl.policies.views import find_input_problem, find_mismatch
 from flowrl.seeding import random_stream
 from flowrl.settings import ConfigError
@@ -59,6 +61,13 @@ class TorchPolicy(Policy):
         super().__init__(observation_space, action_space, config)
         self.device = self._find_device()
         self.dist_class = self.make_distribution()
+        if not (
+            isinstance(self.dist_class, type) and issubclass(self.dist_class, ActionDistribution)
+        ):
+            raise ConfigError(
+                f"{type(self).__name__}.make_distribution() must return a subclass of "
+                f"ActionDistribution, got {self.dist_class!r}"
+            )
         self.model = self.new_model()
         # policy and model share one dict of views; with burn-in a sequence may start at any row,
         # so the states of all rows are stored
@@ -82,6 +91,12 @@ class TorchPolicy(Policy):
             num_outputs = self.dist_class.num_inputs(self.action_space)
             model = ModuleModel(
                 model, self.observation_space, self.action_space, num_outputs, self.config.model
+            )
+        extra = [name for name in model.state_dict() if name.endswith("_extra_state")]
+        if extra:
+            raise ConfigError(
+                "model: checkpoints contain parameters and buffers, but not what get_extra_state() "
+                f"returns ({extra[0]}): keep it in a buffer (register_buffer)"
             )
         placed: ModelV2 = model.to(self.device)
         return placed
@@ -241,7 +256,8 @@ class TorchPolicy(Policy):
     def _act(
         self, input_dict: dict[str, Any], explore: bool
     ) -> tuple[Any, list[np.ndarray], dict[str, np.ndarray]]:
-        outputs, values, states = self._computed(self.acting_model.compute_outputs, input_dict)
+        with self._seeded():
+            outputs, values, states = self._computed(self.acting_model.compute_outputs, input_dict)
         actions, logp = self.exploration.act(outputs, self, explore)
         extra = {"action_logp": logp, "action_dist_inputs": outputs}
         if values is not None:
@@ -259,6 +275,12 @@ class TorchPolicy(Policy):
         actions, logp = self.exploration.act(outputs, self, explore)
         return actions, [], {"action_logp": logp, "action_dist_inputs": outputs}
 
+    def _seeded(self) -> contextlib.AbstractContextManager[None]:
+        """Seed torch's random numbers if the network may draw them while it acts."""
+        if not self.learner.draws_from_torch:
+            return contextlib.nullcontext()
+        return torch_seed(int(self.rng.integers(2**63)))
+
     def _computed(self, compute: Callable[[Any], T], input_dict: dict[str, Any]) -> T:
         """Return compute(input_dict); check the inputs only if that fails."""
         try:
@@ -271,12 +293,14 @@ class TorchPolicy(Policy):
             raise ConfigError(f"{type(self).__name__} cannot act on this: {problem}") from error
 
     def compute_values(self, obs_batch: Any) -> np.ndarray | None:
-        return self.acting_model.compute_values({"obs": obs_batch})
+        with self._seeded():
+            return self.acting_model.compute_values({"obs": obs_batch})
 
     def compute_values_from_input_dict(self, input_dict: dict[str, Any]) -> np.ndarray | None:
         if len(input_dict) == 1:
             return self.compute_values(input_dict["obs"])
-        return self.acting_model.compute_values(input_dict)
+        with self._seeded():
+            return self.acting_model.compute_values(input_dict)
 
     def compute_log_likelihoods(
         self, actions: Any, obs_batch: Any = None, input_dict: dict[str, Any] | None = None
@@ -430,8 +454,8 @@ class TorchPolicy(Policy):
         """Set the weights.
 
         Raises:
-            ValueError: names or shapes do not fit this network, or a weight is not finite; nothing
-                changes.
+            ValueError: names or shapes do not fit this network, or a parameter is not finite;
+                nothing changes.
         """
         if not isinstance(weights, dict):
             raise ValueError(f"weights must be a dict, as of get_weights(), got {type(weights)}")
@@ -447,9 +471,8 @@ class TorchPolicy(Policy):
                 + "; ".join(lines + [f"{name}: unknown" for name in extra])
             )
         arrays = {name: np.asarray(weights[name]) for name in own}
-        infinite = [
-            n for n, a in arrays.items() if a.dtype.kind == "f" and not np.isfinite(a).all()
-        ]
+        # buffers may be infinite, such as masks of attention
+        infinite = [n for n in self.flat.names if not np.isfinite(arrays[n]).all()]
         if infinite:
             raise ValueError(f"these weights have values that are not finite: {infinite}")
         with torch.no_grad():
@@ -477,7 +500,7 @@ class TorchPolicy(Policy):
     def _set_state(self, state: dict[str, Any]) -> None:
         parts = {"learner": dict[str, Any], "exploration": dict[str, np.ndarray]}
         check_state(state, parts, f"the state of a {type(self).__name__}")
-        check_finite(state, "state")
+        check_finite({name: part for name, part in state.items() if name != "weights"}, "state")
         super().set_state(state)
         self.learner.load_state_dict(state["learner"])
         self.learner.follow_schedules()

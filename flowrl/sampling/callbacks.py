@@ -138,6 +138,16 @@ _SB3_EVENTS = (
 )  # fmt: skip
 
 
+# what an event cannot be: its description -> whether an attribute is one
+_NOT_CALLED: dict[str, Callable[[Any], bool]] = {
+    "a coroutine function, which nothing would await": inspect.iscoroutinefunction,
+    "a generator function, whose body would not run": lambda method: (
+        inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method)
+    ),
+    "not a method": lambda method: not callable(method),
+}
+
+
 def check_callbacks_class(value: Any) -> None:
     """Check that workers can create an object of a callbacks class and call its methods.
 
@@ -175,13 +185,24 @@ def check_callbacks_class(value: Any) -> None:
 
 
 def _check_signature(cls: type[DefaultCallbacks], event: str) -> None:
-    """Check that a method of a callbacks class accepts the arguments of its event.
+    """Check that a method of a callbacks class can be called, with the arguments of its event.
 
     Raises:
-        ConfigError: it does not, or it has an argument of RLlib's that does not exist here.
+        ConfigError: it is not a plain method, it does not accept them, or it has an argument of
+            RLlib's that does not exist here.
     """
     method, base = inspect.getattr_static(cls, event), getattr(DefaultCallbacks, event)
-    if method is base or not inspect.isfunction(method):
+    if method is base:
+        return
+    takes_self = not isinstance(method, staticmethod)
+    method = getattr(method, "__func__", method)  # of static and class methods
+    kind = next((text for text, holds in _NOT_CALLED.items() if holds(method)), None)
+    if kind is not None:
+        raise ConfigError(
+            f"callbacks_class: {cls.__name__}.{event} is {kind}: write a plain method, "
+            f"def {event}(self, **kwargs)"
+        )
+    if not inspect.isfunction(method):
         return
     if "metrics_logger" in inspect.signature(method).parameters:
         raise ConfigError(
@@ -191,7 +212,7 @@ def _check_signature(cls: type[DefaultCallbacks], event: str) -> None:
     kinds = inspect.signature(base).parameters
     names = [n for n, parameter in kinds.items() if parameter.kind is parameter.KEYWORD_ONLY]
     try:
-        inspect.signature(method).bind(None, **dict.fromkeys(names))
+        inspect.signature(method).bind(*[None] * takes_self, **dict.fromkeys(names))
     except TypeError as error:
         raise ConfigError(
             f"callbacks_class: {cls.__name__}.{event}() {error}: it is called with "

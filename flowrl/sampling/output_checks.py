@@ -47,9 +47,11 @@ def check_extra_columns(policy: str, columns: dict[str, Any], count: int) -> Non
         leaves: list[Any] = optree.tree_leaves(column)
         for leaf in leaves:
             if not isinstance(leaf, np.ndarray) or not leaf.ndim:
+                is_array = isinstance(leaf, np.ndarray)
+                got = "an array without axes" if is_array else f"a {type(leaf).__name__}"
                 raise TypeError(
                     f"{policy} must return the column {name!r} as a numpy array of {count} rows, "
-                    f"it returned a {type(column).__name__}"
+                    f"it returned {got}"
                 )
             if len(leaf) != count:
                 raise ValueError(

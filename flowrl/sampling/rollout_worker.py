@@ -15,6 +15,7 @@ from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
 from flowrl.data.types import PolicyID
 from flowrl.envs.registry import EnvContext, EnvCreator
 from flowrl.iter.ray_runtime import node_id
+from flowrl.policies.learning.epochs import checked_numbers
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import (
     PolicyMapping,
@@ -212,7 +213,7 @@ class RolloutWorker:
         except Exception as error:
             error.add_note(f"while worker {self.worker_index} was sampling")
             if isinstance(error, StopIteration):
-                raise RuntimeError("the environment raised StopIteration") from error
+                raise RuntimeError("StopIteration was raised while sampling") from error
             raise
         self._sampling.count(samples)
         self._num_fragments += 1
@@ -278,6 +279,9 @@ class RolloutWorker:
         if overrides(self.callbacks, "on_learn_on_batch"):
             call(
                 self.callbacks, "on_learn_on_batch", policy=policy, train_batch=rows, result=result
+            )
+            result |= checked_numbers(
+                result, f"{type(self.callbacks).__name__}.on_learn_on_batch() added to result"
             )
 
     def learn_on_batch(self, batch: SampleBatch | MultiAgentBatch) -> dict[str, dict[str, float]]:

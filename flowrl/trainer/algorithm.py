@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from numbers import Real
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Literal, Self, get_args
@@ -285,7 +286,14 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         if evaluation is not None:
             result["evaluation"] = evaluation
         callbacks = self.workers.local_worker().callbacks
+        numbers = [name for name, value in result.items() if isinstance(value, Real)]
         call(callbacks, "on_train_result", algorithm=self, result=result)
+        for name in numbers:
+            if not isinstance(result.get(name), Real):
+                raise TypeError(
+                    f"{type(callbacks).__name__}.on_train_result() replaced the number "
+                    f"result[{name!r}] by {result.get(name)!r}: add an entry with another name"
+                )
         if self.config.log_to:
             self._loggers.write(result)
         return result

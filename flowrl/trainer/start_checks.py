@@ -35,6 +35,7 @@ log = logging.getLogger("flowrl")
 _NOT_FOR_MODULES: tuple[str, ...] = (
     "fcnet_hiddens", "fcnet_activation", "vf_share_layers", "free_log_std",
     "initial_log_std", "conv_type", "conv_filters", "conv_activation", "post_fcnet_hiddens",
+    "max_seq_len", "burn_in", "matrix_products",
 )  # fmt: skip
 _NOT_FOR_IMAGES: tuple[str, ...] = ("fcnet_hiddens", "fcnet_activation")
 MAX_USUAL_OBSERVATION = 100.0  # bounds of well-known environments are below it
@@ -67,6 +68,7 @@ def check_start(config: Any, workers: WorkerSet, stage: Stage) -> None:
             raise ConfigError(f"plan: {problem}")
         log.warning("%s", problem)
     for policy_id, policy in policies.items():
+        policy.get_state()  # raises an error if it could not be saved
         if isinstance(policy.config, PolicyConfig):
             _warn_about_unused_settings(config, policy_id, policy)
             _warn_about_stacked_images(policy_id, policy)

@@ -20,6 +20,7 @@ from flowrl.ops import (
     UpdateTargetNetwork,
 )
 from flowrl.policies import ConfigError, PolicySpec, ViewRequirement
+from flowrl.policies.exploration import Exploration
 from flowrl.policies.models.base import ModelV2
 from flowrl.policies.models.fcnet import FullyConnectedNetwork
 from flowrl.policies.models.noisy import NoisyLinear
@@ -838,3 +839,20 @@ def test_model_without_values_needs_dueling_to_be_disabled(model):
         DQNTorchPolicy(BOX, THREE, config).learn_on_minibatches(rows())
     policy = DQNTorchPolicy(BOX, THREE, {**config, "dueling": False})
     assert np.isfinite(policy.learn_on_minibatches(rows())["total_loss"])
+
+
+class AlwaysZero(Exploration):
+    def act(self, inputs, policy, explore):
+        actions, logp = super().act(inputs, policy, explore)
+        return actions * 0, logp
+
+
+def test_own_exploration_chooses_the_actions():
+    class WithZero(DQNTorchPolicy):
+        def make_exploration(self):
+            config = self.config.exploration_config
+            return AlwaysZero(config, self.action_space, self.dist_class, True)
+
+    for policy_class in (WithZero, DQNTorchPolicy):
+        w = RolloutWorker("CartPole-v1", policy_class, {"seed": 1, "rollout_fragment_length": 50})
+        assert w.sample()["actions"].any() == (policy_class is DQNTorchPolicy)

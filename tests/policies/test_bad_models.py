@@ -67,6 +67,38 @@ class StatelessModel(ModelV2):
         return input_dict["obs"][:, :2]
 
 
+def module_with_views(views):
+    """A module class with this attribute `view_requirements`."""
+    return type("BadViews", (PlainModule,), {"view_requirements": views})
+
+
+def recurrent(initial, states):
+    """A model class with these initial states, whose forward returns the other ones."""
+
+    class BadStates(ModelV2):
+        def get_initial_state(self):
+            return initial
+
+        def forward(self, input_dict, state, seq_lens):
+            return input_dict["obs"][:, :2], states
+
+    return BadStates
+
+
+class LazyModule(PlainModule):
+    def __init__(self, obs_space, action_space, num_outputs):
+        super().__init__(obs_space, action_space, num_outputs)
+        self.out = nn.LazyLinear(num_outputs)
+
+
+class WithExtraState(PlainModule):
+    def get_extra_state(self):
+        return 5
+
+    def set_extra_state(self, state):
+        pass
+
+
 @pytest.mark.parametrize(
     ("model", "match"),
     [
@@ -95,11 +127,24 @@ class StatelessModel(ModelV2):
         (model_with_values(lambda n: torch.zeros(n, 1)), r"values \[rows\], got \[12, 1\]"),
         (model_with_values(lambda n: None), "got None"),
         (StatelessModel, "forward must return"),
+        (
+            module_returning(lambda self, obs: [self.out(obs), obs]),
+            r"BadModule .*: outputs must be a tensor of floats, got a list \[float32 \[12, 2\]",
+        ),
+        (module_with_views(["prev_actions"]), r"must be a dict: name -> ViewRequirement, got \["),
+        (module_with_views({"prev_actions": "actions"}), r"BadViews\.view_requirements must be"),
+        (recurrent(None, None), r"get_initial_state\(\) must return a list of arrays, got None"),
+        (recurrent([np.zeros(1, np.float32)], [None]), "states must be tensors, got NoneType"),
+        (LazyModule, r"the parameter 'module\.out\.weight' has no shape yet"),
+        (WithExtraState, r"get_extra_state\(\) returns \(module\._extra_state\): keep it in a buf"),
     ],
 )
 def test_invalid_models_are_rejected(model, match):
+    states = [np.zeros((12, 1), np.float32)]
     with pytest.raises(ConfigError, match=match):
-        PPOTorchPolicy(BOX, TWO, {"model": {"custom_model": model}}).compute_actions(rows()["obs"])
+        PPOTorchPolicy(BOX, TWO, {"model": {"custom_model": model}}).compute_actions(
+            rows()["obs"], state_batches=states
+        )
 
 
 class TooWide(ModelV2):
@@ -163,6 +208,30 @@ def test_error_of_an_attention_network_is_not_blamed_on_its_inputs():
         policy.compute_actions_from_input_dict(inputs)
     with pytest.raises(ConfigError, match=r"state_in_0: expected an array \[B, 3, 5\], got one of"):
         policy.compute_actions_from_input_dict({**inputs, "state_in_0": states[:, 1:]})
+
+
+def test_make_distribution_must_return_a_distribution():
+    policy_class = type("BadPolicy", (ReinforcePolicy,), {"make_distribution": lambda self: None})
+    with pytest.raises(ConfigError, match=r"BadPolicy\.make_distribution\(\) must .*, got None"):
+        policy_class(BOX, TWO, {})
+
+
+@pytest.mark.parametrize("gradients", [None, [np.zeros(3)]])
+def test_gradients_must_be_one_array(gradients):
+    policy_class = build_torch_policy(
+        "Bad", compute_gradients_fn=lambda policy, batch: (gradients, {})
+    )
+    with pytest.raises(ValueError, match=r"Bad: the gradient must be an array \[parameters\]"):
+        policy_class(BOX, TWO, {}).learn_on_batch(rows())
+
+
+def test_weights_must_be_a_dict():
+    class WithList(Policy):
+        def get_weights(self):
+            return [np.zeros(3)]
+
+    with pytest.raises(TypeError, match=r"WithList\.get_weights\(\) must .*by name, got a list"):
+        WithList(BOX, TWO, {}).get_state()
 
 
 @pytest.mark.parametrize("model", [None, 5, nn.Linear, (nn.Linear(3, 2),)])
@@ -349,6 +418,26 @@ class StackedCells(PlainModule):
 
     def forward(self, obs):
         return super().forward(self.recurrent(obs[None])[0][0])
+
+
+class NoisyActing(PlainModule):
+    def forward(self, obs):
+        return super().forward(obs if self.training else obs + torch.randn_like(obs))
+
+
+def test_noise_of_a_network_that_acts_follows_the_seed():
+    def sampled(seed):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)  # initial weights
+            config = {"model": {"custom_model": NoisyActing}, "rollout_fragment_length": 20}
+            w = RolloutWorker(lambda context: RandomEnv(), PPOTorchPolicy, {**config, "seed": seed})
+            torch.manual_seed(torch.seed())
+            return w.sample()
+
+    first, second, other = map(sampled, (1, 1, 2))
+    for name in ("actions", "vf_preds", "advantages"):
+        np.testing.assert_array_equal(first[name], second[name])
+    assert not np.array_equal(first["vf_preds"], other["vf_preds"])
 
 
 @pytest.mark.parametrize("module", [DropoutModule, FunctionalNoise, StackedCells])

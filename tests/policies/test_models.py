@@ -21,7 +21,7 @@ from flowrl.policies.models.recurrent import RecurrentNetwork
 from flowrl.policies.models.torso import TorsoNetwork
 from flowrl.sampling import RolloutWorker
 
-from .fakes import BOX, TWO, PlainModule, RandomEnv, model_for
+from .fakes import BOX, TWO, PlainModule, RandomEnv, model_for, rows
 
 IMAGE = spaces.Box(0, 255, (84, 84, 4), np.uint8)
 VECTORS = spaces.Dict(
@@ -359,6 +359,47 @@ class Caching(torch.nn.Module):
 def test_network_may_keep_tensors_of_its_first_pass():
     with A2C("CartPole-v1", train_batch_size=8, model={"custom_model": Caching}) as algorithm:
         algorithm.train()
+
+
+class InPlace(PlainModule):
+    def forward(self, obs):
+        obs *= 0
+        return super().forward(obs)
+
+
+def test_network_that_changes_its_inputs_does_not_change_what_is_recorded():
+    config = {"model": {"custom_model": InPlace}, "rollout_fragment_length": 20, "seed": 1}
+    batch = RolloutWorker(lambda context: RandomEnv(), PPOTorchPolicy, config).sample()
+    assert batch["obs"].all()
+    assert batch["new_obs"].all()
+    observations = rows()["obs"]
+    PPOTorchPolicy(BOX, TWO, config).compute_actions(observations)
+    assert observations.all()
+
+
+class Causal(PlainModule):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+
+
+def test_buffers_may_be_infinite(tmp_path):
+    model = {"custom_model": Causal}
+
+    def env(context):
+        return RandomEnv()
+
+    with A2C(env, train_batch_size=8, model=model) as algorithm:
+        algorithm.train()
+        algorithm.save(tmp_path)
+        weights = algorithm.get_policy().get_weights()
+    with A2C.from_checkpoint(tmp_path, config={"model": model, "env": env}) as restored:
+        np.testing.assert_array_equal(
+            restored.get_policy().get_weights()["module.mask"], weights["module.mask"]
+        )
+        weights["module.out.bias"][0] = np.inf
+        with pytest.raises(ValueError, match=r"not finite: \['module\.out\.bias'\]"):
+            restored.get_policy().set_weights(weights)
 
 
 class OwnNetwork(FullyConnectedNetwork):

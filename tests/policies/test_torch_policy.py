@@ -458,3 +458,25 @@ def test_large_observations_are_normalized_exactly(dtype, base):
     expected = (exact - exact.mean()) / exact.std()
     assert normalized.dtype == np.float32
     np.testing.assert_allclose(normalized, expected, atol=2e-3)
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True}])
+def test_restored_optimizers_of_torch_make_the_same_updates(options):
+    class WithAdam(ValueRegression):
+        def make_optimizer(self):
+            return torch.optim.Adam(self.model.parameters(), lr=1e-2, **options)
+
+    config = {"seed": 1, "model": {"fcnet_hiddens": [8]}}
+    policy = WithAdam(BOX, spaces.Discrete(2), config)
+    batch = SampleBatch(
+        obs=np.random.default_rng(0).standard_normal((9, 3)).astype(np.float32),
+        rewards=np.arange(9, dtype=np.float32),
+    )
+    for _ in range(3):
+        policy.learn_on_batch(batch)
+    restored = WithAdam(BOX, spaces.Discrete(2), config)
+    restored.set_state(policy.get_state())
+    for one in (policy, restored):
+        one.learn_on_batch(batch)
+    for name, weights in policy.get_weights().items():
+        np.testing.assert_array_equal(restored.get_weights()[name], weights)

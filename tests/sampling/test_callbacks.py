@@ -307,6 +307,49 @@ def test_signature_may_name_all_arguments_of_its_event():
     assert A2CConfig(callbacks_class=C).callbacks_class is C
 
 
+async def wait(self, **kwargs):
+    pass
+
+
+def generate(self, **kwargs):
+    yield
+
+
+@pytest.mark.parametrize(
+    ("attribute", "match"),
+    [
+        (wait, "a coroutine function, which nothing would await: write a plain method"),
+        (generate, "a generator function, whose body would not run"),
+        (5, "not a method"),
+        (staticmethod(lambda: None), r"on_episode_end\(\) got an unexpected keyword argument"),
+        (classmethod(lambda cls: None), r"on_episode_end\(\) got an unexpected keyword argument"),
+    ],
+)
+def test_attributes_that_cannot_be_called_are_rejected(attribute, match):
+    callbacks = type("Bad", (DefaultCallbacks,), {"on_episode_end": attribute})
+    with pytest.raises(ConfigError, match=rf"callbacks_class: Bad\.{match}|{match}"):
+        A2CConfig(callbacks_class=callbacks)
+
+
+@pytest.mark.parametrize("value", [None, "x", np.ones(2)])
+def test_results_of_callbacks_must_be_numbers(value):
+    class Adds(DefaultCallbacks):
+        def on_learn_on_batch(self, *, result, **kwargs):
+            result["mine"] = value
+
+    class Replaces(DefaultCallbacks):
+        def on_train_result(self, *, result, **kwargs):
+            result["episode_reward_mean"] = value
+
+    added = r"Adds\.on_learn_on_batch\(\) added to result the statistic 'mine' of type"
+    replaced = r"Replaces\.on_train_result\(\) replaced the number result\['episode_reward_mean'\]"
+    for callbacks, match in ((Adds, added), (Replaces, replaced)):
+        settings = {"train_batch_size": 200, "rollout_fragment_length": 200}
+        config = A2CConfig(env="CartPole-v1", callbacks_class=callbacks, **settings)
+        with config.build() as algorithm, pytest.raises(TypeError, match=match):
+            algorithm.train()
+
+
 class WithArgument(DefaultCallbacks):
     def __init__(self, path):
         self.path = path

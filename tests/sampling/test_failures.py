@@ -246,7 +246,7 @@ def test_stop_iteration_of_an_environment_is_an_error(collector):
         ObservedValue,
         {"sample_collector": collector, "max_num_env_restarts": 0, "rollout_fragment_length": 7},
     )
-    with pytest.raises(RuntimeError, match="StopIteration"):
+    with pytest.raises(RuntimeError, match="StopIteration was raised while sampling"):
         worker.sample()
 
 

@@ -285,6 +285,11 @@ def make_network(obs_space, action_space, num_outputs, model_config, name):
             "model.fcnet_activation, model.vf_share_layers",
         ),
         (small(model={}), {"custom_model": Linear}, None),
+        (
+            small(model={}),
+            {"custom_model": Linear, "max_seq_len": 5, "burn_in": 5, "matrix_products": "torch"},
+            "model.max_seq_len, model.burn_in, model.matrix_products",
+        ),
         (small(), {"custom_model": make_network}, None),
         (plan_config("dqn"), {"custom_model": Linear}, None),
         (plan_config("dqn"), {"custom_model": Linear, "fcnet_hiddens": [9]}, "model.fcnet_hiddens"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -89,13 +89,25 @@ def _numbers(policy: LearningPolicy, stats: Any) -> Stats:
     where = f"{type(policy).__name__}.learn_on_batch()"
     if not isinstance(stats, dict):
         raise TypeError(f"{where} must return a dict of statistics, got a {type(stats).__name__}")
+    return checked_numbers(stats, f"{where} returned")
+
+
+def checked_numbers(stats: Mapping[str, Any], where: str) -> Stats:
+    """Return statistics as floats.
+
+    Args:
+        where: start of the error message, such as `MyPolicy.learn_on_batch() returned`.
+
+    Raises:
+        TypeError: one of them is not a number.
+    """
     numbers = {}
     for name, value in stats.items():
         try:
             numbers[name] = float(value)
         except (TypeError, ValueError):
             raise TypeError(
-                f"{where} returned the statistic {name!r} of type {type(value).__name__}: "
+                f"{where} the statistic {name!r} of type {type(value).__name__}: "
                 "statistics are numbers"
             ) from None
     return numbers

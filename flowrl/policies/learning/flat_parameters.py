@@ -31,11 +31,17 @@ class FlatParameters:
         gradient: their gradients [n], float32.
 
     Raises:
-        ConfigError: a parameter is not float32.
+        ConfigError: a parameter is not float32, or has no shape yet.
     """
 
     def __init__(self, module: torch.nn.Module):
         named = list(module.named_parameters())
+        lazy = [n for n, p in named if isinstance(p, torch.nn.parameter.UninitializedParameter)]
+        if lazy:
+            raise ConfigError(
+                f"model: the parameter {lazy[0]!r} has no shape yet: use layers with given sizes "
+                "instead of lazy ones"
+            )
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         other = [name for name, p in named if p.dtype != torch.float32]

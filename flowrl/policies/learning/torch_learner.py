@@ -278,10 +278,15 @@ class TorchLearner:
         """Make one optimizer step with a gradient [parameters].
 
         Raises:
-            ValueError: it has another shape.
+            ValueError: it is no array, or has another shape.
             FloatingPointError: it is not finite; the weights are unchanged.
         """
         flat = self.policy.flat
+        if not isinstance(gradients, (np.ndarray, torch.Tensor)):
+            raise ValueError(
+                f"{type(self.policy).__name__}: the gradient must be an array [parameters], as of "
+                f"compute_gradients(), got a {type(gradients).__name__}"
+            )
         if gradients.shape != tuple(flat.gradient.shape):
             raise ValueError(
                 f"the gradient has shape {gradients.shape}, the policy has {len(flat.gradient)} "
@@ -413,9 +418,12 @@ class TorchLearner:
         saved = zip(self.optimizers, state["optimizers"], state["lrs"], strict=True)
         for i, (optimizer, slots, lrs) in enumerate(saved):
             whole = optimizer.state_dict()
+            parameters = [p for group in optimizer.param_groups for p in group.get("params", ())]
             whole["state"] = {
                 int(index): {
-                    name: torch.from_numpy(np.array(v)) if isinstance(v, np.ndarray) else v
+                    name: _with_layout_of(parameters, int(index), v)
+                    if isinstance(v, np.ndarray)
+                    else v
                     for name, v in slot.items()
                 }
                 for index, slot in slots.items()
@@ -462,6 +470,17 @@ def _may_draw(module: nn.Module) -> bool:
     if type(module) in _LAYERS:
         return bool(getattr(module, "dropout", 0.0))  # of recurrent layers
     return not type(module).__module__.startswith("flowrl.")
+
+
+def _with_layout_of(
+    parameters: Sequence[torch.Tensor], index: int, array: np.ndarray
+) -> torch.Tensor:
+    """Return a copy of an array with the memory layout of the parameter with this index, which
+    torch's fused optimizers need; parameters are stored transposed, see FlatParameters."""
+    tensor = torch.from_numpy(np.array(array))
+    if index >= len(parameters) or parameters[index].shape != tensor.shape:
+        return tensor
+    return torch.empty_like(parameters[index].data, dtype=tensor.dtype, device="cpu").copy_(tensor)
 
 
 def _restore(buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -211,7 +211,7 @@ class ModelV2(nn.Module):
 
     def _check_outputs(self, result: Any, rows: int) -> tuple[torch.Tensor, State]:
         """Validate what `forward` returned; outputs become float32."""
-        model = f"model {self.name!r} ({type(self).__name__})"
+        model = f"model {self.name!r} ({self._network_name})"
         is_pair = isinstance(result, tuple) and len(result) == 2
         if not (is_pair and isinstance(result[1], (list, tuple))):
             raise ConfigError(
@@ -228,6 +228,9 @@ class ModelV2(nn.Module):
                 f"{model} returned outputs of shape {list(outputs.shape)} for {rows} rows; the "
                 f"action space {self.action_space} needs [{rows}, {self.num_outputs}]"
             )
+        wrong = [part for part in state if not isinstance(part, torch.Tensor)]
+        if wrong:
+            raise ConfigError(f"{model}: states must be tensors, got {_dtype_and_shape(wrong[0])}")
         return outputs.float(), list(state)
 
     # -- acting ------------------------------------------------------------------------------------
@@ -244,6 +247,9 @@ class ModelV2(nn.Module):
             distribution inputs [B, num_outputs], values [B] (None without a value function) and
             the states after the step [B, …].
         """
+        if not self.allows_inference_mode:  # a user's network may change its inputs
+            copied: Any = optree.tree_map(np.copy, dict(inputs))  # type: ignore[arg-type]
+            inputs = copied
         tensors, state = self.as_tensors(inputs)
         with torch.inference_mode(self.allows_inference_mode), torch.no_grad():
             if self.training:
@@ -307,12 +313,28 @@ class ModelV2(nn.Module):
         return names
 
 
+def check_views(views: Any, network: str) -> None:
+    """Check the `view_requirements` of a network.
+
+    Raises:
+        ConfigError: they are not a dict of names and ViewRequirements.
+    """
+    valid = isinstance(views, Mapping) and all(
+        isinstance(view, ViewRequirement) for view in views.values()
+    )
+    if not valid:
+        raise ConfigError(
+            f"{network}.view_requirements must be a dict: name -> ViewRequirement, got {views!r}"
+        )
+
+
 def _dtype_and_shape(value: Any) -> str:
     """Return the dtypes and shapes of an array, a tensor or a nest of them, as text."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{k!r}: {_dtype_and_shape(v)}" for k, v in value.items()) + "}"
     if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(_dtype_and_shape, value))})"
+        parts = ", ".join(map(_dtype_and_shape, value))
+        return f"a list [{parts}]" if isinstance(value, list) else f"({parts})"
     dtype = str(getattr(value, "dtype", type(value).__name__)).removeprefix("torch.")
     return f"{dtype} {list(np.shape(value))}"
 

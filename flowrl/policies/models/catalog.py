@@ -12,7 +12,7 @@ from torch import nn
 from flowrl.data.spaces import has_image
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.models.attention import AttentionNetwork
-from flowrl.policies.models.base import ModelV2
+from flowrl.policies.models.base import ModelV2, check_views
 from flowrl.policies.models.fcnet import FullyConnectedNetwork
 from flowrl.policies.models.flatten import check_supported, nested_size
 from flowrl.policies.models.masked import MaskedModel
@@ -167,6 +167,14 @@ def _make_custom(config: ModelConfig, *args: Any) -> ModelV2:
         model = ModuleModel(model, *args, name=type(model).__name__)
     if not isinstance(model, ModelV2):
         raise ConfigError(f"custom_model: must create a torch.nn.Module, got {model!r}")
+    name = type(model).__name__
+    check_views(model.view_requirements, name)
+    states: Any = model.get_initial_state()
+    if not isinstance(states, (list, tuple)):
+        raise ConfigError(
+            f"{name}.get_initial_state() must return a list of arrays, got {states!r}; [] for a "
+            "network without recurrent states"
+        )
     return model
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from flowrl.policies.models.base import NEEDS_NO_VALUES, ModelV2, State
+from flowrl.policies.models.base import NEEDS_NO_VALUES, ModelV2, State, check_views
 from flowrl.settings import ConfigError
 
 
@@ -28,7 +28,8 @@ class ModuleModel(ModelV2):
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.module = module
-        views = getattr(module, "view_requirements", None)
+        views: Any = getattr(module, "view_requirements", None)
+        check_views(views or {}, type(module).__name__)
         self._takes_views = views is not None
         self.view_requirements |= views or {}
         self._values: torch.Tensor | None = None
