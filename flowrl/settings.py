@@ -267,6 +267,8 @@ class Settings(BaseModel):
         if positional:
             name = type(self).__name__
             raise TypeError(f"{name}(): settings are keywords: {name}(**settings)")
+        if any(is_search(value) for value in values.values()):
+            values = self.canonical(values)
         searched = {name: value for name, value in values.items() if is_search(value)}
         unknown = [name for name in searched if name not in type(self).model_fields]
         if searched and not unknown:  # validated after Tune has drawn values

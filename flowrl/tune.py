@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 from flowrl.data.checkpoint import read_manifest
 from flowrl.errors import install_hint
+from flowrl.sampling.placement import MIN_BUNDLE_CPUS
 from flowrl.setting_aliases import canonical_names
 from flowrl.settings import ConfigError
 from flowrl.trainer.config import AlgorithmConfig, absolute_folders
@@ -32,6 +33,10 @@ except ImportError as error:
     raise ImportError(install_hint("flowrl.tune", "tune")) from error
 
 TuneConfigType.register(AlgorithmConfig)
+_RESOURCES = {
+    "num_workers", "evaluation_num_workers", "num_cpus_per_worker", "num_gpus_per_worker",
+    "custom_resources_per_worker", "placement_strategy", "num_gpus",
+}  # fmt: skip
 
 
 class AlgorithmTrainable(tune.Trainable):
@@ -57,18 +62,23 @@ class AlgorithmTrainable(tune.Trainable):
         every rollout and evaluation worker.
 
         Raises:
-            ConfigError: `placement_strategy` is a strict one.
+            ConfigError: a setting of resources is invalid, or `placement_strategy` is a strict one.
         """
-        fields = cls.get_algorithm_class().config_class.model_fields
-        defaults = {name: field.default for name, field in fields.items()}
-        config = {**defaults, **canonical_names(dict(config))}
-        worker = {"CPU": config["num_cpus_per_worker"], **config["custom_resources_per_worker"]}
-        if config["num_gpus_per_worker"]:
-            worker["GPU"] = config["num_gpus_per_worker"]
+        config_class = cls.get_algorithm_class().config_class
+        given = canonical_names(dict(config))
+        names = _RESOURCES & given.keys() & config_class.model_fields.keys()
+        settings = config_class.from_dict({name: given[name] for name in names})
+        worker = {
+            "CPU": settings.num_cpus_per_worker,
+            "GPU": settings.num_gpus_per_worker,
+            **settings.custom_resources_per_worker,
+        }
+        worker = {name: amount for name, amount in worker.items() if amount}
         bundles: list[dict[str, float]] = [{"CPU": 1.0}]
-        bundles += [{"GPU": 1.0}] * config.get("num_gpus", 0)
-        bundles += [worker] * (config["num_workers"] + config["evaluation_num_workers"])
-        strategy = config["placement_strategy"] or "PACK"
+        bundles += [{"GPU": 1.0}] * getattr(settings, "num_gpus", 0)
+        num_workers = settings.num_workers + settings.evaluation_num_workers
+        bundles += [worker or {"CPU": MIN_BUNDLE_CPUS}] * num_workers
+        strategy = settings.placement_strategy or "PACK"
         if strategy.startswith("STRICT"):
             raise ConfigError(
                 f"placement_strategy: {strategy} is not supported under Tune, where it would apply "

@@ -14,6 +14,7 @@ require_extra("tune")
 
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
+from ray.tune.search.sample import Categorical
 
 import flowrl.tune
 from flowrl.algorithms.a2c import A2C, A2CConfig
@@ -91,8 +92,22 @@ def test_trial_requests_resources_of_all_workers():
     assert flowrl.tune.A2C.default_resource_request({}).bundles == [{"CPU": 1.0}]
     with_gpus = flowrl.tune.IMPALA.default_resource_request({"num_gpus": 2})
     assert with_gpus.bundles == [{"CPU": 1.0}, {"GPU": 1.0}, {"GPU": 1.0}]
+    without_cpus = {"num_workers": 1, "num_cpus_per_worker": 0}
+    (_, bundle) = flowrl.tune.PPO.default_resource_request(without_cpus).bundles
+    assert 0 < bundle["CPU"] < 0.01
+    with pytest.raises(ConfigError, match="num_workers: input should be a valid integer"):
+        flowrl.tune.PPO.default_resource_request({"num_workers": None})
     half = tune.with_resources(flowrl.tune.PPO, {"cpu": 1, "gpu": 0.5})
     assert half.default_resource_request({}).bundles == [{"CPU": 1.0, "GPU": 0.5}]
+
+
+def test_trial_uses_the_resources_that_it_has_reserved(tmp_path, ray_session):
+    node = f"node:{ray_session.util.get_node_ip_address()}"  # of which there is 1
+    config = ppo_config(num_workers=1, custom_resources_per_worker={node: 0.6})
+    run_config = tune.RunConfig(storage_path=str(tmp_path), stop={"training_iteration": 1})
+    (result,) = tune.Tuner(flowrl.tune.PPO, param_space=config, run_config=run_config).fit()
+    assert result.error is None
+    assert result.metrics["training_iteration"] == 1
 
 
 def test_config_keeps_search_spaces():
@@ -100,6 +115,7 @@ def test_config_keeps_search_spaces():
         lr=tune.loguniform(1e-4, 1e-2), model={"fcnet_hiddens": tune.choice([[8], [9]])}
     )
     config.training(gamma=tune.grid_search([0.9, 0.99]))
+    assert isinstance(PPOConfig(num_epochs=tune.choice([1, 2])).num_sgd_iter, Categorical)
     space = config.copy().to_dict()
     assert space["gamma"] == {"grid_search": [0.9, 0.99]}
     assert isinstance(space["lr"], tune.search.sample.Domain)

@@ -12,7 +12,7 @@ from flowrl.trainer.runs.signal_handler import INTERRUPTED
 
 
 class Processes:
-    """Runs processes, and ends them on SIGTERM. Ctrl-C reaches them without help.
+    """Runs processes, and ends them on SIGTERM and SIGHUP. Ctrl-C reaches them without help.
 
     Attributes:
         is_interrupted: whether no other process may start.
@@ -43,19 +43,25 @@ class Processes:
         return INTERRUPTED if self.is_interrupted else code
 
     @contextmanager
-    def ended_by_sigterm(self) -> Iterator[None]:
-        """Pass SIGTERM on to the running processes, and start no other; for the main thread."""
+    def ended_by_signals(self) -> Iterator[None]:
+        """On SIGTERM, or SIGHUP of a closed terminal, end the running processes by SIGTERM, and
+        start no other; for the main thread. A SIGHUP that is ignored (nohup) stays ignored."""
 
         def end(number: int, frame: Any) -> None:
             self.is_interrupted = True
             for process in tuple(self._running):
                 process.terminate()
 
-        before = signal.signal(signal.SIGTERM, end)
+        handled = [signal.SIGTERM, signal.SIGHUP]
+        before = {one: signal.getsignal(one) for one in handled}
+        for one in handled:
+            if before[one] is not signal.SIG_IGN:
+                signal.signal(one, end)
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for one, handler in before.items():
+                signal.signal(one, handler)
 
 
 def run_training(command: list[str]) -> None:
@@ -66,7 +72,7 @@ def run_training(command: list[str]) -> None:
         SystemExit: Ctrl-C or SIGTERM.
     """
     processes = Processes()
-    with processes.ended_by_sigterm():
+    with processes.ended_by_signals():
         code = processes.run(command)
     if code == INTERRUPTED:
         raise SystemExit(INTERRUPTED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ import yaml
 
 from flowrl.setting_values import nearest
 from flowrl.settings import ConfigError
+from flowrl.trainer.plan_files import plan_path
+from flowrl.trainer.run_files import load_yaml
 from flowrl.trainer.tuned_examples import tuned_example, tuned_folder
 
 
@@ -78,11 +80,13 @@ class BenchmarkRow:
         return shipped[self.name]
 
     def checksum(self, library: str = "flowrl") -> str:
-        """Return a checksum of the length of the training and of the settings; a result has it, so
-        that results of other settings are noticed."""
+        """Return a checksum of the length of the training, of the settings and of a plan file; a
+        result has it, so that results of other settings are noticed."""
         trained_with = [self.env_steps, self.explore, self.settings(library)]
-        text = json.dumps(trained_with, sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
+        text = json.dumps(trained_with, sort_keys=True, default=str).encode()
+        if library == "flowrl" and self.plan.endswith(".py"):
+            text += Path(self.plan).read_bytes()
+        return hashlib.sha256(text).hexdigest()[:12]
 
     def has_settings_of(self, result: dict[str, Any], library: str = "flowrl") -> bool:
         """Return whether a result is of the row's present settings; old ones have no checksum."""
@@ -108,35 +112,74 @@ def benchmark_rows(file: Path) -> list[BenchmarkRow]:
     """Return the rows of a file: table -> list of the fields of BenchmarkRow.
 
     Raises:
-        ConfigError: the file cannot be read, or does not contain tables of rows.
+        ConfigError: the file cannot be read, or contains something else.
     """
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"benchmark: {file} cannot be read: {error}") from None
-    without_default = [field.name for field in fields(BenchmarkRow) if field.default is MISSING]
-    required = set(without_default) - {"table"}
+    tables = load_yaml(file)
+    if not isinstance(tables, dict) or not all(isinstance(rows, list) for rows in tables.values()):
+        raise ConfigError(f"benchmark: {file} must contain tables: name -> list of rows")
     found: list[BenchmarkRow] = []
-    try:
-        tables: dict[str, list[dict[str, Any]]] = yaml.safe_load(text)
-        for table, rows in tables.items():
-            for number, row in enumerate(rows, 1):
-                if missing := required - row.keys():
-                    lacks = ", ".join(sorted(missing))
-                    raise ValueError(f"row {number} of {table!r} lacks {lacks}")
-                found.append(BenchmarkRow(table, **row))
-    except (ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
-        raise ConfigError(f"benchmark: {file} has no tables of rows: {error}") from None
-    names = [one.name for one in found]
-    for one in found:
-        if names.count(one.name) > 1:
-            raise ConfigError(f"benchmark: {file}: there are several rows {one.name}")
-        if type(one.env_steps) is not int or one.env_steps < 1:
+    for table, rows in tables.items():
+        if not isinstance(table, str) or not table or "/" in table or table.startswith("."):
             raise ConfigError(
-                f"benchmark: {file}: env_steps of {one.name} must be an int of at least 1, got "
-                f"{one.env_steps!r}"
+                f"benchmark: {file}: the name of a table must be a plain word, got {table!r}"
             )
+        for number, row in enumerate(rows, 1):
+            found.append(_row_of(table, row, f"benchmark: {file}: row {number} of {table!r}"))
+    names = [one.name for one in found]
+    repeated = [name for name in names if names.count(name) > 1]
+    if repeated:
+        raise ConfigError(f"benchmark: {file}: there are several rows {repeated[0]}")
     return found
+
+
+def _row_of(table: str, entry: Any, where: str) -> BenchmarkRow:
+    """Return the row with the fields in `entry`; messages begin with `where`.
+
+    Raises:
+        ConfigError: a field is missing, unknown or invalid.
+    """
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{where} must be a mapping, got {entry!r}")
+    for name in entry:
+        if name not in _FIELDS:
+            raise ConfigError(f"{where}: unknown field {name!r}.{nearest(str(name), [*_FIELDS])}")
+    missing = [
+        field.name
+        for field in fields(BenchmarkRow)
+        if field.default is MISSING and field.name not in {"table", *entry}
+    ]
+    if missing:
+        raise ConfigError(f"{where} lacks {', '.join(missing)}")
+    for name, value in entry.items():
+        is_valid, expected = _FIELDS[name]
+        if not is_valid(value):
+            raise ConfigError(f"{where}: {name} must be {expected}, got {value!r}")
+    try:
+        plan_path(entry["plan"])
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return BenchmarkRow(table, **{**entry, "env_steps": int(entry["env_steps"])})
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+# field of a row in a file -> whether a value is valid, and what is expected
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "plan": (lambda value: isinstance(value, str), "a string"),
+    "env": (lambda value: isinstance(value, str), "a string"),
+    "env_steps": (
+        lambda value: _is_number(value) and value >= 1 and value == int(value),
+        "an int of at least 1",
+    ),
+    "anchors": (
+        lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
+        "a mapping: source -> score",
+    ),
+    "threshold": (lambda value: value is None or _is_number(value), "a number"),
+    "explore": (lambda value: isinstance(value, bool), "true or false"),
+}
 
 
 def rows_named(names: Sequence[str], file: Path) -> list[BenchmarkRow]:
@@ -149,8 +192,9 @@ def rows_named(names: Sequence[str], file: Path) -> list[BenchmarkRow]:
     known = list(dict.fromkeys([*(row.table for row in rows), *(row.name for row in rows)]))
     for name in names:
         if name not in known:
+            of_file = "" if file == shipped_tables() else f" --tables {file}"
             raise ConfigError(
                 f"benchmark: there is no table or row {name!r}.{nearest(name, known)} "
-                "`flowrl benchmark --list` shows them"
+                f"`flowrl benchmark --list{of_file}` shows them"
             )
     return [row for row in rows if not names or {row.table, row.name} & set(names)]

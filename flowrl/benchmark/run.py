@@ -6,7 +6,6 @@ python -m flowrl.benchmark.run LIBRARY TABLES.yaml NAME SEED RUN_DIR RESULT.json
 from __future__ import annotations
 
 import csv
-import hashlib
 import json
 import math
 import platform
@@ -67,8 +66,6 @@ def train_flowrl(row: BenchmarkRow, seed: int, run_dir: Path) -> Outcome:
     """
     command = [sys.executable, "-m", "flowrl"]
     checksum = row.checksum()
-    if row.plan.endswith(".py"):
-        checksum += hashlib.sha256(Path(row.plan).read_bytes()).hexdigest()
     file = run_dir.with_name(f"{run_dir.name}.settings")
     if list_checkpoints(run_dir):
         if file.exists() and file.read_text() != checksum:
@@ -121,9 +118,10 @@ def result_of(
     """Return the result of a training for its file.
 
     Keys: those of `Outcome`, the curve with at most MAX_POINTS; `best`, highest mean return of 100
-    training episodes (None: fewer have ended); `steps_to_threshold`, `seconds_to_threshold`: at the
-    first point of the curve at which the mean return of 100 episodes reaches the row's threshold
-    (None: never); `settings`, see BenchmarkRow.checksum; where and when the training was run.
+    training episodes (None: fewer have ended); `threshold`, that of the row;
+    `steps_to_threshold`, `seconds_to_threshold`: at the first point of the curve at which the mean
+    return of 100 episodes reaches it (None: never); `settings`, see BenchmarkRow.checksum; where
+    and when the training was run.
 
     Raises:
         ValueError: no episode has ended.
@@ -145,6 +143,7 @@ def result_of(
         "score": outcome.score,
         "score_std": outcome.score_std,
         "best": max((mean for _, mean, *_ in full), default=None),
+        "threshold": row.threshold,
         "steps_to_threshold": None if first is None else first[0],
         "seconds_to_threshold": None if first is None else round(first[2], 1),
         "seconds": round(outcome.seconds, 1),
@@ -194,10 +193,13 @@ def commit(root: Path = CHECKOUT) -> str | None:
 def main() -> None:
     library, tables, name, seed, run_dir, result = sys.argv[1:]
     (row,) = rows_named([name], Path(tables))
-    if library == "sb3":
-        outcome = Outcome(**train_sb3(row, int(seed), Path(run_dir), EVALUATION_EPISODES))
-    else:
-        outcome = train_flowrl(row, int(seed), Path(run_dir))
+    try:
+        if library == "sb3":
+            outcome = Outcome(**train_sb3(row, int(seed), Path(run_dir), EVALUATION_EPISODES))
+        else:
+            outcome = train_flowrl(row, int(seed), Path(run_dir))
+    except ConfigError as error:
+        raise SystemExit(str(error)) from None
     write_whole(Path(result), json.dumps(result_of(row, int(seed), outcome, library)) + "\n")
 
 

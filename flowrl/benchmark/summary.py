@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.benchmark.rows import BenchmarkRow, benchmark_rows
+from flowrl.settings import ConfigError
 from flowrl.trainer.runs.curve_drawing import draw_panels
 from flowrl.trainer.runs.learning_curves import Curve, mean_curve
 
@@ -46,10 +47,33 @@ def score_text(scores: Sequence[float]) -> str:
     return f"{interquartile_mean(scores):.1f} ({low:.1f} to {high:.1f})"
 
 
+def read_result(path: Path) -> dict[str, Any]:
+    """Return the result in a file.
+
+    Raises:
+        ConfigError: the file cannot be read, or contains something else.
+    """
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        missing = {"env_steps", "score", "steps_to_threshold", "seconds", "curve"} - result.keys()
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"benchmark: {path} contains no result: remove it to train again ({error})"
+        ) from None
+    if missing:
+        raise ConfigError(
+            f"benchmark: {path} lacks {', '.join(sorted(missing))}: remove it to train again"
+        )
+    return dict(result)
+
+
 def read_results(row: BenchmarkRow, folder: Path, library: str = "flowrl") -> list[dict[str, Any]]:
-    """Return the results of a row with a library, by seed, without those of other settings."""
-    files = row.result_files(folder, library)
-    results = [json.loads(path.read_text(encoding="utf-8")) for path in files]
+    """Return the results of a row with a library, by seed, without those of other settings.
+
+    Raises:
+        ConfigError: see `read_result`.
+    """
+    results = [read_result(path) for path in row.result_files(folder, library)]
     return [result for result in results if row.has_settings_of(result, library)]
 
 
@@ -65,17 +89,18 @@ def cells(
     """Return the cells of a row of a table with the results of a library; see COLUMNS.
 
     `seconds` is the median duration of all runs; env steps to the threshold are the median over the
-    runs that reached it.
+    runs that reached it, of those whose row had the same threshold.
     """
     start = [row.env, row.plan + LIBRARIES[library], f"{row.env_steps:,}", row.known_scores]
     if not results:
         return [*start, "not run", "", "", "", "0"]
     scores = [result["score"] for result in results]
-    reached = [r["steps_to_threshold"] for r in results if r["steps_to_threshold"] is not None]
+    compared = [r for r in results if r.get("threshold", row.threshold) == row.threshold]
+    reached = [r["steps_to_threshold"] for r in compared if r["steps_to_threshold"] is not None]
     threshold = ""
-    if row.threshold is not None:
+    if row.threshold is not None and compared:
         steps = f"{np.median(reached):,.0f}" if reached else "never"
-        share = "" if len(reached) == len(results) else f" ({len(reached)} of {len(results)})"
+        share = "" if len(reached) == len(compared) else f" ({len(reached)} of {len(compared)})"
         threshold = f"{row.threshold:g}: {steps}{share}"
     return [
         *start,

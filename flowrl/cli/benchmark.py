@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +10,15 @@ from pathlib import Path
 
 from flowrl.benchmark import sb3
 from flowrl.benchmark.processes import Processes
-from flowrl.benchmark.rows import BenchmarkRow, rows_named, shipped_tables
-from flowrl.benchmark.summary import COLUMNS, cells, read_results, write_tables
+from flowrl.benchmark.rows import BenchmarkRow, benchmark_rows, rows_named, shipped_tables
+from flowrl.benchmark.summary import (
+    COLUMNS,
+    LIBRARIES,
+    cells,
+    read_result,
+    read_results,
+    write_tables,
+)
 from flowrl.cli.arguments import Parser, count
 from flowrl.errors import check_installed
 from flowrl.settings import ConfigError
@@ -47,10 +53,13 @@ def benchmark_command(arguments: list[str]) -> int:
             row.settings(options.against)  # raises before anything is trained
         sb3.install(options.runs / sb3.ENVIRONMENT)
         libraries.append(options.against)
+    for row in benchmark_rows(tables):  # which the tables at the end contain
+        for library in LIBRARIES:
+            read_results(row, results, library)
     missing = [run for row in rows for run in _missing_runs(row, options.seeds, libraries, results)]
     processes = Processes()
     train = partial(_train, tables=tables, runs=options.runs, results=results, processes=processes)
-    with processes.ended_by_sigterm(), ThreadPoolExecutor(options.jobs) as pool:
+    with processes.ended_by_signals(), ThreadPoolExecutor(options.jobs) as pool:
         try:
             ended = list(pool.map(train, missing))
         except KeyboardInterrupt:
@@ -77,7 +86,13 @@ def _parser() -> Parser:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="tables or rows; default: all")
     parser.add_argument("--list", action="store_true", help="list the rows; train nothing")
-    parser.add_argument("--seeds", type=count, default=5, help="runs per row (default: 5)")
+    parser.add_argument(
+        "--seeds",
+        type=count,
+        default=5,
+        help="trains the seeds 0 to N - 1 of each row (default: 5)",
+        metavar="N",
+    )
     parser.add_argument("--jobs", type=count, default=1, help="runs at the same time (default: 1)")
     parser.add_argument(
         "--against", choices=("sb3",),
@@ -127,7 +142,7 @@ def _check_result(row: BenchmarkRow, file: Path, library: str) -> None:
     Raises:
         ConfigError: the result is of another length, or of other settings.
     """
-    result = json.loads(file.read_text(encoding="utf-8"))
+    result = read_result(file)
     if not row.has_settings_of(result, library) or result["env_steps"] < row.env_steps:
         raise ConfigError(
             f"benchmark: {file} is of a training with other settings or fewer env steps: remove it "
@@ -161,7 +176,8 @@ def _train(
         processes.is_interrupted = True
         return False
     if code:
-        print(f"{name}: failed, see {log}: {shlex.join(command)}", flush=True)
+        last = (log.read_text(errors="replace").strip().splitlines() or [""])[-1]
+        print(f"{name}: failed, see {log}: {last}\n  {shlex.join(command)}", flush=True)
         return False
     (result,) = [one for one in read_results(row, results, library) if one["seed"] == seed]
     print(

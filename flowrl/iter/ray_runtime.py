@@ -19,6 +19,8 @@ from flowrl.iter.ray_health import is_ray_lost, watch_ray
 
 REACH_TIMEOUT_S = 10.0  # to connect to the address of a cluster
 
+log = logging.getLogger("flowrl")
+
 _num_users = 0  # of a Ray runtime that `start_ray` started or joined
 
 
@@ -85,6 +87,11 @@ def start_ray(address: str | None = None, num_cpus: int | None = None, **options
             ) from error
         _num_users = 0
     elif not _num_users:
+        if address not in (None, "auto", "local"):
+            log.warning(
+                "address=%r is not used: this process is connected to a Ray cluster already",
+                address,
+            )
         watch_ray()
         return False  # the user of flowrl started it
     watch_ray()

@@ -26,6 +26,13 @@ class _Reservation(NamedTuple):
     group: Any  # a placement group with one bundle per worker; None without a strategy
 
 
+def _needs(count: int, name: str, amount: float) -> str:
+    """Return, such as `2 workers need 0.5 of 'GPU' each`."""
+    if count == 1:
+        return f"1 worker needs {amount:g} of {name!r}"
+    return f"{count} workers need {amount:g} of {name!r} each"
+
+
 class Placement:
     """Reserves cluster resources for the remote workers of a set; workers are numbered from 0.
 
@@ -59,6 +66,7 @@ class Placement:
             ConfigError: the cluster does not have the resources.
         """
         import ray
+        from ray.util.placement_group import get_current_placement_group
 
         end = first + count
         # removed workers may have left bundles of a placement group behind
@@ -66,7 +74,8 @@ class Placement:
         count = end - first
         if count < 1:
             return
-        self._wait_for_resources(count)
+        if get_current_placement_group() is None:  # a trial of Tune has reserved them
+            self._wait_for_resources(count)
         if first:  # workers that are added later share the remaining CPUs
             cpus = ray.available_resources().get("CPU", 0.0)
         else:
@@ -82,9 +91,7 @@ class Placement:
         import ray
 
         deadline = time.monotonic() + RESERVE_TIMEOUT_S
-        needed = [("num_gpus_per_worker", "GPU", self.num_gpus)] if self.num_gpus else []
-        needed += [("custom_resources_per_worker", name, n) for name, n in self.custom.items()]
-        for setting, name, amount in needed:
+        for setting, name, amount in self._limited_resources():
             while True:
                 total = ray.cluster_resources().get(name, 0.0)
                 free = ray.available_resources().get(name, 0.0)
@@ -92,11 +99,15 @@ class Placement:
                     break
                 if amount * count > total or time.monotonic() > deadline:
                     raise ConfigError(
-                        f"{setting}: {count} {'workers need' if count > 1 else 'worker needs'} "
-                        f"{amount:g} of {name!r} each; the cluster has {total:g}, {free:g} of them "
-                        "free"
+                        f"{setting}: {_needs(count, name, amount)}; the cluster has {total:g}, "
+                        f"{free:g} of them free"
                     )
                 time.sleep(0.1)
+
+    def _limited_resources(self) -> list[tuple[str, str, float]]:
+        """Return (setting, resource, amount per worker) of GPUs and custom resources."""
+        needed = [("num_gpus_per_worker", "GPU", self.num_gpus)] if self.num_gpus else []
+        return needed + [("custom_resources_per_worker", n, a) for n, a in self.custom.items()]
 
     def _create_group(self, count: int, cpus: float) -> Any:
         import ray

@@ -220,6 +220,24 @@ class WorkerConfig(PolicyConfig):
         return _flattened(values)
 
     @check_of_settings
+    def _check_resources(self) -> Self:
+        gpus = self.num_gpus_per_worker
+        if gpus > 1 and gpus != int(gpus):
+            raise ValueError(f"num_gpus_per_worker: above 1 only whole numbers, got {gpus:g}")
+        for name, amount in self.custom_resources_per_worker.items():
+            if name in ("CPU", "GPU"):
+                raise ValueError(
+                    f"custom_resources_per_worker: {name} is no custom resource: set "
+                    f"num_{name.lower()}s_per_worker"
+                )
+            if amount < MIN_AMOUNT:
+                raise ValueError(
+                    f"custom_resources_per_worker: {name}: Ray's smallest amount is {MIN_AMOUNT}, "
+                    f"got {amount:g}"
+                )
+        return self
+
+    @check_of_settings
     def _check_worker_settings(self) -> Self:
         for name in ("num_gpus_per_worker", "custom_resources_per_worker", "placement_strategy"):
             if self.num_spare_workers and getattr(self, name):
@@ -257,6 +275,7 @@ class WorkerConfig(PolicyConfig):
         return self
 
 
+MIN_AMOUNT = 0.0001  # of a resource, which Ray counts in this unit
 WORKER_SETTINGS = frozenset(WorkerConfig.model_fields) - frozenset(PolicyConfig.model_fields)
 """Names of the settings that configure workers and not policies."""
 

@@ -13,11 +13,12 @@ MAX_VALUES = 100_000  # in a file whose aliases are written out
 RUN_KEYS = ("run", "plan", "env", "env_config", "stop", "config")
 
 
-def read_run_file(file: Path) -> dict[str, dict[str, Any]]:
-    """Return name -> entry of every run in a YAML file; the name of a single run is "".
+def load_yaml(file: Path) -> Any:
+    """Return the contents of a YAML file, in which 1e5 is a number, too.
 
     Raises:
-        ConfigError: the file cannot be read, or contains something else.
+        ConfigError: the file cannot be read, is too large, or has a mapping in which a key occurs
+            twice.
     """
     import yaml
 
@@ -48,6 +49,16 @@ def read_run_file(file: Path) -> dict[str, dict[str, Any]]:
         raise ConfigError(f"{file}: cannot be read: it is nested too deeply") from None
     except (OSError, ValueError, OverflowError, MemoryError, yaml.YAMLError) as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from None
+    return entries
+
+
+def read_run_file(file: Path) -> dict[str, dict[str, Any]]:
+    """Return name -> entry of every run in a YAML file; the name of a single run is "".
+
+    Raises:
+        ConfigError: the file cannot be read, or contains something else.
+    """
+    entries = load_yaml(file)
     if not isinstance(entries, dict) or not entries:
         raise ConfigError(f"{file}: contains no runs")
     if {"run", "plan"} & set(entries):

@@ -38,14 +38,15 @@ def test_sigterm_ends_the_training():
     assert not is_running(child)
 
 
-def test_sigterm_ends_all_trainings_and_starts_no_other(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signal_ends_all_trainings_and_starts_no_other(tmp_path, number):
     processes = Processes()
     with open(tmp_path / "log", "w") as output, ThreadPoolExecutor(2) as pool:
-        with processes.ended_by_sigterm():
+        with processes.ended_by_signals():
             running = [pool.submit(processes.run, CHILD, output) for _ in range(2)]
             while len((tmp_path / "log").read_text().splitlines()) < 2:
                 time.sleep(0.05)
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
         assert [each.result(timeout=30) for each in running] == [INTERRUPTED] * 2
     assert processes.run(CHILD) == INTERRUPTED
 
@@ -54,7 +55,7 @@ def test_sigterm_ends_all_trainings_and_starts_no_other(tmp_path):
 def test_sigterm_at_the_start_of_a_training_ends_it(delay_s):
     timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGTERM))
     processes, started = Processes(), time.monotonic()
-    with processes.ended_by_sigterm():
+    with processes.ended_by_signals():
         timer.start()
         codes = [processes.run(CHILD) for _ in range(2)]
         timer.join()

@@ -21,8 +21,9 @@ from flowrl.trainer.tuned_examples import tuned_example
 ROW = BenchmarkRow("t", "ppo", "A/b-v0", 1000, {"paper": 12.5}, threshold=20.0)
 
 
-def write(folder, seed, score, reached):
-    values = {"score": score, "steps_to_threshold": reached, "seconds": 10.0 + seed}
+def write(folder, seed, score, reached, **more):
+    values = {"env_steps": 1000, "curve": [], "score": score, "steps_to_threshold": reached}
+    values |= {"seconds": 10.0 + seed, **more}
     (folder / ROW.file_name(seed)).write_text(json.dumps(values))
 
 
@@ -65,9 +66,8 @@ def test_interval_equals_the_percentile_bootstrap_of_scipy():
 
 def test_results_of_other_settings_are_left_out(tmp_path):
     for seed, checksum in enumerate((ROW.checksum(), "other", ROW.checksum())):
-        result = {"seed": seed, "settings": checksum}
-        (tmp_path / ROW.file_name(seed)).write_text(json.dumps(result))
-    assert [result["seed"] for result in read_results(ROW, tmp_path)] == [0, 2]
+        write(tmp_path, seed, 1.0, None, settings=checksum)
+    assert [result["seconds"] - 10 for result in read_results(ROW, tmp_path)] == [0, 2]
 
 
 def test_interval_narrows_with_more_runs():
@@ -85,6 +85,39 @@ def test_cells_of_a_row(tmp_path):
         "| A/b-v0", "ppo", "1,000", "paper 12.5", "37.0 (10.0 to 90.0)", "10.0, 90.0",
         "20: 500 (2 of 3)", "11", "3 |",
     ]  # fmt: skip
+
+
+def test_steps_to_another_threshold_are_not_shown(tmp_path):
+    for seed, threshold in enumerate((5.0, ROW.threshold)):
+        write(tmp_path, seed, 10.0, 100 + 300 * seed, threshold=threshold)
+    assert cells(ROW, read_results(ROW, tmp_path))[6] == "20: 400"
+    assert cells(ROW, read_results(ROW, tmp_path)[:1])[6] == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ('{"plan": ', r"seed0\.json contains no result: remove it to train again"),
+        ("[1]", "contains no result"),
+        (
+            '{"score": 1.0}',
+            r"seed0\.json lacks curve, env_steps, seconds, steps_to_threshold: remove",
+        ),
+    ],
+)
+def test_files_without_a_result_are_named(tmp_path, text, match):
+    (tmp_path / ROW.file_name(0)).write_text(text)
+    with pytest.raises(ConfigError, match=match):
+        read_results(ROW, tmp_path)
+
+
+def test_checksum_contains_the_plan_file(tmp_path):
+    file = tmp_path / "plan.py"
+    file.write_text("a = 1")
+    row = BenchmarkRow("t", str(file), "CartPole-v1", 100, {})
+    before = row.checksum()
+    file.write_text("a = 2")
+    assert row.checksum() != before
 
 
 def test_row_without_results_is_not_run():
@@ -115,3 +148,37 @@ def test_row_that_is_in_two_tables_is_rejected(tmp_path):
     (tmp_path / "rows.yaml").write_text(f"a:\n  {row}\nb:\n  {row}\n")
     with pytest.raises(ConfigError, match="several rows ppo/CartPole-v1"):
         benchmark_rows(tmp_path / "rows.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("", "must contain tables: name -> list of rows"),
+        ("a: {plan: ppo}", "must contain tables"),
+        ("a/b: []", "the name of a table must be a plain word, got 'a/b'"),
+        ("2024: []", "must be a plain word, got 2024"),
+        ("a: [5]", "row 1 of 'a' must be a mapping, got 5"),
+        ("a: [{plan: ppo, treshold: 5}]", "unknown field 'treshold'. Did you mean 'threshold'"),
+        ("a: [{plan: ppo, env_steps: 5}]", "row 1 of 'a' lacks env, anchors"),
+        ("a: [{ROW, env_steps: 0}]", "env_steps must be an int of at least 1, got 0"),
+        ("a: [{ROW, env_steps: 5, threshold: high}]", "threshold must be a number, got 'high'"),
+        ("a: [{ROW, env_steps: 5, explore: 'no'}]", "explore must be true or false, got 'no'"),
+        ("a: [{env: A, plan: ppo, env_steps: 5, anchors: null}]", "anchors must be a mapping"),
+        ("a: [{env: A, plan: ppo, env_steps: 5, anchors: {x: y}}]", "anchors must be a mapping"),
+        ("a: [{env: A, plan: pp0, env_steps: 5, anchors: {}}]", "Did you mean 'ppo'"),
+        ("a: []\na: []", "the key 'a' occurs twice"),
+    ],
+)
+def test_invalid_tables_are_rejected(tmp_path, text, match):
+    file = tmp_path / "rows.yaml"
+    file.write_text(text.replace("ROW", "plan: ppo, env: A, anchors: {}"))
+    with pytest.raises(ConfigError, match=match):
+        benchmark_rows(file)
+
+
+def test_env_steps_may_have_an_exponent(tmp_path):
+    (tmp_path / "rows.yaml").write_text("a: [{plan: ppo, env: A, anchors: {}, env_steps: 1e5}]")
+    (row,) = benchmark_rows(tmp_path / "rows.yaml")
+    assert (row.env_steps, type(row.env_steps)) == (100_000, int)
+    with pytest.raises(ConfigError, match=r"`flowrl benchmark --list --tables .*rows\.yaml` shows"):
+        rows_named(["b"], tmp_path / "rows.yaml")

@@ -429,6 +429,14 @@ def test_options_of_start_ray_override_its_defaults(monkeypatch):
     ]
 
 
+def test_address_that_a_connected_process_does_not_use_is_reported(ray_session, caplog):
+    assert not ray_runtime.start_ray("10.255.255.1:6379")
+    assert "address='10.255.255.1:6379' is not used: this process is conn" in caplog.text
+    caplog.clear()
+    assert not ray_runtime.start_ray("auto")
+    assert not caplog.text
+
+
 def test_address_without_a_cluster_is_an_error(monkeypatch):
     import ray
 

@@ -168,6 +168,8 @@ def test_workers_that_need_no_resources_get_a_bundle(ray_session, resources):
     [
         {"placement_strategy": "TIGHT"}, {"num_gpus_per_worker": -1},
         {"custom_resources_per_worker": {"tpu": 0}}, {"custom_resources_per_worker": 3},
+        {"num_gpus_per_worker": 1.5}, {"custom_resources_per_worker": {"CPU": 1}},
+        {"custom_resources_per_worker": {"tpu": 0.00001}},
     ],
 )  # fmt: skip
 def test_invalid_settings_raise(settings):
