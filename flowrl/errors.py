@@ -1,4 +1,5 @@
-"""The error that invalid settings raise, and the check that an optional package is installed."""
+"""The error that invalid settings raise, notes of errors, and the check that an optional package is
+installed."""
 
 from importlib.util import find_spec
 
@@ -32,3 +33,8 @@ def check_installed(module: str, feature: str, extra: str) -> None:
     """
     if find_spec(module) is None:
         raise ConfigError(install_hint(feature, extra))
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """Add a note to an error, also to one that is a frozen dataclass."""
+    vars(error).setdefault("__notes__", []).append(text)

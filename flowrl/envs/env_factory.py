@@ -41,7 +41,7 @@ from flowrl.envs.registry import (
 from flowrl.envs.restarting_envs import NEW, History, RestartingEnvs
 from flowrl.envs.single_agent_adapter import SingleAgentAdapter
 from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv
-from flowrl.errors import ConfigError, check_installed, install_hint
+from flowrl.errors import ConfigError, add_note, check_installed, install_hint
 from flowrl.seeding import derive_seed
 
 log = logging.getLogger("flowrl")
@@ -201,9 +201,10 @@ class EnvFactory:
         try:
             env = self._make_gymnasium_env(vector_index)
         except Exception as error:
-            error.add_note(
+            add_note(
+                error,
                 f"raised by the creation of {creator_name(self._creator)}, sub-environment "
-                f"{vector_index} of worker {self._worker_index}"
+                f"{vector_index} of worker {self._worker_index}",
             )
             raise
         return _CopyFinalObservation(self._report_created(vector_index, env))

@@ -13,6 +13,7 @@ from gymnasium.vector.utils import batch_space, concatenate, create_empty_array,
 from flowrl.envs.restarting_envs import close_quietly
 from flowrl.envs.validation import ObservationCheck, space_of, unwrapped
 from flowrl.envs.vector_env import VectorStep
+from flowrl.errors import add_note
 from flowrl.seeding import derive_seed
 from flowrl.settings import ConfigError
 
@@ -151,7 +152,7 @@ class GymnasiumVectorEnv:
         try:
             returned = self.env.step(env_actions)
         except Exception as error:
-            error.add_note(f"raised by step() of an environment in a {type(self.env).__name__}")
+            add_note(error, f"raised by step() of an environment in a {type(self.env).__name__}")
             raise
         stepped, of_rewards, of_terminateds, of_truncateds, infos = returned
         rewards[:] = self._one_per_env("rewards", of_rewards, "fiub")

@@ -32,7 +32,7 @@ from flowrl.envs.restarting_envs import (
 )
 from flowrl.envs.validation import ObservationCheck
 from flowrl.envs.vector_env import DirectVectorEnv, VectorStep
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, add_note
 from flowrl.seeding import derive_seed
 
 log = logging.getLogger("flowrl")
@@ -135,7 +135,7 @@ class ProcessVectorEnv:
             in_a_row = self._deaths_in_a_row[index]
             if in_a_row > self._max_restarts:
                 self._deaths_in_a_row[index] = 0
-                death.add_note(f"max_num_env_restarts={self._max_restarts}: it ended {in_a_row} "
+                add_note(death, f"max_num_env_restarts={self._max_restarts}: it ended {in_a_row} "
                                "times in a row")  # fmt: skip
                 raise death
             if not self._has_logged_death:

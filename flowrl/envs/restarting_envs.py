@@ -30,6 +30,7 @@ from flowrl.envs.env_state import (
     unpack_actions,
 )
 from flowrl.envs.validation import RESET_RESULTS, check_result, env_name, unwrapped
+from flowrl.errors import add_note
 from flowrl.seeding import derive_seed, restore_stream
 from flowrl.settings import ConfigError
 from flowrl.state_schema import Fields, Natural, check_state
@@ -242,7 +243,7 @@ class RestartingEnvs:
             or isinstance(error, NotImplementedError)
         )
         if permanent or not created:
-            error.add_note(f"raised by {origin}")
+            add_note(error, f"raised by {origin}")
             self._discard(index)
             raise error
         self.num_restarts += 1
@@ -257,7 +258,7 @@ class RestartingEnvs:
         early, late = self._failures[index], self._late_failures[index]
         if early > self._max_restarts or late > LATE_FACTOR * self._max_restarts:
             repeated = f", which failed {early + late} times in a row" if early + late > 1 else ""
-            error.add_note(f"raised by {origin}{repeated}")
+            add_note(error, f"raised by {origin}{repeated}")
             self._failures[index] = self._late_failures[index] = 0
             self._discard(index)
             raise error

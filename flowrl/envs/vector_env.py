@@ -29,6 +29,7 @@ from flowrl.envs.validation import (
     check_reward,
     space_of,
 )
+from flowrl.errors import add_note
 from flowrl.settings import ConfigError
 
 
@@ -242,7 +243,7 @@ class DirectVectorEnv:
                 if drop_invalid:
                     self._check.check_step(observation, reward, f"{self._envs.label(i)} returned")
             except ConfigError as error:
-                error.add_note(f"raised by {self._envs.label(i)}")
+                add_note(error, f"raised by {self._envs.label(i)}")
                 raise
             except Exception as error:
                 self._fail(i, error, "step")

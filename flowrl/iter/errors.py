@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
+from flowrl.errors import add_note
 from flowrl.iter.stage import Stage, describe
 
 ENGINE_DIR = os.path.dirname(__file__) + os.sep
@@ -137,11 +138,6 @@ def annotate(error: BaseException, root: Stage) -> None:
     item = getattr(error, "_flowrl_item", None)
     note = f"in the plan at {path}, chained at {stage.line}"
     add_note(error, note + (f", on {item}" if item else ""))
-
-
-def add_note(error: BaseException, text: str) -> None:
-    """Add a note to an error, also to one that is a frozen dataclass."""
-    vars(error).setdefault("__notes__", []).append(text)
 
 
 def without_engine_frames(error: BaseException) -> TracebackType | None:

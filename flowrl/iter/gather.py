@@ -14,12 +14,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
+from flowrl.errors import add_note
 from flowrl.iter.errors import (
     OnError,
     Retry,
     ShardFailedError,
     Skip,
-    add_note,
     check_on_error,
     is_permanent,
     note_origin,
@@ -91,7 +91,8 @@ class Gather(Stage):
         self.title = f"{self.name} {shards.name}"
         self.shards = shards
         self.resumable = shards.replayable
-        # shards do not send received items again
+        # a saved queue is restored only if the shards continue after it: shards that begin anew
+        # send its items again
         self._restores_items = shards.replayable or shards.keeps_state
         self.on_error = check_on_error(on_error)
         self.skipped = 0
@@ -101,7 +102,7 @@ class Gather(Stage):
         self._next_timeout_check = 0.0
         self._in_flight: dict[Any, PendingRequest] = {}
         self._queue: deque[tuple[Any, Source]] = deque()
-        self._poll = True
+        self._others_may_be_ready = True  # the last wait ended at once
         self._loaded = False
         self._num_membership_changes = shards.num_membership_changes()
         self._item_sources: tuple[Source, ...] = ()
@@ -171,7 +172,8 @@ class Gather(Stage):
                 self._handle_death(shard, incarnation, error)
                 return False
             if not replaced:
-                self._fail_shard(shard, "there is no way to recreate it (recreate=)", None)
+                reason = "it cannot be recreated: from_actors() was called without recreate="
+                self._fail_shard(shard, reason, None)
             shard.restarts += 1
             _count("num_shard_restarts")
             if not shard.recovery.rounds_wait:
@@ -369,7 +371,7 @@ class Gather(Stage):
             else:
                 ready = wait_for_any(refs, timeout)
         # if a reply was ready at once, others may be ready, too
-        self._poll = time.perf_counter() - started < IMMEDIATE_S
+        self._others_may_be_ready = time.perf_counter() - started < IMMEDIATE_S
         return ready
 
     # -- inspection and state ------------------------------------------------------------------

@@ -135,7 +135,7 @@ class GatherAsync(Gather):
             if ref in self._in_flight:  # not cancelled since
                 # a shard replies in order, though its refs may become ready out of order
                 return self._in_flight[ref].shard.requests[0]
-        if self._in_flight and (self._poll or not block):
+        if self._in_flight and (self._others_may_be_ready or not block):
             self._ready.extend(ready_refs(list(self._in_flight)))
         if not self._ready and block:
             self._ready.extend(self._wait())

@@ -14,7 +14,7 @@ from flowrl.iter.stage import NOT_READY, Source, sources_from_list, sources_to_l
 from flowrl.iter.waiting import ready_refs
 from flowrl.state_schema import Fields
 
-SLOW_ROUND_S = 0.03  # in longer rounds, another call of Ray costs little
+SLOW_FETCH_S = 0.03  # if a round took longer to fetch, another call of Ray costs little
 
 
 class GatherSync(Gather):
@@ -42,7 +42,7 @@ class GatherSync(Gather):
         self.yields_lists = not flat
         self._flat = flat
         self._round: dict[int, tuple[Any, Source]] = {}  # shard -> item
-        self._round_s = 0.0  # duration of the last round in seconds
+        self._fetch_s = 0.0  # time to fetch the last round at once [s]
 
     def pull(self, block: bool) -> Any:
         while True:
@@ -158,11 +158,11 @@ class GatherSync(Gather):
         try:
             requests = [self._in_flight[ref] for ref in refs]
             with self.waiting():
-                return self.shards.results(requests, refs, wait_first=self._round_s > SLOW_ROUND_S)
+                return self.shards.results(requests, refs, wait_first=self._fetch_s > SLOW_FETCH_S)
         except Exception:
             return None
         finally:
-            self._round_s = time.perf_counter() - started
+            self._fetch_s = time.perf_counter() - started
 
     def queued(self) -> list[Source]:
         return [*super().queued(), *(source for _, source in self._round.values())]

@@ -51,7 +51,7 @@ class Journal(Protocol):
     """A journal that is written or read.
 
     Attributes:
-        replays: whether it is read.
+        replays: whether it repeats a recorded run (a JournalReader).
         plan_log: observations of the thread that pulls the plan.
         learner_log: observations of the thread of a LearnerThread.
     """
@@ -133,7 +133,8 @@ class JournalWriter:
         """
         if self._is_end_written:
             return
-        # the plan first: the steps of the learner that it has observed are then in the other log
+        # take the plan's entries first: the learner runs on meanwhile, so its log has at least the
+        # steps that these entries refer to
         plan = self.plan_log.take()
         chunk = {
             "iteration": iteration,

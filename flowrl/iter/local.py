@@ -192,7 +192,8 @@ class LocalIterator(Generic[T]):
         """Return the items of this stream and of the others.
 
         Args:
-            deterministic: take one item of each stream in turn and wait for it.
+            deterministic: take one item of each stream in turn, and wait for a stream whose workers
+                are slow; a stream that depends on another one gives up its turn until it is ready.
             round_robin_weights: items of each stream per turn; fractions accumulate; "*" takes all
                 items that are ready, at most 100. Implies `deterministic`.
         """
@@ -365,8 +366,9 @@ class LocalIterator(Generic[T]):
         pulled, and their shares of the time since the start, `busy`, `waiting`, `blocked`, which
         sum to 1 (quick pulls are sampled: estimates); `grown_bytes`, by how much the memory of the
         process has grown in its own code (an estimate, on Linux). Stages add values such as
-        `queued`, `in_flight`, `skipped`, `restarts`. A gather adds `shards`: shard index -> rows of
-        the stages on it, as last reported (once per second, and at the end of the shard).
+        `queued`, `in_flight`, `skipped`, `restarts`. A gather adds `shards`: shard number (see
+        Source) -> rows of the stages on it, as last reported (once per second, and at the end of
+        the shard).
         """
         return stats_rows(self.stage, self._profiler)
 

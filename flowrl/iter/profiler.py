@@ -66,10 +66,10 @@ class Profiler:
         self._timed_stages = 0  # timed pulls, counted for each stage
         self._random = random.Random(0)
         self._parents_s = 0.0  # in the parents of the stage being timed
+        self._parents_bytes = 0  # growth of the process in the parents of the stage being measured
         # the stages that are being pulled: start, and seconds in other parents before
         self._stack: list[tuple[Stage, float, float]] = []
         self._waiting_since: float | None = None
-        self._parents_bytes = 0  # by which the process grew in these parents
         self._pulls_since_memory = 0
         self._memory_due = 0.0
         timed = {stage: self._timed_pull(stage) for stage in self.stages}

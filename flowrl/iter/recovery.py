@@ -75,7 +75,7 @@ class ShardState:
 
 
 class PendingRequest(NamedTuple):
-    """A request in flight; `mark` is the value of the request limit when it was sent."""
+    """A request in flight; `mark` is RequestLimit.mark() when it was sent, None without a limit."""
 
     shard: ShardState
     incarnation: int

@@ -25,7 +25,7 @@ def serve(worker: Any, request: ShardRequest) -> Reply:
                 "the stream"
             )
         stream_class = ShardStream if request.partition is None else PartitionedStream
-        streams[request.stream_id] = stream_class(worker, request.steps, request)
+        streams[request.stream_id] = stream_class(worker, request)
     try:
         return streams[request.stream_id].reply(request)
     except BaseException as error:

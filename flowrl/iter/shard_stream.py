@@ -67,7 +67,8 @@ def _bind(argument: Any, worker: Any) -> Any:
 class ShardStream:
     """The stream of one shard, in the process of its worker."""
 
-    def __init__(self, worker: Any, steps: Sequence[Step], request: ShardRequest):
+    def __init__(self, worker: Any, request: ShardRequest):
+        assert request.steps is not None
         if not hasattr(worker, "items"):
             raise TypeError(
                 f"{type(worker).__name__} lacks items(), which returns the items of the shard: "
@@ -78,7 +79,7 @@ class ShardStream:
         if items_for is not None:
             items = partial(items_for, request.stream_id, request.seed)
         stream: Any = LocalIterator(items, type(worker).__name__)
-        for method, args, options, line in steps:
+        for method, args, options, line in request.steps:
             bound_args = [_bind(arg, worker) for arg in args]
             stream = getattr(stream, method)(*bound_args, **options)
             stream.stage.line = line
@@ -166,8 +167,8 @@ class PartitionedStream(ShardStream):
     """The stream of one shard that the partitions of a `repartition` share: partition i of n gets
     every n-th item, starting at item i."""
 
-    def __init__(self, worker: Any, steps: Sequence[Step], request: ShardRequest):
-        super().__init__(worker, steps, request)
+    def __init__(self, worker: Any, request: ShardRequest):
+        super().__init__(worker, request)
         self._num_items = 0
         self._backlogs: dict[int, deque[Any]] = {}
 

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from typing import Any, ClassVar, NamedTuple
 
 from flowrl.data import Batch
+from flowrl.errors import add_note
 from flowrl.iter.journal import Journal, ReplayError
 from flowrl.iter.private_api import queued_items, restore_items
 from flowrl.iter.stage import batches_to_list, describe, sources_to_list, with_sources
@@ -281,7 +282,7 @@ class LearnerThread:
                 buffer.put_back(batch, is_last_pass)
                 return False
             buffer.remove(batch)
-            error.add_note(f"raised in the learner thread, on a {describe(batch)}")
+            add_note(error, f"raised in the learner thread, on a {describe(batch)}")
             self.outqueue.put_nowait(LearnFailure(batch, error))
             return True
         self._learn_s += time.perf_counter() - started

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from flowrl.data import Batch, MultiAgentBatch, SampleBatch
+from flowrl.errors import add_note
 from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
-from flowrl.iter.errors import add_note, call_in_stage
+from flowrl.iter.errors import call_in_stage
 from flowrl.iter.journal import Journal
 from flowrl.iter.metrics import current_journal
 from flowrl.iter.stage import walk
@@ -27,8 +28,10 @@ class Concurrently(LocalIterator[Any]):
 
     Args:
         ops: the sub-plans, at least two.
-        mode: "round_robin" takes items of the branches in turn, in a fixed order and ratio, and
-            waits for each; "async" takes items of any branch as they become ready.
+        mode: "round_robin" takes items of the branches in turn, in a fixed order and ratio; it
+            waits for a branch whose workers are slow, while a branch that depends on another one
+            gives up its turn until it is ready. "async" takes items of any branch as they become
+            ready.
         output_indexes: indexes (from 0) of the branches whose items are returned; items of the
             others are dropped. None returns the items of all branches. The stream ends when all
             branches whose items are returned have ended.
@@ -103,8 +106,8 @@ class ConcurrentlyStage(Union):
         alternate_stores_and_draws(walk(self))
         self._shares_buffer = share_a_buffer(self.parents)
 
-    def _end_turn(self, index: int) -> None:
-        super()._end_turn(index)
+    def _count_item(self, index: int) -> None:
+        super()._count_item(index)
         if self._shares_buffer and self._ordered:
             # the buffer decides whose turn it is: an additional turn of a sibling has no item
             self._credit[index] = max(self._credit[index], 0.0)

@@ -102,7 +102,7 @@ class WriteParquet:
         return f"WriteParquet({str(self._writer.folder)!r})"
 
 
-class ReadParquet(LocalIterator[SampleBatch]):
+class ReadParquet(LocalIterator[SampleBatch | MultiAgentBatch]):
     """An endless stream of batches of recorded rows.
 
     Each pass reads every row once, in random order: it shuffles the files, and the rows within each
@@ -144,7 +144,7 @@ class ReadParquet(LocalIterator[SampleBatch]):
         self.stage.title = self.name
 
 
-class ReadMinari(LocalIterator[SampleBatch]):
+class ReadMinari(LocalIterator[SampleBatch | MultiAgentBatch]):
     """An endless stream of batches of the rows of a Minari dataset (extra `minari`).
 
     See ReadParquet. About 50,000 rows are in memory at a time. Actions are converted to the
@@ -204,6 +204,7 @@ class ReadStage(Stage):
         self.columns, self._prepare = columns, prepare
         self.rng = random_stream(seed, "offline")
         self._pass_rng_state: dict[str, Any] = stream_state(self.rng)  # at the start of the pass
+        # a part is what is read at once: a file, or some episodes of a Minari dataset
         self._parts: list[Any] = []  # still to read in this pass
         self._parts_read = 0  # in this pass
         self._rows = SampleBatch()  # of the current part, shuffled
@@ -345,8 +346,8 @@ class ReadStage(Stage):
         while self._parts_read < state["parts_read"]:
             if not self._parts:
                 raise OfflineDataError(
-                    f"{self.source}: {state['parts_read']} parts were read before this checkpoint, "
-                    f"but there are only {self._parts_read} now"
+                    f"{self.source}: {state['parts_read']} files (or groups of episodes) were read "
+                    f"before this checkpoint, but there are only {self._parts_read} now"
                 )
             self._load_next_part()
         self._position, self._loaded = state["position"], None

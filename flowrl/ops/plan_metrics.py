@@ -88,11 +88,11 @@ class PlanMetrics:
     """Metrics of one plan besides counters and timers; `PlanMetrics.of(context)` returns them.
 
     Attributes:
-        new_episodes: (worker index, episode) of episodes that ended since the last report; the
-            last MAX_EPISODES.
+        new_episodes: (worker, episode) of episodes that ended since the last report; the last
+            MAX_EPISODES. Workers are numbered from 0, as in a WorkerSet.
         num_new_episodes: number of all episodes that ended since the last report.
-        worker_health: (worker index, incarnation) -> WorkerHealth.
-        sampler_timings: (worker index, incarnation) -> seconds per part of sampling.
+        worker_health: (worker, incarnation) -> WorkerHealth.
+        sampler_timings: (worker, incarnation) -> seconds per part of sampling.
         trainers: name -> metrics of each training operator, in the order of their first updates.
         step_results: entries of the last result of `training_step` that belong to no policy.
     """
@@ -110,9 +110,9 @@ class PlanMetrics:
         """Return the metrics of a context's plan."""
         return context.singleton(cls)
 
-    def add_episodes(self, worker_index: int, episodes: Collection[Any]) -> None:
+    def add_episodes(self, worker: int, episodes: Collection[Any]) -> None:
         """Add episodes of a worker that have ended."""
-        self.new_episodes.extend((worker_index, episode) for episode in episodes)
+        self.new_episodes.extend((worker, episode) for episode in episodes)
         self.num_new_episodes += len(episodes)
 
     def trainer(self, operator: Any, operators: Collection[Any] = ()) -> TrainerMetrics:

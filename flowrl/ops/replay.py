@@ -454,7 +454,7 @@ def _one_of(local_buffer: Any, actors: Any, operator: str) -> Any:
     methods = ("can_add", "can_sample", "sample", "add", "missing_stores", "missing_draws")
     if not all(hasattr(local_buffer, name) for name in methods):
         raise TypeError(
-            f"{operator}: local_buffer must be a MultiAgentReplayBuffer, got a "
-            f"{type(local_buffer).__name__}"
+            f"{operator}: local_buffer must be a MultiAgentReplayBuffer or a SimpleReplayBuffer, "
+            f"got a {type(local_buffer).__name__}"
         )
     return local_buffer

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from flowrl.data import Batch, BatchRef
+from flowrl.errors import add_note
 from flowrl.iter import Source, ray_health
-from flowrl.iter.errors import add_note
 from flowrl.iter.in_process import InProcessActor, fetch
 from flowrl.iter.journal import Journal
 from flowrl.iter.metrics import MetricsContext, count_bytes_between_nodes, current_metrics

@@ -93,7 +93,7 @@ class ParallelRollouts(LocalIterator[Any]):
     ):
         check_lag(max_policy_lag)
         if limit is not None:
-            limit.steps_per_item = workers.steps_per_fragment()
+            limit.steps_per_fragment = workers.steps_per_fragment()
         shards = workers.parallel_iterator()
         if by_reference and workers.num_workers:
             shards = shards.for_each(leave_in_store)
@@ -131,7 +131,9 @@ class CountRollouts:
 
     ParallelRollouts includes it, except with `mode="raw"`: there, chain it after the gather.
     Counts `num_env_steps_sampled`, `num_agent_steps_sampled` and ended episodes; times `sample`,
-    from the request for a batch until it has arrived. Other results of workers are accepted if they
+    from the request for a batch until it has arrived. Merges the workers' updates of observation
+    filters into the local policies, and sets `global_vars["timestep"]`, which schedules follow, so
+    a raw plan that counts steps itself needs it, too. Other results of workers are accepted if they
     have `env_steps()` and `steps_by_policy()` like a batch.
 
     Example:

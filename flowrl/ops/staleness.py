@@ -31,22 +31,22 @@ class StalenessLimit:
     Args:
         batch_size: minimum env steps of a train batch.
         max_batches: see above; 0 alternates between sampling and training.
-        steps_per_item: estimated env steps of a requested fragment; ParallelRollouts sets it.
+        steps_per_fragment: estimated env steps of a requested fragment; ParallelRollouts sets it.
 
     Raises:
         ValueError: a number is out of range.
     """
 
-    def __init__(self, batch_size: int, max_batches: int, steps_per_item: int = 1):
+    def __init__(self, batch_size: int, max_batches: int, steps_per_fragment: int = 1):
         for name, value, minimum in (
             ("batch_size", batch_size, 1),
             ("max_batches", max_batches, 0),
-            ("steps_per_item", steps_per_item, 1),
+            ("steps_per_fragment", steps_per_fragment, 1),
         ):
             check_int(name, value, minimum)
         self.batch_size = batch_size
         self.max_batches = max_batches
-        self.steps_per_item = steps_per_item
+        self.steps_per_fragment = steps_per_fragment
         # per fragment: (env steps sampled up to its end, mark at its request)
         self._untrained: deque[tuple[int, int]] = deque()
         self._steps_sampled: int | None = None
@@ -54,7 +54,8 @@ class StalenessLimit:
         self._metrics: Any = None  # the MetricsContext that reports lost items
 
     def mark(self) -> int:
-        """Return the number of env steps that were trained on or dropped."""
+        """Return the number of env steps that were trained on or dropped. From the first call on,
+        the env steps of lost fragments are counted, too."""
         metrics = _get_shared_metrics()
         if metrics is not self._metrics:
             if _count_lost not in metrics.on_lost:  # of another limit in the plan
@@ -75,15 +76,15 @@ class StalenessLimit:
             in_flight: number of requests in flight.
             oldest: mark of the oldest request in flight; None if none is in flight.
         """
-        done = self.mark()
-        while self._untrained and self._untrained[0][0] <= done:
+        done_now = self.mark()
+        while self._untrained and self._untrained[0][0] <= done_now:
             self._untrained.popleft()
-        oldest_mark = done if oldest is None else min(done, oldest)
+        done = done_now if oldest is None else min(done_now, oldest)
         if self._untrained:
-            oldest_mark = min(oldest_mark, self._untrained[0][1])
-        requested = self._count_sampled() + in_flight * self.steps_per_item
-        must_wait = requested >= oldest_mark + (self.max_batches + 1) * self.batch_size
-        if not in_flight and self._count_sampled() - done < self.batch_size:
+            done = min(done, self._untrained[0][1])
+        requested = self._count_sampled() + in_flight * self.steps_per_fragment
+        must_wait = requested >= done + (self.max_batches + 1) * self.batch_size
+        if not in_flight and self._count_sampled() - done_now < self.batch_size:
             must_wait = False  # the received fragments do not fill a train batch yet
         if must_wait and not self._is_waiting:
             _get_shared_metrics().counters["num_sampling_waits"] += 1

@@ -16,7 +16,7 @@ from flowrl.learners.learner import (
     check_learning_arguments,
     trainable_policies,
 )
-from flowrl.ops.plan_metrics import Info, PlanMetrics, record_updates
+from flowrl.ops.plan_metrics import Info, record_updates
 from flowrl.ops.rollout import CountRollouts
 from flowrl.sampling.worker_set import WorkerSet
 
@@ -235,10 +235,9 @@ class TrainOnWorkersStage(Stage):
             self._count(((source,), update))
         steps = sum(update.num_env_steps for update in updates)
         merged = merge_updates([update.updates for update in updates])
-        info = record_updates(metrics, self, merged, steps, steps, None)
-        timer = PlanMetrics.of(metrics).trainer(self).learn
-        timer.push(max(update.learn_s for update in updates))  # the workers learn together
-        timer.push_units_processed(steps)
+        rows = sum(update.rows for update in merged.values())
+        learn_s = max(update.learn_s for update in updates)  # the workers learn together
+        info = record_updates(metrics, self, merged, steps, rows, learn_s)
         if self._store is not None:
             self._store.set("global_vars", json.dumps(self.workers.global_vars))
         return updates[0], info

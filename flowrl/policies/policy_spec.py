@@ -10,6 +10,7 @@ from typing import Any
 from gymnasium import spaces
 
 from flowrl.data import DEFAULT_POLICY_ID
+from flowrl.errors import add_note
 from flowrl.settings import ConfigError
 
 
@@ -145,7 +146,7 @@ class PolicyMapping:
                 **{name: values[name] for name in self._keywords},
             )
         except Exception as error:
-            error.add_note(f"raised by policy_mapping_fn for agent {agent_id!r}")
+            add_note(error, f"raised by policy_mapping_fn for agent {agent_id!r}")
             raise
         if not isinstance(policy_id, str) or policy_id not in self._policy_ids:
             raise ConfigError(

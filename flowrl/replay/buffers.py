@@ -26,8 +26,8 @@ STORAGE_UNITS = "timesteps", "sequences", "episodes"
 class ReplayBuffer:
     """The last `capacity` rows of experience, drawn uniformly with replacement.
 
-    Each observation is stored once. A drawn row has the stored columns (without fragment ids and
-    `infos`) and `batch_indexes`, the id of the drawn item.
+    Each observation is stored once. A drawn row has the stored columns (without `unroll_id`,
+    `env_id` and `infos`) and `batch_indexes`, the id of the drawn item.
 
     With `n_step` above 1, each drawn row spans up to n steps of its trajectory: `rewards` is
     sum_k gamma^k r_{t+k}; `new_obs`, `terminateds` and `truncateds` are those of the last step; and
@@ -108,7 +108,7 @@ class ReplayBuffer:
     @property
     def storage_unit(self) -> str:
         """The items to draw: "timesteps", "sequences" or "episodes"."""
-        return "timesteps" if self._sequences is None else self._sequences.kind
+        return "timesteps" if self._sequences is None else self._sequences.storage_unit
 
     @property
     def directory(self) -> Path | None:
@@ -188,7 +188,9 @@ class ReplayBuffer:
     # -- drawing -----------------------------------------------------------------------------------
 
     def sample(self, num_items: int) -> SampleBatch:
-        """Draw `num_items` rows [B, …], or consecutive sequences or episodes; all are copies.
+        """Draw `num_items` rows [B, …], or as many sequences or episodes, one after the other.
+
+        The columns are copies.
 
         Raises:
             ValueError: the buffer is empty, or num_items is below 1.
@@ -226,16 +228,16 @@ class ReplayBuffer:
         return self._read(row_ids % self.capacity, {"batch_indexes": row_ids})
 
     def _read(self, slots: np.ndarray, columns: dict[str, np.ndarray]) -> SampleBatch:
-        """Return the rows at slots [n], of n steps each, with additional columns."""
+        """Return the rows at slots [B], of up to `n_step` steps each, with additional columns."""
         ring = self._ring
         if self.n_step == 1:
             return ring.read(slots, None, **columns)
         path = ring.path(slots, self.n_step)
-        counts = np.ones(path.shape, bool)
-        np.not_equal(path[1:], path[:-1], out=counts[1:])
+        is_new_step = np.ones(path.shape, bool)
+        np.not_equal(path[1:], path[:-1], out=is_new_step[1:])
         rewards = ring.columns["rewards"][0].take(path, mode="clip")
-        rewards = (rewards * counts * self._discounts).sum(0)
-        steps = counts.sum(0)
+        rewards = (rewards * is_new_step * self._discounts).sum(0)
+        steps = is_new_step.sum(0)
         return ring.read(slots, path[-1], rewards=rewards, n_steps=steps, **columns)
 
     def _draw(self, count: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:

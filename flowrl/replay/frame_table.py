@@ -69,12 +69,12 @@ class FrameTable:
             obs, next_obs: stacks [n, k, …]; frames are shared where both have the same base.
         """
         base, at = _frames_of(obs, next_obs)
-        shown, inverse = np.unique(at, return_inverse=True)
-        has_nothing = int(len(shown) > 0 and shown[0] == NOTHING)
-        shown = shown[has_nothing:]
+        used, inverse = np.unique(at, return_inverse=True)
+        has_nothing = int(len(used) > 0 and used[0] == NOTHING)
+        used = used[has_nothing:]
         self._set(rows, np.full((len(rows), *at.shape[1:]), NOTHING, np.int32))
-        slots = self._allocate(len(shown))
-        self.frames[slots] = base.take(shown, 0)
+        slots = self._allocate(len(used))
+        self.frames[slots] = base.take(used, 0)
         # the last entry is for NOTHING, which has the inverse -1
         table = np.append(slots, np.int32(NOTHING))
         self._set(rows, table[inverse.reshape(at.shape) - has_nothing])
@@ -169,7 +169,7 @@ class FrameTable:
     def from_state(
         cls, capacity: int, state: dict[str, Any], files: MemmapArrays | None = None
     ) -> FrameTable:
-        """Return the table whose `state_dict` it is."""
+        """Return the table that `state` was saved from."""
         frames, positions = state["frames"], np.asarray(state["positions"], np.int32)
         table = cls(capacity, tuple(state["stack"]), frames.dtype, files)
         table._allocate(len(frames))

@@ -55,7 +55,7 @@ class ReservoirReplayBuffer(ReplayBuffer):
 
     @property
     def num_added(self) -> int:
-        """Rows ever stored."""
+        """Rows ever added, also those that were not selected."""
         return self._num_added
 
     def state_dict(self) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class RingBuffer:
         directory: keep the columns in files of this folder; None: in memory.
 
     Attributes:
-        num_added: rows ever stored.
+        num_added: rows ever stored; after `replace`, the number of slots in use.
         columns: name -> leaves [slots, …]; `obs` has 2 * capacity slots, and is missing if a
             FrameTable has the observations.
         row_bytes: bytes of a row.

@@ -31,7 +31,7 @@ class SequenceIndex:
     the previous sequence; recurrent states are stored for the first row of each sequence only.
 
     Args:
-        kind: "sequences" or "episodes".
+        storage_unit: "sequences" or "episodes".
         capacity: rows of the ring buffer.
         max_seq_len: maximum number of rows to learn from in a sequence.
         burn_in: burn-in rows before them, fewer near the start of a trajectory in its fragment.
@@ -53,8 +53,8 @@ class SequenceIndex:
         "states": dict[str, np.ndarray],
     }
 
-    def __init__(self, kind: str, capacity: int, max_seq_len: int, burn_in: int):
-        self.kind, self.capacity = kind, capacity
+    def __init__(self, storage_unit: str, capacity: int, max_seq_len: int, burn_in: int):
+        self.storage_unit, self.capacity = storage_unit, capacity
         self.max_seq_len, self.burn_in = max_seq_len, burn_in
         self.first = self.num_added = 0
         self.states: dict[str, np.ndarray] = {}
@@ -85,8 +85,8 @@ class SequenceIndex:
         if batch.zero_padded or "loss_mask" in batch:
             raise ValueError("a batch with padding or burn-in: store it as it was sampled")
         if "eps_id" not in batch:
-            raise ValueError(f"{self.kind} need the column eps_id, which is missing")
-        if self.kind == "episodes":
+            raise ValueError(f"{self.storage_unit} need the column eps_id, which is missing")
+        if self.storage_unit == "episodes":
             lengths = _trajectory_lengths(batch)
             self._check_complete(batch, lengths)
         elif "seq_lens" in batch:
@@ -101,7 +101,8 @@ class SequenceIndex:
             lengths = np.full(1, self.max_seq_len + self.burn_in)
         if lengths.max() > self.capacity:
             raise ValueError(
-                f"{self.kind} of {lengths.max()} rows do not fit a capacity of {self.capacity}"
+                f"{self.storage_unit} of {lengths.max()} rows do not fit a capacity of "
+                f"{self.capacity}"
             )
         self._check_states(batch)
 
@@ -158,9 +159,9 @@ class SequenceIndex:
 
     def _spans(self, batch: SampleBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return first rows, lengths, and numbers of burn-in rows; [n] each."""
-        if self.kind == "sequences" and "seq_lens" not in batch:
+        if self.storage_unit == "sequences" and "seq_lens" not in batch:
             return burn_in_spans(batch, self.max_seq_len, self.burn_in)
-        episodes = self.kind == "episodes"
+        episodes = self.storage_unit == "episodes"
         lengths = (
             _trajectory_lengths(batch) if episodes else np.asarray(batch["seq_lens"], np.int64)
         )
@@ -218,7 +219,7 @@ class SequenceIndex:
         """Return all items and the settings."""
         slots = np.arange(self.first, self.num_added) % self.capacity
         return {
-            "storage_unit": self.kind,
+            "storage_unit": self.storage_unit,
             "max_seq_len": self.max_seq_len,
             "burn_in": self.burn_in,
             "first": self.first,

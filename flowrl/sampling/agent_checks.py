@@ -19,6 +19,7 @@ from flowrl.envs.validation import (
     OnInvalidStep,
     invalid_step_error,
 )
+from flowrl.errors import add_note
 from flowrl.sampling.policy_lanes import PolicyLanes
 from flowrl.sampling.running_episodes import Segment
 from flowrl.settings import ConfigError
@@ -98,7 +99,7 @@ class AgentChecks:
                 check.check_structure(observation)
                 self._seen.add((env_index, agent))
         except ConfigError as error:
-            error.add_note(f"returned{self._for_agent(agent)} by sub-environment {env_index}")
+            add_note(error, f"returned{self._for_agent(agent)} by sub-environment {env_index}")
             raise
         except (TypeError, ValueError, KeyError, IndexError) as error:
             raise ConfigError(

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.errors import add_note
 from flowrl.policies.policy import Policy
 from flowrl.sampling.callback_worker import CallbackWorker
 from flowrl.sampling.episode import MultiAgentEpisode
@@ -233,7 +234,7 @@ def call(callbacks: DefaultCallbacks, name: str, **arguments: Any) -> None:
     except StopIteration as error:
         raise RuntimeError(f"{type(callbacks).__name__}.{name}() raised StopIteration") from error
     except Exception as error:
-        error.add_note(f"raised by {type(callbacks).__name__}.{name}()")
+        add_note(error, f"raised by {type(callbacks).__name__}.{name}()")
         raise
     seconds = callback_seconds(callbacks)
     seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - started

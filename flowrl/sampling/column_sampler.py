@@ -23,6 +23,7 @@ from flowrl.data.serialization import savable_info
 from flowrl.data.spaces import stack_values, zeros_of
 from flowrl.envs.validation import ObservationCheck
 from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv, VectorStep
+from flowrl.errors import add_note
 from flowrl.policies.acting_views import InitialStates, signature_of
 from flowrl.sampling.callbacks import EVENTS_WITH_EPISODE, overrides
 from flowrl.sampling.episode import EpisodeMetrics, MultiAgentEpisode
@@ -100,14 +101,16 @@ class ColumnSampler:
         self.env_steps = self.faulty_episodes = 0
         self.timings = dict.fromkeys(TIMINGS, 0.0)
         self._whole = settings.batch_mode == "complete_episodes"
-        self._check = ObservationCheck(vector_env.observation_space)
-        self._checks = StepChecks(self._check, settings.on_invalid_step, policy.worker_index)
+        self._obs_check = ObservationCheck(vector_env.observation_space)
+        self._step_checks = StepChecks(
+            self._obs_check, settings.on_invalid_step, policy.worker_index
+        )
         self._by_segment = postprocesses_segments(policy)
         self._builder = FragmentBuilder(policy, settings, unroll_ids, self._by_segment)
         self._lost_lives = LostLives(vector_env.num_envs) if counts_lives else None
         horizon = settings.horizon if settings.soft_horizon else None
         self._tracker = SegmentTracker(vector_env.num_envs, first_id, horizon, self._whole)
-        self._open = False
+        self._is_running = False  # whether the next fragment continues episodes
         self._states = InitialStates(policy, vector_env.num_envs)
         self._views = Views(policy, self._states)
         self._columns = FragmentColumns(
@@ -117,15 +120,17 @@ class ColumnSampler:
         # DirectVectorEnv checks the actions of a Discrete space itself
         discrete = isinstance(policy.action_space, spaces.Discrete)
         check_actions = not (discrete and isinstance(vector_env, DirectVectorEnv))
-        self._outputs = PolicyOutputs(policy, self._columns, self._check, check_actions)
+        self._outputs = PolicyOutputs(policy, self._columns, self._obs_check, check_actions)
         self._callbacks: EpisodeCallbacks | None = None
         if overrides(worker.callbacks, *EVENTS_WITH_EPISODE):
             ids = self._tracker.episode_ids
-            self._callbacks = EpisodeCallbacks(worker, base_env, self._columns, self._check, ids)
+            self._callbacks = EpisodeCallbacks(
+                worker, base_env, self._columns, self._obs_check, ids
+            )
         _keep_freed_memory()
         # nested observations, which are not written to the columns directly
         self._nested: list[Any] | None = (
-            None if self._check.is_array else [None] * vector_env.num_envs
+            None if self._obs_check.is_array else [None] * vector_env.num_envs
         )
         self._defers_values = False  # in the current fragment
         self._num_rows = 0  # rows in the columns that are in no fragment yet
@@ -173,14 +178,14 @@ class ColumnSampler:
         if self._defers_values:
             self._columns.drop("vf_preds")
         self._states.begin()
-        if not self._open:
+        if not self._is_running:
             self._start()
-        self._open = False  # until the fragment is complete
+        self._is_running = False  # until the fragment is complete
         before = self._num_rows
         self._roll(min_steps)
         rolled = time.perf_counter()
         batch = self._finish(before, min_steps)
-        self._open = True
+        self._is_running = True
         self.env_steps += batch.count
         finished = time.perf_counter()
         values_s = self._builder.take_values_s()
@@ -206,12 +211,12 @@ class ColumnSampler:
         """Write nested observations to row t, and repair invalid ones if the setting says so."""
         columns, at = self._columns, self._columns.lookback + t
         if self._nested is not None:
-            leaves = zip(*map(self._check.leaves, self._nested), strict=True)
+            leaves = zip(*map(self._obs_check.leaves, self._nested), strict=True)
             arrays = optree.tree_leaves(columns["raw_obs"])
             for array, values in zip(arrays, leaves, strict=True):
                 array[at] = values
         if self.settings.on_invalid_step == "replace":
-            write(columns["raw_obs"], at, self._check.repair(columns.row("raw_obs", t)))
+            write(columns["raw_obs"], at, self._obs_check.repair(columns.row("raw_obs", t)))
 
     def _roll(self, min_steps: int) -> None:
         """Act and step until the fragment is complete."""
@@ -246,7 +251,7 @@ class ColumnSampler:
                 else:
                     outputs = act_on_views(views.inputs(columns, t, t - tracker.resets))
             except Exception:
-                self._checks.check_observations(columns.row("raw_obs", t), t - first)
+                self._step_checks.check_observations(columns.row("raw_obs", t), t - first)
                 raise
             act_end = clock()
             if t == first:
@@ -261,7 +266,9 @@ class ColumnSampler:
             try:
                 step = vector_env.step(to_env, target, rewards[at], terminateds[at], truncateds[at])
             except Exception as error:
-                error.add_note(f"at step {t - first} of a fragment, {self.env_steps} steps sampled")
+                add_note(
+                    error, f"at step {t - first} of a fragment, {self.env_steps} steps sampled"
+                )
                 raise
             stepping += clock() - step_start
             if nested is not None or replace:
@@ -328,7 +335,9 @@ class ColumnSampler:
         if self.settings.on_invalid_step == "replace":
             np.nan_to_num(rewards, copy=False, posinf=0.0, neginf=0.0)
             if len(step.ended):
-                step.final = [self._check.repair(self._check.copy(final)) for final in step.final]
+                step.final = [
+                    self._obs_check.repair(self._obs_check.copy(final)) for final in step.final
+                ]
 
     # -- the end of a fragment ---------------------------------------------------------------------
 
@@ -341,7 +350,7 @@ class ColumnSampler:
             self._tracker,
         )
         segments, raw_finals = tracker.segments(num_rows), self._finals()
-        self._checks.check(columns, num_rows, raw_finals, segments)
+        self._step_checks.check(columns, num_rows, raw_finals, segments)
         finals = raw_finals
         if policy.observation_filter is not None:
             resets_next = self.vector_env.resets_in_next_step
@@ -379,10 +388,10 @@ class ColumnSampler:
         parts = self._tracker.finals
         if not parts:
             return map_leaves(lambda array: array[:0, 0], self._columns["raw_obs"])
-        if self._check.is_array:
+        if self._obs_check.is_array:
             dtype = self._columns["raw_obs"].dtype
             return np.concatenate([np.asarray(part, dtype) for part in parts])
-        return stack_values([self._check.copy(final) for part in parts for final in part])
+        return stack_values([self._obs_check.copy(final) for part in parts for final in part])
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -393,7 +402,7 @@ class ColumnSampler:
             "env_steps": self.env_steps,
             "faulty_episodes": self.faulty_episodes,
         }
-        if self._open:
+        if self._is_running:
             state["open"] = {
                 "envs": self.vector_env.state_dict(),
                 "columns": self._columns.state_dict(self._num_rows),
@@ -420,7 +429,7 @@ class ColumnSampler:
         self._tracker.load_state_dict(state["tracker"])
         self.env_steps, self.faulty_episodes = state["env_steps"], state["faulty_episodes"]
         running, columns = state.get("open"), self._columns
-        self._open = False
+        self._is_running = False
         if running is None:
             return 0
         columns.load_state_dict(running["columns"])
@@ -447,7 +456,7 @@ class ColumnSampler:
             without_record = running["callbacks"] is None
             for env in range(self.vector_env.num_envs) if without_record else restarted:
                 self._callbacks.start(env, self._num_rows)
-        self._open = True
+        self._is_running = True
         return len(restarted)
 
 

@@ -176,7 +176,7 @@ class FragmentSampler:
 
     @property
     def num_faulty_episodes(self) -> int:
-        """Number of episodes that were dropped because their environment failed."""
+        """Number of episodes that a failure of their environment ended; results leave them out."""
         return 0 if self._env_sampler is None else self._env_sampler.faulty_episodes
 
     def reply_tags(self) -> dict[str, Any]:

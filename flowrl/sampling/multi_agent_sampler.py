@@ -18,6 +18,7 @@ from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.data.types import AgentID, PolicyID
 from flowrl.envs.multi_agent_vector_env import MultiAgentStep, MultiAgentVectorEnv
 from flowrl.envs.validation import NUMBERS, check_reward
+from flowrl.errors import add_note
 from flowrl.sampling.agent_batches import AgentBatches, trajectories_of
 from flowrl.sampling.agent_checks import AgentChecks
 from flowrl.sampling.agent_episodes import AgentEpisodes
@@ -104,7 +105,7 @@ class MultiAgentSampler:
             first_id,
         )
         self._time = 0  # env steps of each environment
-        self._open = False
+        self._is_running = False  # whether the next fragment continues episodes
         # the agents of each environment that act next: policy, agents, lanes
         self._acting: list[list[tuple[PolicyLanes, list[AgentID], list[int]]]] = []
 
@@ -148,13 +149,13 @@ class MultiAgentSampler:
         started = time.perf_counter()
         for lanes in self._policies.values():
             lanes.begin_fragment()
-        if not self._open:
+        if not self._is_running:
             self._start()
-        self._open = False  # until the fragment is complete
+        self._is_running = False  # until the fragment is complete
         self._roll(min_steps)
         rolled = time.perf_counter()
         batch = self._finish(min_steps)
-        self._open = True
+        self._is_running = True
         self.env_steps += batch.env_steps()
         finished = time.perf_counter()
         values_s = sum(lanes.take_values_s() for lanes in self._policies.values())
@@ -196,7 +197,9 @@ class MultiAgentSampler:
                 stepped = clock()
                 self._store(actions, results)
             except Exception as error:
-                error.add_note(f"at step {steps} of a fragment, {self.env_steps} env steps sampled")
+                add_note(
+                    error, f"at step {steps} of a fragment, {self.env_steps} env steps sampled"
+                )
                 raise
             acting += step_start - act_start
             stepping += stepped - step_start
@@ -415,7 +418,7 @@ class MultiAgentSampler:
             "faulty_episodes": self.faulty_episodes,
         }
         batches = self._batches.state_dict()
-        if self._open and batches is not None:
+        if self._is_running and batches is not None:
             state["open"] = {
                 "envs": self.agent_envs.state_dict(),
                 "batches": batches,
@@ -439,7 +442,7 @@ class MultiAgentSampler:
         episodes.ids.next_id = state["next_id"]
         self._time = state["time"]
         self.env_steps, episodes.num_faulty = state["env_steps"], state["faulty_episodes"]
-        running, self._open = state.get("open"), False
+        running, self._is_running = state.get("open"), False
         if running is None:
             return 0
         self._batches.load_state_dict(running["batches"])
@@ -448,5 +451,5 @@ class MultiAgentSampler:
         restarted = self.agent_envs.load_state_dict(running["envs"], episodes.last_observations())
         for env_index, (observations, infos) in restarted.items():
             episodes.restart(env_index, observations, infos)
-        self._open = True
+        self._is_running = True
         return len(restarted)

@@ -10,6 +10,7 @@ from gymnasium import spaces
 
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.envs.multi_agent_vector_env import MultiAgentVectorEnv
+from flowrl.errors import add_note
 from flowrl.policies.config import PolicyConfig
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import PolicyMapping, PolicySpec
@@ -46,7 +47,7 @@ def build_policy_map(
             policies[policy_id] = policy_class(observation_space, action_space, settings)
         except ConfigError as error:
             if len(specs) > 1:
-                error.add_note(f"in the settings of policy {policy_id!r}")
+                add_note(error, f"in the settings of policy {policy_id!r}")
             raise
     return policies
 

@@ -14,6 +14,7 @@ from gymnasium import spaces
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
 from flowrl.data.types import PolicyID
 from flowrl.envs.registry import EnvContext, EnvCreator
+from flowrl.errors import add_note
 from flowrl.iter.ray_runtime import node_id
 from flowrl.policies.learning.epochs import checked_numbers
 from flowrl.policies.policy import Policy
@@ -211,7 +212,7 @@ class RolloutWorker:
             if overrides(self.callbacks, "on_sample_end"):
                 call(self.callbacks, "on_sample_end", worker=self, samples=samples)
         except Exception as error:
-            error.add_note(f"while worker {self.worker_index} was sampling")
+            add_note(error, f"while worker {self.worker_index} was sampling")
             if isinstance(error, StopIteration):
                 raise RuntimeError("StopIteration was raised while sampling") from error
             raise
@@ -267,7 +268,7 @@ class RolloutWorker:
 
     @property
     def num_faulty_episodes(self) -> int:
-        """Number of episodes that were dropped because their environment failed."""
+        """Number of episodes that a failure of their environment ended; results leave them out."""
         return self._sampling.num_faulty_episodes
 
     # -- learning ------------------------------------------------------------------------------

@@ -269,8 +269,11 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         Raises:
             RuntimeError: the algorithm was stopped, or the plan has ended.
         """
-        self._loggers.failed = True
-        result = self._train()
+        try:
+            result = self._train()
+        except BaseException:
+            self._loggers.failed = True
+            raise
         self._loggers.failed = False
         return result
 

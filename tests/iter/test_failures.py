@@ -226,7 +226,7 @@ def test_recreated_stream_does_not_raise_errors_again_that_were_raised_before():
 
     steps = [("for_each", (fails,), {}, "here")]
     request = ShardRequest("s", steps, skip=1, skip_errors=1)  # after 0 and the error of 1
-    stream = ShardStream(ParallelIteratorWorker(range(5)), steps, request)
+    stream = ShardStream(ParallelIteratorWorker(range(5)), request)
     assert stream.reply(request).items == [2]
     with pytest.raises(ValueError, match="3"):
         stream.reply(request)

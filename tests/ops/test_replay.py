@@ -175,7 +175,7 @@ def test_buffer_errors_name_the_operator():
 
 @pytest.mark.parametrize("operator", [StoreToReplayBuffer, Replay, UpdateReplayPriorities])
 def test_other_types_of_buffers_are_rejected(operator):
-    with pytest.raises(TypeError, match="local_buffer must be a MultiAgentReplayBuffer, got a dic"):
+    with pytest.raises(TypeError, match="local_buffer must be a MultiAgentReplayBuffer or a Sim.*, got a dic"):
         operator(local_buffer={})
 
 

@@ -84,7 +84,10 @@ class Union(Stage):
         self._weights = [0.0 if weight == "*" else float(weight) for weight in all_weights]
         self._is_output = [outputs is None or i in outputs for i in range(len(branches))]
         for index, branch in enumerate(branches):
-            _reject_transform(branch, index, self._ordered and not self._stars[index])
+            union = "a round-robin union" if self._ordered else "an asynchronous union"
+            star = " ('*')" if self._stars[index] else ""
+            waits_its_turn = self._ordered and not star
+            _reject_transform(branch, f"branch {index}{star} of {union}", waits_its_turn)
         self._children = [
             [stage for stage in walk(branch) if isinstance(stage, DuplicateChild)]
             for branch in branches
@@ -124,7 +127,7 @@ class Union(Stage):
                 idle.clear()
                 continue
             except Exception:
-                self._end_turn(index)  # the next pull continues with the other branches
+                self._count_item(index)  # the next pull continues with the other branches
                 raise
             if item is NOT_READY:
                 if index == turn and self._keeps_turn(turn):
@@ -134,7 +137,7 @@ class Union(Stage):
                     idle.clear()  # it took items, which makes room for its siblings
                 idle.add(index)
                 continue
-            self._end_turn(index)
+            self._count_item(index)
             if self._is_output[index]:
                 self._last = self.parents[index]
                 self.items += 1
@@ -147,8 +150,9 @@ class Union(Stage):
         self._end_others()
         raise StopIteration
 
-    def _end_turn(self, index: int) -> None:
-        """Count an item of a branch, or its error."""
+    def _count_item(self, index: int) -> None:
+        """Subtract an item of a branch, or its error, from the branch's credit; without weights,
+        end its turn."""
         if self._ordered:
             self._credit[index] -= 1
         else:
@@ -246,12 +250,15 @@ class Union(Stage):
             "done": list(self._done),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        turn, num_branches = state["turn"], len(self.parents)
+    def check_state(self, state: dict[str, Any]) -> None:
+        super().check_state(state)
+        num_branches = len(self.parents)
         lengths = len(state["credit"]), len(state["done"])
-        if lengths != (num_branches, num_branches) or not -1 <= turn < num_branches:
+        if lengths != (num_branches, num_branches) or not -1 <= state["turn"] < num_branches:
             raise ValueError(f"{self}: the saved state is of another number of branches")
-        self.items, self._turn = state["items"], turn
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.items, self._turn = state["items"], state["turn"]
         self._credit, self._done = list(state["credit"]), list(state["done"])
         self._has_ended = self._outputs_have_ended()
 
@@ -269,20 +276,20 @@ def _check_weights(weights: Sequence[float | str], branches: int) -> None:
         raise ValueError("round_robin_weights: at least one weight must be a number")
 
 
-def _reject_transform(branch: Stage, index: int, ordered: bool) -> None:
+def _reject_transform(branch: Stage, name: str, waits_its_turn: bool) -> None:
     """Raise an error for a transform that would block the other branches: its function cannot
-    pause. In an ordered union that matters only if it waits for items its siblings provide."""
+    pause. In a branch that has a turn, this matters only if it waits for items that its siblings
+    provide."""
     for stage in walk(branch):
         if not isinstance(stage, Transform):
             continue
         upstream = stage.parents[0]
-        if _depends_on_siblings(upstream) if ordered else upstream.can_return_not_ready():
-            kind = "a round-robin" if ordered else "an asynchronous"
+        if _depends_on_siblings(upstream) if waits_its_turn else upstream.can_return_not_ready():
             raise ValueError(
-                f"branch {index} of {kind} union has {stage} (chained at {stage.line}), whose "
-                "function cannot pause while it waits for its next item and would block the other "
-                "branches: use for_each or combine instead, or apply the transform on the shards "
-                "before the gather, or after the union"
+                f"{name} has {stage} (chained at {stage.line}), whose function cannot pause while "
+                "it waits for its next item and would block the other branches: use for_each or "
+                "combine instead, or apply the transform on the shards before the gather, or after "
+                "the union"
             )
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from flowrl.errors import add_note
 from flowrl.iter.errors import (
     OnError,
     Retry,
     Skip,
-    add_note,
     check_on_error,
     note_origin,
     without_stop_iteration,

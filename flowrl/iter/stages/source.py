@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from flowrl.errors import add_note
 from flowrl.iter.errors import call_in_stage, mark_permanent, note_origin
 from flowrl.iter.stage import Stage
 
@@ -77,8 +78,8 @@ class FromIterable(Stage):
                     mark_permanent(error)
                 self._iterator, self._skip, self._failed_at = None, self.items, self.items
             else:
-                error.add_note(
-                    "this generator cannot be restarted: pass a callable that creates it"
+                add_note(
+                    error, "this generator cannot be restarted: pass a callable that creates it"
                 )
                 mark_permanent(error)
                 self._iterator = _RaisesAgain(error)

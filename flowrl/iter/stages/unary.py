@@ -194,7 +194,8 @@ class Filter(FunctionStage):
                 self._num_dropped = 0
                 return item
             self._num_dropped += 1
-            is_own = type(self.fn).__module__.startswith("flowrl.")  # such as that of results
+            # flowrl's own filters, such as ReportDue, may drop most items
+            is_own = type(self.fn).__module__.startswith("flowrl.")
             if self._num_dropped == MANY_DROPPED and not is_own:
                 log.warning(
                     "%s has dropped %d items in a row; a plan whose items are all dropped has no "
@@ -227,7 +228,7 @@ class Combine(FunctionStage):
 
     def _call(self, item: Any) -> Any:
         elements = self.fn(item)
-        # a batch or a mapping iterates over its names
+        # iterating over a batch or a mapping gives its keys
         if isinstance(elements, (str, bytes)) or hasattr(elements, "keys"):
             raise TypeError(
                 f"the function must return a list of items, it returned a "
@@ -309,7 +310,7 @@ class Flatten(Combine):
 
 def _elements(item: Any) -> Iterable[Any]:
     """Return an item of `flatten`, which must be a list or another iterable of items."""
-    # a batch or a mapping iterates over its names
+    # iterating over a batch or a mapping gives its keys
     if isinstance(item, (str, bytes)) or hasattr(item, "keys"):
         raise TypeError(f"flatten() takes lists, got {describe(item)}")
     elements: Iterable[Any] = item

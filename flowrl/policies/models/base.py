@@ -14,6 +14,7 @@ from gymnasium import spaces
 from torch import nn
 
 from flowrl.data import SampleBatch
+from flowrl.errors import add_note
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.models.tensor_batch import InputDict, TensorBatch, as_tensor
 from flowrl.policies.views import ViewRequirement
@@ -274,7 +275,7 @@ class ModelV2(nn.Module):
         """Add a note to an error of the network: its class, and shapes and dtypes of its inputs."""
         if not isinstance(error, ConfigError):  # those name the model
             shown = ", ".join(f"{name}: {_dtype_and_shape(v)}" for name, v in inputs.items())
-            error.add_note(f"in the network {self._network_name}, whose inputs were {shown}")
+            add_note(error, f"in the network {self._network_name}, whose inputs were {shown}")
 
     @property
     def _network_name(self) -> str:

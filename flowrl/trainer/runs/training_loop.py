@@ -40,7 +40,7 @@ from flowrl.trainer.runs.signal_handler import (
     discard_lost_output,
     is_output_closed,
 )
-from flowrl.trainer.runs.stop_rules import PendingMetrics, StopRules, metric_rules
+from flowrl.trainer.runs.stop_rules import TIME_LIMIT, PendingMetrics, StopRules, metric_rules
 
 if TYPE_CHECKING:
     from flowrl.trainer.runs.live_view import LiveView
@@ -74,7 +74,7 @@ class RunEnd:
     def needs_limit(self) -> bool:
         """Whether a resumed run needs a larger limit, because it would end at once otherwise.
         Limits of time start again when a run is resumed."""
-        return not self.exit_code and not self.reason.startswith("the time limit")
+        return not self.exit_code and not self.reason.startswith(TIME_LIMIT)
 
 
 def train_until(
@@ -391,9 +391,9 @@ def total_of_resumed(before: int | None, stop: StopRules, saved: StopRules) -> i
     If it was the limit on env steps, it follows the new limit; otherwise it only grows.
 
     Args:
-        before: the present `total_timesteps`.
+        before: the saved `total_timesteps` of the run.
         stop: the new limits.
-        saved: the present limits.
+        saved: the saved limits of the run.
     """
     if stop.env_steps is None or before is None:
         return stop.env_steps or before
