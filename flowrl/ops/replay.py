@@ -207,7 +207,7 @@ class ReplayActorsStage(ReplayStage):
         """
         per_request = max(1, self._num_async // 2)
         limit = self._num_async - per_request
-        while sum(request.number for request in self._pending) + len(self._drawn) <= limit:
+        while sum(request.num_batches for request in self._pending) + len(self._drawn) <= limit:
             if not self._is_due():
                 return
             self._pending.append(self.buffer.request_batches(per_request, self.alternates))
@@ -282,6 +282,11 @@ class UpdateReplayPriorities:
         actors: ReplayActors | MultiAgentReplayBuffer | None = None,
     ):
         self.buffer = _one_of(local_buffer, actors, "UpdateReplayPriorities")
+        if isinstance(self.buffer, SimpleReplayBuffer):
+            raise TypeError(
+                "UpdateReplayPriorities: a SimpleReplayBuffer has no priorities: leave the "
+                "operator out, or use a MultiAgentReplayBuffer"
+            )
 
     def __call__(self, item: TrainedItem) -> TrainedItem:
         batch, info = check_trained(item, "UpdateReplayPriorities")

@@ -55,8 +55,8 @@ class ReplayShard:
         bytes_received = 0 if node == self._node else batch.size_bytes()
         return AddReply(len(self.buffer), self.buffer.has_items(), bytes_received, self._node)
 
-    def serve(self, updates: list[Update], batches: int) -> DrawReply:
-        """Update priorities, then draw `batches` batches; none if there is nothing to draw.
+    def serve(self, updates: list[Update], num_batches: int) -> DrawReply:
+        """Update priorities, then draw `num_batches` batches; none if there is nothing to draw.
 
         Raises:
             Exception: the error of the first update that failed; the other updates are applied, and
@@ -71,7 +71,7 @@ class ReplayShard:
         if first_error is not None:
             raise first_error
         has_items = self.buffer.has_items()
-        drawn = [self.buffer.sample() for _ in range(batches if has_items else 0)]
+        drawn = [self.buffer.sample() for _ in range(num_batches if has_items else 0)]
         return DrawReply(drawn, len(self.buffer), has_items, self._node)
 
     def stats(self) -> dict[str, Any]:
@@ -504,7 +504,7 @@ class PendingDraw(NamedTuple):
 
     source: Source  # of the batches
     ref: Any  # of a DrawReply
-    number: int  # of batches
+    num_batches: int
 
 
 class _PendingAdd(NamedTuple):

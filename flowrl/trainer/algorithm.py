@@ -57,7 +57,8 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
 
     A subclass sets `policy_class` and `config_class`. The plan is the first of these that exists:
     the subclass's static method `execution_plan(workers, config)`, its method `training_step`, the
-    file of the setting `plan`, the `training_step` of this class. Ray Tune needs the class of
+    file of the setting `plan` (the shipped plan if that file defines only the class), the
+    `training_step` of this class. Ray Tune needs the class of
     the same name in `flowrl.tune`.
 
     Example:
@@ -127,7 +128,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
 
     @classmethod
     def _config_from(cls, config: Any, settings: Mapping[str, Any]) -> AlgorithmConfig:
-        """Return a record of `config_class`; see the arguments of the class."""
+        """Return a record of `config_class`; see the arguments of `__init__`."""
         if isinstance(config, cls.config_class):
             return config.updated(**settings) if settings else config
         values = {} if config is None else config
@@ -196,31 +197,43 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         """Create the WorkerSet, which starts no worker yet, and find the plan."""
         self.workers = WorkerSet(config.env_or_spaces(), self.policy_class, config)
         self._evaluator = Evaluator(config, self.workers, self.policy_class)
+        in_plan_file = type(self).__module__.startswith(PLAN_MODULE)
+        self._plan_builder = PlanBuilder(config, self._plan_function(config), in_plan_file)
+
+    def _plan_function(self, config: AlgorithmConfig) -> Callable[..., Any] | None:
+        """Return the function that builds the plan, in the order of the class's docstring; None for
+        that of the file of the setting `plan`.
+
+        Raises:
+            ConfigError: the class has a plan and a training_step, there is no plan, or the file
+                defines another algorithm.
+        """
         function, cls = self.execution_plan, type(self)
         overrides_step = cls.training_step is not Algorithm.training_step
         if overrides_step and function is not None:
             raise ConfigError(
                 f"{cls.__name__} has a training_step and an execution_plan: define only one"
             )
-        # a config class whose plan is None by default uses the training_step of this class
-        needs_plan = type(config).model_fields["plan"].default is not None
-        if function is None and (overrides_step or (config.plan is None and not needs_plan)):
-            function = self._plan_of_steps
-        if function is None and config.plan is None:
-            raise ConfigError("plan: no execution plan is set; shipped plans: `flowrl plans`")
-        in_plan_file = cls.__module__.startswith(PLAN_MODULE)
+        if function is not None:
+            return function
         shipped, plan = type(config).model_fields["plan"].default, config.plan
-        if function is None and is_plan_file(plan) and shipped is not None:
-            module: Any = load_plan(str(plan))
-            if not has_plan_function(module):  # the file defines only the class
-                name = algorithm_in(module).__qualname__
-                if name not in [base.__qualname__ for base in cls.__mro__]:
-                    raise ConfigError(
-                        f"plan: {plan} has no function execution_plan: it defines the algorithm "
-                        f"{name}, but this algorithm is {cls.__name__}"
-                    )
-                function = load_plan(shipped).execution_plan
-        self._plan_builder = PlanBuilder(config, function, in_plan_file)
+        if overrides_step or (plan is None and shipped is None):
+            return self._plan_of_steps
+        if plan is None:
+            raise ConfigError("plan: no execution plan is set; shipped plans: `flowrl plans`")
+        if not is_plan_file(plan) or shipped is None:
+            return None
+        module: Any = load_plan(str(plan))
+        if has_plan_function(module):
+            return None
+        name = algorithm_in(module).__qualname__  # the file defines only the class
+        if name not in [base.__qualname__ for base in cls.__mro__]:
+            raise ConfigError(
+                f"plan: {plan} has no function execution_plan: it defines the algorithm {name}, "
+                f"but this algorithm is {cls.__name__}"
+            )
+        shipped_plan: Callable[..., Any] = load_plan(shipped).execution_plan
+        return shipped_plan
 
     def training_step(self) -> ResultDict:
         """Sample and learn once; override this method to write an algorithm without a plan.

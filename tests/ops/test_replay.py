@@ -175,8 +175,12 @@ def test_buffer_errors_name_the_operator():
 
 @pytest.mark.parametrize("operator", [StoreToReplayBuffer, Replay, UpdateReplayPriorities])
 def test_other_types_of_buffers_are_rejected(operator):
-    with pytest.raises(TypeError, match="local_buffer must be a MultiAgentReplayBuffer or a Sim.*, got a dic"):
+    match = r"local_buffer must be a MultiAgentReplayBuffer or a SimpleReplayBuffer, got a dict"
+    with pytest.raises(TypeError, match=match):
         operator(local_buffer={})
+    if operator is UpdateReplayPriorities:
+        with pytest.raises(TypeError, match="a SimpleReplayBuffer has no priorities"):
+            operator(local_buffer=SimpleReplayBuffer(3))
 
 
 def test_priorities_are_absolute_td_errors():

@@ -259,12 +259,12 @@ def test_one_request_returns_several_batches(local_actors):
         local_actors.add(rows(5, i))
     wait_until_stored(local_actors)
     request = local_actors.request_batches(3)
-    assert request.number == 3
+    assert request.num_batches == 3
     batches = local_actors.receive_batches(request)
     assert [batch.count for batch in batches] == [4, 4, 4]
     assert {batch.sources[0].shard for batch in batches} == {request.source.shard}
     pending = local_actors.request_batches(100)
-    assert pending.number == 11  # 2 x (40 - 12) rows are due
+    assert pending.num_batches == 11  # 2 x (40 - 12) rows are due
     assert not local_actors.can_sample()
     assert local_actors.state_dict()["ratio"]["drawn"] == 12  # without the pending batches
     assert len(local_actors.receive_batches(pending)) == 11
@@ -361,13 +361,13 @@ def test_rows_of_smaller_batches_are_drawn_up_to_the_ratio():
         actors.add(rows(5, i))
     actors._process_stored("draws")
     request = actors.request_batches(100)
-    assert request.number == 2  # 100 rows are due, and a batch has at most 40
+    assert request.num_batches == 2  # 100 rows are due, and a batch has at most 40
     assert actors.state_dict()["ratio"]["drawn"] == 0
     while True:
         actors.receive_batches(request)
         assert actors.ratio.drawn <= 100
         request = actors.request_batches(100)
-        if not request.number:
+        if not request.num_batches:
             break
     assert actors.ratio.drawn > 100 - 40
 
