@@ -239,7 +239,7 @@ class LearnerGroup(Learner):
         gpus = ray.cluster_resources().get("GPU", 0)
         if self.use_gpus and gpus < self.num_learners:
             raise RuntimeError(
-                f"num_gpus: {self.num_learners} learners need a GPU each, the cluster has "
+                f"num_gpus={self.num_learners}: each learner needs a GPU, the cluster has "
                 f"{gpus:g} GPUs; num_learners={self.num_learners} starts learners on CPUs"
             )
         policies = self._policies()

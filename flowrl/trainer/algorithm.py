@@ -58,8 +58,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
     A subclass sets `policy_class` and `config_class`. The plan is the first of these that exists:
     the subclass's static method `execution_plan(workers, config)`, its method `training_step`, the
     file of the setting `plan` (the shipped plan if that file defines only the class), the
-    `training_step` of this class. Ray Tune needs the class of
-    the same name in `flowrl.tune`.
+    `training_step` of this class. Ray Tune needs the class of the same name in `flowrl.tune`.
 
     Example:
         >>> PPO("CartPole-v1", seed=1).learn(total_timesteps=100_000)  # doctest: +SKIP
@@ -306,9 +305,10 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         call(callbacks, "on_train_result", algorithm=self, result=result)
         for name in numbers:
             if not isinstance(result.get(name), Real):
+                change = f"replaced by {result[name]!r}" if name in result else "removed"
                 raise TypeError(
-                    f"{type(callbacks).__name__}.on_train_result() replaced the number "
-                    f"result[{name!r}] by {result.get(name)!r}: add an entry with another name"
+                    f"{type(callbacks).__name__}.on_train_result(): the number result[{name!r}] "
+                    f"was {change}: add entries with other names instead"
                 )
         if self.config.log_to:
             self._loggers.write(result)

@@ -38,8 +38,16 @@ def test_sigterm_ends_the_training():
     assert not is_running(child)
 
 
+@pytest.fixture
+def sighup():
+    """Handle SIGHUP as by default: it is ignored under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_signal_ends_all_trainings_and_starts_no_other(tmp_path, number):
+def test_signal_ends_all_trainings_and_starts_no_other(tmp_path, sighup, number):
     processes = Processes()
     with open(tmp_path / "log", "w") as output, ThreadPoolExecutor(2) as pool:
         with processes.ended_by_signals():
@@ -49,6 +57,14 @@ def test_signal_ends_all_trainings_and_starts_no_other(tmp_path, number):
             os.kill(os.getpid(), number)
         assert [each.result(timeout=30) for each in running] == [INTERRUPTED] * 2
     assert processes.run(CHILD) == INTERRUPTED
+
+
+def test_sighup_that_is_ignored_stays_ignored(sighup):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    processes = Processes()
+    with processes.ended_by_signals():
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert not processes.is_interrupted
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.001, 0.003])

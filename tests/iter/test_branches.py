@@ -121,6 +121,8 @@ def test_transform_that_could_block_siblings_is_rejected():
     waiting = endless(1).transform(lambda it: it)
     with pytest.raises(ValueError, match=r"branch 1 .* transform\(<lambda>\).*cannot pause"):
         LocalIterator([1]).union(waiting)
+    with pytest.raises(ValueError, match=r"branch 1 \('\*'\) of a round-robin union has transform"):
+        LocalIterator([1]).union(waiting, round_robin_weights=[1, "*"])
     plan = LocalIterator([1, 2]).transform(lambda it: it).union(LocalIterator([3]))
     assert sorted(plan) == [1, 2, 3]
     ordered = endless(1, ready=lambda n: n % 2).transform(lambda it: it)
@@ -404,3 +406,14 @@ def test_branch_that_ends_early_leaves_children_that_another_plan_reads():
     assert list(plan) == [7, 8]
     assert list(d) == [1, 2, 3, 4, 5]
     assert list(b) == [0, 1, 2, 3, 4, 5]
+
+
+def test_state_of_another_number_of_branches_is_rejected_before_anything_is_loaded():
+    def plan(count):
+        return LocalIterator(range(9)).union(*[LocalIterator(range(9)) for _ in range(count - 1)])
+
+    two, three = plan(2), plan(3)
+    three.take(4)
+    with pytest.raises(ValueError, match="saved state is of another number of branches"):
+        two.stage.check_state(three.stage.state_dict())
+    two.stage.check_state(two.stage.state_dict())

@@ -278,7 +278,7 @@ def test_missing_gpus_and_microbatches_are_rejected():
         operator = MultiGPUTrainOneStep(algorithm.workers, num_gpus=7)
         with (
             LocalIterator(batches).for_each(operator) as stream,
-            pytest.raises(RuntimeError, match=r"7 learners need a GPU each.*has 0 GPUs"),
+            pytest.raises(RuntimeError, match=r"num_gpus=7: each learner needs a GPU.*has 0 GPUs"),
         ):
             next(stream)
     with make_config(microbatch_size=5).build() as algorithm:

@@ -342,7 +342,7 @@ def test_results_of_callbacks_must_be_numbers(value):
             result["episode_reward_mean"] = value
 
     added = r"Adds\.on_learn_on_batch\(\) added to result the statistic 'mine' of type"
-    replaced = r"Replaces\.on_train_result\(\) replaced the number result\['episode_reward_mean'\]"
+    replaced = r"Replaces\.on_train_result\(\): the number result\['episode_reward_mean'\] was repl"
     for callbacks, match in ((Adds, added), (Replaces, replaced)):
         settings = {"train_batch_size": 200, "rollout_fragment_length": 200}
         config = A2CConfig(env="CartPole-v1", callbacks_class=callbacks, **settings)
