@@ -127,7 +127,7 @@ class _ExplorationConfig(TypedDict, total=False):
     )
     """EpsilonGreedy: share of random actions."""
     epsilon_base: float
-    """PerWorkerEpsilonGreedy: worker i of N explores with epsilon_base ** (1 + i / (N - 1) * epsilon_exponent) (Horgan et al. 2018)."""
+    """PerWorkerEpsilonGreedy: worker i = 1 … N explores with epsilon_base ** (1 + (i - 1) / (N - 1) * epsilon_exponent) (Horgan et al. 2018)."""
     epsilon_exponent: float
     """PerWorkerEpsilonGreedy: exponent of the spread of epsilon over workers; 0 makes all equal."""
     scale: (

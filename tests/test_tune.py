@@ -101,6 +101,7 @@ def test_trial_requests_resources_of_all_workers():
     assert half.default_resource_request({}).bundles == [{"CPU": 1.0, "GPU": 0.5}]
 
 
+@pytest.mark.slow
 def test_trial_uses_the_resources_that_it_has_reserved(tmp_path, ray_session):
     node = f"node:{ray_session.util.get_node_ip_address()}"  # of which there is 1
     config = ppo_config(num_workers=1, custom_resources_per_worker={node: 0.6})

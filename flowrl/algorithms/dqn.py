@@ -303,9 +303,13 @@ class DQNTorchPolicy(TargetNetworkPolicy):
     # -- state -------------------------------------------------------------------------------------
 
     def get_state(self) -> dict[str, Any]:
+        return {**super().get_state(), "dueling": self.config.dueling, "atoms": self._atoms}
+
+    @property
+    def _atoms(self) -> list[float] | None:
+        """[num_atoms, v_min, v_max]; None without atoms."""
         config = self.config
-        atoms = [config.num_atoms, config.v_min, config.v_max] if config.num_atoms > 1 else None
-        return {**super().get_state(), "dueling": config.dueling, "atoms": atoms}
+        return [config.num_atoms, config.v_min, config.v_max] if config.num_atoms > 1 else None
 
     def set_state(self, state: dict[str, Any]) -> None:
         if state.get("dueling", self.config.dueling) != self.config.dueling:
@@ -313,11 +317,10 @@ class DQNTorchPolicy(TargetNetworkPolicy):
                 f"cannot load a state with dueling={state['dueling']} for a policy with "
                 f"dueling={self.config.dueling}: the networks' outputs have different meanings"
             )
-        atoms = self.get_state()["atoms"]
-        if state.get("atoms", atoms) != atoms:
+        if state.get("atoms", self._atoms) != self._atoms:
             raise ValueError(
                 f"cannot load a state with [num_atoms, v_min, v_max] = {state['atoms']} for a "
-                f"policy with {atoms}"
+                f"policy with {self._atoms}"
             )
         super().set_state(state)
 

@@ -56,7 +56,8 @@ class AtariSettings(Settings):
 
 
 def is_atari(env: Any) -> bool:
-    """Return whether this is the id of an Atari game."""
+    """Return whether this is the id of an Atari game. Registers the games of ale-py first if it is
+    an old id, such as Breakout-v4."""
     if not isinstance(env, str):
         return False
     if _OLD_IDS.match(env) and env not in gym.registry:

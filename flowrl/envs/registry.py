@@ -95,18 +95,22 @@ class EnvContext(dict[str, Any]):
 
 
 def register_env(name: str, creator: EnvCreator) -> None:
-    """Register an env creator, a function as for the setting `env`, or a class; the setting
-    `env=name` then calls `creator(env_context)`.
+    """Register a class or a function under a name for the setting `env`. It is called like a class
+    or a function that the setting is set to: with the EnvContext, or with `env_config` as keyword
+    arguments.
 
     Raises:
-        ConfigError: the name is not a string, or the creator is not callable or has two or more
-            required arguments.
+        ConfigError: the name is not a string, the creator is not callable, or it is a function with
+            two or more required arguments.
     """
     if not isinstance(name, str) or not name:
         raise ConfigError(f"register_env: the name is a string, got {name!r}")
     if not callable(creator):
         raise ConfigError(f"register_env({name!r}): the creator must be callable, got {creator!r}")
-    _CREATORS[name] = _creator_of_function(creator)
+    if isinstance(creator, type):
+        _CREATORS[name] = partial(_make_of_class, creator)
+    else:
+        _CREATORS[name] = _creator_of_function(creator)
 
 
 def ensure_registered(env_id: str) -> None:

@@ -30,7 +30,7 @@ from flowrl.threads import Threads, limit_threads
 log = logging.getLogger("flowrl")
 
 TIMEOUT_S = 300.0  # of a collective operation; a dead process is noticed at once
-MAX_ATTEMPTS = 3  # per batch, each with new actors
+MAX_ATTEMPTS = 3  # per batch; each one after the first has new actors
 
 
 class LearnerActor:

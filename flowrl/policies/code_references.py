@@ -88,8 +88,8 @@ class CodeResolver:
 
         Args:
             path: import path "module:name".
-            base: import path of a class; without trust, the code must be a subclass of it. None
-                allows only functions and classes of `modules`.
+            base: import path of a class; without trust, code outside of `modules` must be a
+                subclass of it. None allows only functions and classes of `modules`.
 
         Raises:
             CheckpointError: the code is not trusted.

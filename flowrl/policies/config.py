@@ -172,8 +172,8 @@ class ExplorationConfig(Settings):
     epsilon: Schedule = Field(default=cast(ScheduleValue, [(0, 1.0), (10_000, 0.05)]))
     """EpsilonGreedy: share of random actions."""
     epsilon_base: Fraction = 0.4
-    """PerWorkerEpsilonGreedy: worker i of N explores with epsilon_base ** (1 + i / (N - 1) *
-    epsilon_exponent) (Horgan et al. 2018)."""
+    """PerWorkerEpsilonGreedy: worker i = 1 … N explores with epsilon_base ** (1 + (i - 1) / (N - 1)
+    * epsilon_exponent) (Horgan et al. 2018)."""
     epsilon_exponent: NotNegative = 7.0
     """PerWorkerEpsilonGreedy: exponent of the spread of epsilon over workers; 0 makes all
     equal."""
@@ -193,7 +193,7 @@ class ExplorationConfig(Settings):
 
     @check_of_settings
     def _fits_together(self) -> Self:
-        of = {
+        types_by_setting = {
             "epsilon": ("EpsilonGreedy",),
             "epsilon_base": ("PerWorkerEpsilonGreedy",),
             "epsilon_exponent": ("PerWorkerEpsilonGreedy",),
@@ -202,7 +202,7 @@ class ExplorationConfig(Settings):
         }
         if max(values_between(self.epsilon)) > 1:
             raise ValueError("epsilon is a share of the actions and must be at most 1")
-        for name, types in of.items():
+        for name, types in types_by_setting.items():
             default = type(self).model_fields[name].default
             if self.type not in types and getattr(self, name) != default:
                 raise ValueError(f"{name} is for the type {' or '.join(types)}")

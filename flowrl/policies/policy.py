@@ -394,7 +394,8 @@ class Policy(ActsOnObservations):
         """Load a state from `get_state`; its `total_timesteps` only if this policy has none.
 
         Raises:
-            ValueError: an entry or a filter is missing, or the weights do not fit; nothing changes.
+            ValueError: an entry or a filter is missing, or weights or filters do not fit; nothing
+                changes.
         """
         check_state(state, _STATE_FIELDS, f"the state of a {type(self).__name__}")
         saved = state["filters"]
@@ -405,8 +406,14 @@ class Policy(ActsOnObservations):
             raise ValueError(
                 "the state normalizes observations: the weights need normalize_observations=True"
             )
-        self.set_weights(state["weights"])
-        self.load_filter_state_dict(state["filters"])
+        weights, filters = self.get_weights(), self.filter_state_dict()
+        try:
+            self.set_weights(state["weights"])
+            self.load_filter_state_dict(saved)
+        except Exception:
+            self.set_weights(weights)
+            self.load_filter_state_dict(filters)
+            raise
         self.timestep = int(state["timestep"])
         self.total_timesteps = self.total_timesteps or state["total_timesteps"]
         self.version = int(state["version"])
@@ -414,8 +421,8 @@ class Policy(ActsOnObservations):
         restore_stream(self.shuffle_rng, state["shuffle_rng"])
 
     def acting_state_dict(self) -> dict[str, Any]:
-        """Return counters, random streams and reward sums: what sampling needs besides weights
-        and filter statistics."""
+        """Return what sampling needs besides weights and filter statistics: counters, random
+        streams, reward sums and the noise of the exploration."""
         scaler = self.reward_scaler
         return {
             "timestep": self.timestep,
@@ -441,7 +448,8 @@ class Policy(ActsOnObservations):
             self.reward_scaler.discounted_sums = state["reward_sums"]
 
     def load_learned_state(self, state: dict[str, Any]) -> None:
-        """Load another process's `get_state`, but keep this process's random stream for acting."""
+        """Load another process's `get_state`, but keep what belongs to the sampling of this
+        process: the random stream of actions, reward sums and the noise of the exploration."""
         acting = self.acting_state_dict()
         self.set_state(state)
         learned = {key: state[key] for key in ("version", "timestep", "shuffle_rng")}

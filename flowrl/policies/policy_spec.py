@@ -112,10 +112,10 @@ class PolicyMapping:
         positional = [
             p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         ]
-        # match parameters by name, else by position: (agent_id, episode, worker)
-        for position, parameter in enumerate(positional[1:3]):
-            by_name = parameter.name in self._BY_NAME
-            self._args.append(parameter.name if by_name else self._BY_NAME[position])
+        # parameters with other names get what is left, in the order (agent_id, episode, worker)
+        names = [parameter.name for parameter in positional[1:3]]
+        left = iter([name for name in self._BY_NAME if name not in names])
+        self._args = [name if name in self._BY_NAME else next(left) for name in names]
         takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters)
         keywords = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
         self._keywords = [

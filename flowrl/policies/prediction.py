@@ -84,7 +84,7 @@ def _predict(
     initial_state = policy.get_initial_state()
     names = [f"state_in_{i}" for i in range(len(initial_state))]
     windows = sorted(n for n in views if policy.view_requirements[n].is_window)
-    if views - {"obs", *names} or windows:
+    if views - {"obs", *names} or windows or policy.view_requirements["obs"].shift != 0:
         raise ConfigError(_needs_session(policy, "the current observation and state"))
     space = policy.observation_space
     if isinstance(space, spaces.Dict) and isinstance(obs, list) and obs:

@@ -36,6 +36,9 @@ def discounted_returns(
 
     Returns:
         G [T, N].
+
+    Raises:
+        ValueError: the arrays have different shapes.
     """
     rewards, dones = _as_floats(rewards=rewards, dones=dones)
     returns = np.empty_like(rewards)
@@ -69,6 +72,9 @@ def generalized_advantages(
 
     Returns:
         A [T, N].
+
+    Raises:
+        ValueError: the arrays have different shapes.
     """
     rewards, values, next_values, dones = _as_floats(
         rewards=rewards, values=values, next_values=next_values, dones=dones
@@ -97,6 +103,9 @@ def n_step_returns(
 
     Returns:
         R [T, N] and k [T, N], int64.
+
+    Raises:
+        ValueError: the arrays have different shapes, or n is less than 1.
     """
     if not isinstance(n, (int, np.integer)) or n < 1:
         raise ValueError(f"n_step_returns: n must be an int >= 1, got {n}")
@@ -131,7 +140,7 @@ def vtrace(
     """Return V-trace targets and advantages (Espeholt et al. 2018, equation 1, remark 1, section
     4.2).
 
-    v_t = V(s_t) + delta_t + gamma c_t (v_{t+1} - V(s_{t+1})), with
+    v_t = V(s_t) + delta_t + gamma c_t (1 - done_t) (v_{t+1} - V(s_{t+1})), with
     delta_t = rho_t (r_t + gamma V(s_{t+1}) - V(s_t)), rho_t = min(clip_rho, pi / mu),
     c_t = lambda min(clip_c, pi / mu). The advantage is
     min(clip_pg_rho, pi / mu) (r_t + gamma v_{t+1} - V(s_t)).
@@ -146,6 +155,9 @@ def vtrace(
 
     Returns:
         v [T, N] and the advantages [T, N].
+
+    Raises:
+        ValueError: the arrays have different shapes.
     """
     rewards, behaviour_logp, target_logp, values, next_values, dones = _as_floats(
         rewards=rewards,

@@ -249,7 +249,7 @@ class TorchPolicy(Policy):
     def compute_actions_from_input_dict(
         self, input_dict: dict[str, Any], explore: bool = True
     ) -> tuple[Any, list[np.ndarray], dict[str, np.ndarray]]:
-        if len(input_dict) == 1 and "obs" in input_dict:  # a subclass may override it
+        if len(input_dict) == 1 and "obs" in input_dict:  # a subclass may override compute_actions
             return self.compute_actions(input_dict["obs"], explore=explore)
         return self._act(input_dict, explore)
 

@@ -503,6 +503,32 @@ def test_state_without_filters_is_rejected_and_changes_nothing():
             np.testing.assert_array_equal(policy.get_weights()[name], weight)
 
 
+@pytest.mark.parametrize("policy_class", [Policy, ReinforcePolicy])
+def test_state_whose_filters_do_not_fit_changes_nothing(policy_class):
+    class Minimal(policy_class):
+        weights = {"w": np.zeros(1)}
+
+        def get_weights(self):
+            return self.weights if policy_class is Policy else super().get_weights()
+
+        def set_weights(self, weights):
+            if policy_class is Policy:
+                self.weights = weights
+            else:
+                super().set_weights(weights)
+
+    policy = Minimal(BOX, TWO, {"seed": 0, "normalize_observations": True})
+    before = policy.get_weights()
+    state = policy.get_state()
+    state["weights"] = {name: one + 1 for name, one in state["weights"].items()}
+    other = Minimal(spaces.Box(-1, 1, (4,)), TWO, {"seed": 0, "normalize_observations": True})
+    state["filters"] = other.get_state()["filters"]
+    with pytest.raises(ValueError, match="shape"):
+        policy.set_state(state)
+    for name, weight in before.items():
+        np.testing.assert_array_equal(policy.get_weights()[name], weight)
+
+
 def test_invalid_state_changes_nothing():
     policy, other = (ReinforcePolicy(BOX, TWO, {"seed": seed}) for seed in (0, 1))
     policy.learn_on_batch(rows())

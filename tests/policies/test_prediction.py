@@ -5,6 +5,7 @@ import pytest
 from gymnasium import spaces
 
 from flowrl.algorithms.a2c import A2C, A2CConfig, A2CTorchPolicy
+from flowrl.policies import ViewRequirement
 from flowrl.settings import ConfigError
 
 BOX = spaces.Box(-1, 1, (3,), np.float32)
@@ -166,6 +167,14 @@ def test_policy_with_other_views_is_rejected(model, what):
             act(np.zeros(3, np.float32))
         assert what in str(error.value)
         assert "use policy.session(), which remembers" in str(error.value)
+
+
+def test_policy_with_a_shifted_observation_is_rejected():
+    policy = make_policy()
+    policy.view_requirements["obs"] = ViewRequirement(shift=-1)
+    for act in (policy.predict, policy.compute_single_action):
+        with pytest.raises(ConfigError, match=r"use policy\.session\(\)"):
+            act(np.zeros(3, np.float32))
 
 
 def test_algorithm_predicts_with_its_policy():

@@ -227,6 +227,15 @@ def test_environments_are_created_by_name_class_or_function():
     batch = worker(creator="count-env", env_config={"length": 2}).sample()
     check_rows(batch, 2)
     check_rows(worker(creator=CountEnv, env_config={"length": 2}).sample(), 2)
+
+    class TwoArguments(CountEnv):
+        def __init__(self, length, unused):
+            super().__init__(length=length)
+
+    register_env("two-arguments", TwoArguments)
+    for creator in (TwoArguments, "two-arguments"):
+        config = {"length": 2, "unused": 1}
+        check_rows(worker(creator=creator, env_config=config).sample(), 2)
     with pytest.raises(ConfigError, match="Did you mean 'CartPole-v1'"):
         worker(creator="CartPol-v1")
     with pytest.raises(ConfigError, match="creator"):

@@ -1,5 +1,7 @@
 """Several agents: joining and leaving, turns, rewards, and policy mapping."""
 
+import inspect
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from flowrl.data import MultiAgentBatch
 from flowrl.data.checkpoint import CheckpointError
 from flowrl.envs import MultiAgentEnv, ParallelPettingZooEnv, PettingZooEnv
 from flowrl.policies import ConfigError, Policy, PolicySpec, ViewRequirement
+from flowrl.policies.policy_spec import PolicyMapping
 from flowrl.sampling import DefaultCallbacks, RolloutWorker, WorkerSet
 from tests.extras import require_extra
 
@@ -267,6 +270,28 @@ def test_policies_use_the_spaces_of_their_agents():
                           {"seed": 1, "policy_mapping_fn": lambda a: "x"}).policy_map]  # fmt: skip
     weights = [p.get_weights()["hidden.0.weight"] for p in same[0].values()]
     assert not np.array_equal(*weights)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda agent, worker, ep: (ep, worker), ("E", "W")),
+        (lambda agent, ep, worker: (ep, worker), ("E", "W")),
+        (lambda agent, a, b: (a, b), ("E", "W")),
+        (lambda agent, worker: (None, worker), (None, "W")),
+        (lambda agent, x, episode: (episode, x), ("E", "W")),
+    ],
+)
+def test_parameters_of_a_mapping_function_are_matched_by_name_then_by_order(function, expected):
+    seen = []
+
+    def mapping(*args, **kwargs):
+        seen.append(function(*args, **kwargs))
+        return "p"
+
+    mapping.__signature__ = inspect.signature(function)
+    assert PolicyMapping(mapping, ["p"], "W")("agent", "E") == "p"
+    assert seen == [expected]
 
 
 def test_all_agents_of_a_policy_share_one_call():

@@ -149,8 +149,8 @@ class LossGradient:
                 assert parameter.grad is not None
                 parameter_norm = torch.linalg.vector_norm(parameter.grad)
                 parameter.grad.mul_((limit / parameter_norm).clamp(max=1.0))
-        else:
-            self.clip(0.0)
+        elif limit is not None:
+            flat.gradient.clamp_(-limit, limit)
 
     def _compute_microbatch(self, batch: SampleBatch) -> Stats:
         policy = self._policy

@@ -226,7 +226,8 @@ class TorchLearner:
         """Clip the gradient, whose norm is `grad_norm`, and step the optimizers."""
         self.before_step()
         self.gradient.clip(grad_norm)
-        # an optimizer of the whole vector would move them by the moments of earlier gradients
+        # an optimizer of the whole vector would move frozen parameters by the moments of earlier
+        # gradients
         frozen = [(p, p.clone()) for p in self.policy.flat.parameters if not p.requires_grad]
         for optimizer in self.optimizers:
             optimizer.step()
@@ -246,7 +247,13 @@ class TorchLearner:
         self.policy.end_learning(None, {})
 
     def compute_gradients(self, batch: SampleBatch) -> tuple[np.ndarray, Stats]:
-        """Return the gradient [parameters] of the loss, and statistics; nothing changes."""
+        """Return the gradient [parameters] of the loss, and statistics; weights and buffers do not
+        change.
+
+        Raises:
+            FloatingPointError: the loss or the gradient is not finite, and `on_nonfinite_update` is
+                "raise"; with "skip", the gradient is NaN, which `apply_gradients` skips.
+        """
         flat = self.policy.flat
         buffers = [(buffer, buffer.clone()) for buffer in self._buffers]
         try:
