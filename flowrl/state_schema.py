@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, ValidationError, create_model
@@ -48,8 +48,13 @@ def check_own_state(component: Any, state: Any, name: str = "") -> None:
     check_state(state, _fields_of(cls), name or type(component).__name__)
 
 
-def check_finite(tree: Any, name: str) -> None:
+def check_finite(tree: Any, name: str, may_be_infinite: Collection[str] = ()) -> None:
     """Check that the arrays and floats in nested dicts and lists are finite.
+
+    Args:
+        tree: the dicts and lists.
+        name: start of the message.
+        may_be_infinite: keys whose values may be infinite, but not NaN.
 
     Raises:
         StateError: one of them is not.
@@ -58,10 +63,15 @@ def check_finite(tree: Any, name: str) -> None:
 
     if isinstance(tree, Mapping):
         for key, value in tree.items():
-            check_finite(value, f"{name}/{key}")
+            if key in may_be_infinite:
+                array = np.asarray(value)
+                if array.dtype.kind == "f" and np.isnan(array).any():
+                    raise StateError(f"{name}/{key}: must not be NaN")
+            else:
+                check_finite(value, f"{name}/{key}", may_be_infinite)
     elif isinstance(tree, (list, tuple)):
         for index, value in enumerate(tree):
-            check_finite(value, f"{name}/{index}")
+            check_finite(value, f"{name}/{index}", may_be_infinite)
     elif isinstance(tree, (float, np.floating, np.ndarray)):
         array = np.asarray(tree)
         if array.dtype.kind == "f" and not np.isfinite(array).all():

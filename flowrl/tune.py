@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 from flowrl.data.checkpoint import read_manifest
 from flowrl.errors import install_hint
@@ -64,21 +67,23 @@ class AlgorithmTrainable(tune.Trainable):
         Raises:
             ConfigError: a setting of resources is invalid, or `placement_strategy` is a strict one.
         """
-        config_class = cls.get_algorithm_class().config_class
+        fields = cls.get_algorithm_class().config_class.model_fields
         given = canonical_names(dict(config))
-        names = _RESOURCES & given.keys() & config_class.model_fields.keys()
-        settings = config_class.from_dict({name: given[name] for name in names})
+        values = {
+            name: _checked(name, fields[name], given.get(name, fields[name].default))
+            for name in _RESOURCES & fields.keys()
+        }
         worker = {
-            "CPU": settings.num_cpus_per_worker,
-            "GPU": settings.num_gpus_per_worker,
-            **settings.custom_resources_per_worker,
+            "CPU": values["num_cpus_per_worker"],
+            "GPU": values["num_gpus_per_worker"],
+            **values["custom_resources_per_worker"],
         }
         worker = {name: amount for name, amount in worker.items() if amount}
         bundles: list[dict[str, float]] = [{"CPU": 1.0}]
-        bundles += [{"GPU": 1.0}] * getattr(settings, "num_gpus", 0)
-        num_workers = settings.num_workers + settings.evaluation_num_workers
+        bundles += [{"GPU": 1.0}] * values.get("num_gpus", 0)
+        num_workers = values["num_workers"] + values["evaluation_num_workers"]
         bundles += [worker or {"CPU": MIN_BUNDLE_CPUS}] * num_workers
-        strategy = settings.placement_strategy or "PACK"
+        strategy = values["placement_strategy"] or "PACK"
         if strategy.startswith("STRICT"):
             raise ConfigError(
                 f"placement_strategy: {strategy} is not supported under Tune, where it would apply "
@@ -125,6 +130,20 @@ class AlgorithmTrainable(tune.Trainable):
     def cleanup(self) -> None:
         """Stop the algorithm."""
         self._algorithm.stop()
+
+
+def _checked(name: str, field: FieldInfo, value: Any) -> Any:
+    """Return the value of a setting, converted to its type.
+
+    Raises:
+        ConfigError: it is of another type.
+    """
+    try:
+        kind: Any = Annotated[field.annotation, None, *field.metadata]
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        message = error.errors()[0]["msg"]
+        raise ConfigError(f"{name}: {message[:1].lower()}{message[1:]}, got {value!r}") from None
 
 
 def _absolute_paths(config: dict[str, Any]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -79,13 +80,21 @@ class BenchmarkRow:
             )
         return shipped[self.name]
 
+    def has_settings(self, library: str) -> bool:
+        """Return whether a library is trained with the row's environment."""
+        try:
+            self.settings(library)
+        except ConfigError:
+            return False
+        return True
+
     def checksum(self, library: str = "flowrl") -> str:
         """Return a checksum of the length of the training, of the settings and of a plan file; a
         result has it, so that results of other settings are noticed."""
         trained_with = [self.env_steps, self.explore, self.settings(library)]
         text = json.dumps(trained_with, sort_keys=True, default=str).encode()
         if library == "flowrl" and self.plan.endswith(".py"):
-            text += Path(self.plan).read_bytes()
+            text += plan_path(self.plan).read_bytes()
         return hashlib.sha256(text).hexdigest()[:12]
 
     def has_settings_of(self, result: dict[str, Any], library: str = "flowrl") -> bool:
@@ -162,7 +171,8 @@ def _row_of(table: str, entry: Any, where: str) -> BenchmarkRow:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)
 
 
 # field of a row in a file -> whether a value is valid, and what is expected

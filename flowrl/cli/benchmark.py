@@ -49,8 +49,8 @@ def benchmark_command(arguments: list[str]) -> int:
         raise ConfigError(f"benchmark: cannot create {error.filename}: {error.strerror}") from error
     libraries = ["flowrl"]
     if options.against:
-        for row in rows:
-            row.settings(options.against)  # raises before anything is trained
+        if not any(row.has_settings(options.against) for row in rows):
+            rows[0].settings(options.against)  # raises an error
         sb3.install(options.runs / sb3.ENVIRONMENT)
         libraries.append(options.against)
     for row in benchmark_rows(tables):  # which the tables at the end contain
@@ -70,7 +70,7 @@ def benchmark_command(arguments: list[str]) -> int:
     write_tables(tables, results)
     print(f"results, tables and learning curves: {results}")
     for row in rows:
-        for library in libraries:
+        for library in filter(row.has_settings, libraries):
             texts = cells(row, read_results(row, results, library), library)
             named = zip(COLUMNS, texts, strict=True)
             print("  ".join(f"{column}: {text}" for column, text in named if text))
@@ -121,6 +121,7 @@ def _missing_runs(
     Raises:
         ConfigError: a result of any seed is of another length, or of other settings.
     """
+    libraries = [library for library in libraries if row.has_settings(library)]
     for library in libraries:
         for file in row.result_files(results, library):
             _check_result(row, file, library)

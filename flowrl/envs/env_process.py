@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from flowrl.errors import add_note
+
 CLOSE_S = 5.0  # seconds in which objects must close
 _NUMBER_BYTES = 8  # at the start of a message
 
@@ -269,9 +271,10 @@ def _reply(number: int, method: str, result: Any) -> bytes:
     try:
         return head + pickle.dumps((result, None), pickle.HIGHEST_PROTOCOL)
     except Exception as error:
-        error.add_note(
+        add_note(
+            error,
             f'raised while the result of {method}() was pickled: vectorization_mode="async" needs '
-            "spaces, observations and infos that can be pickled"
+            "spaces, observations and infos that can be pickled",
         )
         raise
 
@@ -300,7 +303,7 @@ def portable(error: Exception) -> Exception:
 def _plain_error(text: str, notes: Sequence[str]) -> Exception:
     error = RuntimeError(text)
     for note in notes:
-        error.add_note(note)
+        add_note(error, note)
     return error
 
 
@@ -311,5 +314,5 @@ def _error_of(failure: tuple[bytes, str, list[str], str], name: str) -> Exceptio
         error: Exception = pickle.loads(pickled)
     except Exception:
         error = _plain_error(text, notes)
-    error.add_note(f"traceback in the process of {name}:\n{lines}")
+    add_note(error, f"traceback in the process of {name}:\n{lines}")
     return error

@@ -86,17 +86,29 @@ def start_ray(address: str | None = None, num_cpus: int | None = None, **options
                 f"address (or RAY_ADDRESS): no Ray cluster at {cluster!r}: {error}"
             ) from error
         _num_users = 0
-    elif not _num_users:
-        if address not in (None, "auto", "local"):
-            log.warning(
-                "address=%r is not used: this process is connected to a Ray cluster already",
-                address,
-            )
-        watch_ray()
-        return False  # the user of flowrl started it
+    else:
+        _warn_of_other_address(address)
+        if not _num_users:
+            watch_ray()
+            return False  # the user of flowrl started it
     watch_ray()
     _num_users += 1
     return True
+
+
+def _warn_of_other_address(address: str | None) -> None:
+    """Warn if an address is that of another cluster than the one of this process."""
+    import ray
+
+    if address is None or "://" in address or ":" not in address:
+        return
+    connected = ray.get_runtime_context().gcs_address
+    # one host may have several names, so only the ports are compared
+    if address.rpartition(":")[2] != connected.rpartition(":")[2]:
+        log.warning(
+            "address=%r is not used: this process is connected to the Ray cluster at %s",
+            address, connected,
+        )  # fmt: skip
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -29,11 +29,13 @@ from flowrl.policies.policy import Policy
 from flowrl.policies.schedules import initial_value
 from flowrl.policies.torch_random import torch_seed
 from flowrl.policies.views import find_input_problem, find_mismatch
-from flowrl.seeding import random_stream
+from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.settings import ConfigError
 from flowrl.state_schema import check_finite, check_state
 
 T = TypeVar("T")
+# of a state: what sampling needs besides the fields of Policy
+_ACTING_FIELDS = {"exploration": dict[str, np.ndarray], "network_rng": dict[str, Any]}
 
 __all__ = ["TensorBatch", "TorchPolicy"]
 
@@ -76,6 +78,8 @@ class TorchPolicy(Policy):
         self.view_requirements |= {**states, **self.model.view_requirements}
         self.model.view_requirements = self.view_requirements
         self.exploration = self.make_exploration()
+        self._network_rng = random_stream(self.config.seed, "policy", "network")
+        self._draws_while_acting: bool | None = None  # known after the first pass
         self.flat = FlatParameters(self.model)
         self.model.bind_numpy_views()
         self._acting_model = make_acting_model(self)
@@ -92,7 +96,7 @@ class TorchPolicy(Policy):
             model = ModuleModel(
                 model, self.observation_space, self.action_space, num_outputs, self.config.model
             )
-        extra = [name for name in model.state_dict() if name.endswith("_extra_state")]
+        extra = [n for n in model.state_dict() if n.rpartition(".")[2] == "_extra_state"]
         if extra:
             raise ConfigError(
                 "model: checkpoints contain parameters and buffers, but not what get_extra_state() "
@@ -276,10 +280,23 @@ class TorchPolicy(Policy):
         return actions, [], {"action_logp": logp, "action_dist_inputs": outputs}
 
     def _seeded(self) -> contextlib.AbstractContextManager[None]:
-        """Seed torch's random numbers if the network may draw them while it acts."""
-        if not self.learner.draws_from_torch:
+        """Seed torch's random numbers for a forward pass that acts, if the network draws any."""
+        if self._draws_while_acting is False or not self.learner.draws_from_torch:
             return contextlib.nullcontext()
-        return torch_seed(int(self.rng.integers(2**63)))
+        return self._seeded_pass()
+
+    @contextlib.contextmanager
+    def _seeded_pass(self) -> Iterator[None]:
+        on_gpu = self.device.type == "cuda"
+        with torch_seed(int(self._network_rng.integers(2**63))):
+            before = torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpu else None
+            yield
+            if self._draws_while_acting is None:
+                after = torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpu else None
+                self._draws_while_acting = any(
+                    one is not None and other is not None and not torch.equal(one, other)
+                    for one, other in zip(before, after, strict=True)
+                )
 
     def _computed(self, compute: Callable[[Any], T], input_dict: dict[str, Any]) -> T:
         """Return compute(input_dict); check the inputs only if that fails."""
@@ -441,6 +458,11 @@ class TorchPolicy(Policy):
         own |= {name: b for name, b in self.model.named_buffers() if name in saved}
         return own
 
+    @property
+    def _buffer_names(self) -> set[str]:
+        """Names of the network's buffers, which may be infinite, such as masks of attention."""
+        return {name for name, _ in self.model.named_buffers()}
+
     def get_weights(self) -> dict[str, np.ndarray]:
         return {n: t.detach().cpu().numpy().copy() for n, t in self._tensors_by_name().items()}
 
@@ -454,8 +476,8 @@ class TorchPolicy(Policy):
         """Set the weights.
 
         Raises:
-            ValueError: names or shapes do not fit this network, or a parameter is not finite;
-                nothing changes.
+            ValueError: names or shapes do not fit this network, a parameter is not finite, or a
+                buffer is NaN; nothing changes.
         """
         if not isinstance(weights, dict):
             raise ValueError(f"weights must be a dict, as of get_weights(), got {type(weights)}")
@@ -471,10 +493,14 @@ class TorchPolicy(Policy):
                 + "; ".join(lines + [f"{name}: unknown" for name in extra])
             )
         arrays = {name: np.asarray(weights[name]) for name in own}
-        # buffers may be infinite, such as masks of attention
-        infinite = [n for n in self.flat.names if not np.isfinite(arrays[n]).all()]
-        if infinite:
-            raise ValueError(f"these weights have values that are not finite: {infinite}")
+        floats = {name: a for name, a in arrays.items() if a.dtype.kind == "f"}
+        buffers = self._buffer_names
+        wrong_values = [
+            name for name, a in floats.items()
+            if (np.isnan(a).any() if name in buffers else not np.isfinite(a).all())
+        ]  # fmt: skip
+        if wrong_values:
+            raise ValueError(f"these weights have values that are not finite: {wrong_values}")
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(torch.from_numpy(np.array(arrays[name])))
@@ -487,6 +513,7 @@ class TorchPolicy(Policy):
             **super().get_state(),
             "learner": self.learner.state_dict(),
             "exploration": self.exploration.state_dict(),
+            "network_rng": stream_state(self._network_rng),
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -498,20 +525,27 @@ class TorchPolicy(Policy):
             raise
 
     def _set_state(self, state: dict[str, Any]) -> None:
-        parts = {"learner": dict[str, Any], "exploration": dict[str, np.ndarray]}
-        check_state(state, parts, f"the state of a {type(self).__name__}")
-        check_finite({name: part for name, part in state.items() if name != "weights"}, "state")
+        fields = {"learner": dict[str, Any], **_ACTING_FIELDS}
+        check_state(state, fields, f"the state of a {type(self).__name__}")
+        check_finite(state, "state", self._buffer_names)
         super().set_state(state)
         self.learner.load_state_dict(state["learner"])
         self.learner.follow_schedules()
         self.exploration.load_state_dict(state["exploration"])
+        restore_stream(self._network_rng, state["network_rng"])
 
     def acting_state_dict(self) -> dict[str, Any]:
-        return {**super().acting_state_dict(), "exploration": self.exploration.state_dict()}
+        return {
+            **super().acting_state_dict(),
+            "exploration": self.exploration.state_dict(),
+            "network_rng": stream_state(self._network_rng),
+        }
 
     def load_acting_state_dict(self, state: dict[str, Any]) -> None:
+        check_state(state, _ACTING_FIELDS)
         super().load_acting_state_dict(state)
         self.exploration.load_state_dict(state["exploration"])
+        restore_stream(self._network_rng, state["network_rng"])
 
 
 def _unchanged(outputs: torch.Tensor) -> torch.Tensor:

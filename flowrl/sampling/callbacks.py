@@ -145,7 +145,6 @@ _NOT_CALLED: dict[str, Callable[[Any], bool]] = {
     "a generator function, whose body would not run": lambda method: (
         inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method)
     ),
-    "not a method": lambda method: not callable(method),
 }
 
 
@@ -198,6 +197,8 @@ def _check_signature(cls: type[DefaultCallbacks], event: str) -> None:
     takes_self = not isinstance(method, staticmethod)
     method = getattr(method, "__func__", method)  # of static and class methods
     kind = next((text for text, holds in _NOT_CALLED.items() if holds(method)), None)
+    if not callable(getattr(cls, event)):
+        kind = "not a method"
     if kind is not None:
         raise ConfigError(
             f"callbacks_class: {cls.__name__}.{event} is {kind}: write a plain method, "

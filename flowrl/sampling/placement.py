@@ -26,6 +26,17 @@ class _Reservation(NamedTuple):
     group: Any  # a placement group with one bundle per worker; None without a strategy
 
 
+def _is_in_placement_group() -> bool:
+    """Return whether workers take their resources from a placement group of this process, as in a
+    trial of Ray Tune, which has reserved them."""
+    from ray._private.worker import global_worker
+    from ray.util.placement_group import get_current_placement_group
+
+    # private: whether actors that this process starts belong to its group
+    captures = global_worker.should_capture_child_tasks_in_placement_group
+    return get_current_placement_group() is not None and bool(captures)
+
+
 def _needs(count: int, name: str, amount: float) -> str:
     """Return, such as `2 workers need 0.5 of 'GPU' each`."""
     if count == 1:
@@ -66,7 +77,6 @@ class Placement:
             ConfigError: the cluster does not have the resources.
         """
         import ray
-        from ray.util.placement_group import get_current_placement_group
 
         end = first + count
         # removed workers may have left bundles of a placement group behind
@@ -74,7 +84,7 @@ class Placement:
         count = end - first
         if count < 1:
             return
-        if get_current_placement_group() is None:  # a trial of Tune has reserved them
+        if not _is_in_placement_group():
             self._wait_for_resources(count)
         if first:  # workers that are added later share the remaining CPUs
             cpus = ray.available_resources().get("CPU", 0.0)
@@ -111,13 +121,9 @@ class Placement:
 
     def _create_group(self, count: int, cpus: float) -> Any:
         import ray
-        from ray.util.placement_group import (
-            get_current_placement_group,
-            placement_group,
-            remove_placement_group,
-        )
+        from ray.util.placement_group import placement_group, remove_placement_group
 
-        if get_current_placement_group() is not None:
+        if _is_in_placement_group():
             return None
         bundle = {"CPU": cpus, "GPU": self.num_gpus, **self.custom}
         bundle = {name: amount for name, amount in bundle.items() if amount}

@@ -224,6 +224,10 @@ class WorkerConfig(PolicyConfig):
         gpus = self.num_gpus_per_worker
         if gpus > 1 and gpus != int(gpus):
             raise ValueError(f"num_gpus_per_worker: above 1 only whole numbers, got {gpus:g}")
+        if 0 < gpus < MIN_AMOUNT:
+            raise ValueError(
+                f"num_gpus_per_worker: must be 0 or at least {MIN_AMOUNT}, got {gpus:g}"
+            )
         for name, amount in self.custom_resources_per_worker.items():
             if name in ("CPU", "GPU"):
                 raise ValueError(

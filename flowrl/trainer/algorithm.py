@@ -22,6 +22,7 @@ from flowrl.ops import (
     synchronous_parallel_sample,
     train_one_step,
 )
+from flowrl.policies.learning.epochs import checked_numbers
 from flowrl.policies.models.encoders import has_convolutions
 from flowrl.policies.policy import Policy
 from flowrl.sampling.callbacks import call
@@ -303,13 +304,10 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         callbacks = self.workers.local_worker().callbacks
         numbers = [name for name, value in result.items() if isinstance(value, Real)]
         call(callbacks, "on_train_result", algorithm=self, result=result)
-        for name in numbers:
-            if not isinstance(result.get(name), Real):
-                change = f"replaced by {result[name]!r}" if name in result else "removed"
-                raise TypeError(
-                    f"{type(callbacks).__name__}.on_train_result(): the number result[{name!r}] "
-                    f"was {change}: add entries with other names instead"
-                )
+        replaced = {name: result[name] for name in numbers if name in result}
+        checked_numbers(
+            replaced, f"{type(callbacks).__name__}.on_train_result() replaced in result"
+        )
         if self.config.log_to:
             self._loggers.write(result)
         return result

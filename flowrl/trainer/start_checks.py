@@ -68,7 +68,12 @@ def check_start(config: Any, workers: WorkerSet, stage: Stage) -> None:
             raise ConfigError(f"plan: {problem}")
         log.warning("%s", problem)
     for policy_id, policy in policies.items():
-        policy.get_state()  # raises an error if it could not be saved
+        weights: Any = policy.get_weights()
+        if not isinstance(weights, dict):
+            log.warning(
+                "policy %s: %s.get_weights() returns a %s: checkpoints need a dict of arrays",
+                policy_id, type(policy).__name__, type(weights).__name__,
+            )  # fmt: skip
         if isinstance(policy.config, PolicyConfig):
             _warn_about_unused_settings(config, policy_id, policy)
             _warn_about_stacked_images(policy_id, policy)

@@ -161,6 +161,8 @@ def test_row_that_is_in_two_tables_is_rejected(tmp_path):
         ("a: [{plan: ppo, treshold: 5}]", "unknown field 'treshold'. Did you mean 'threshold'"),
         ("a: [{plan: ppo, env_steps: 5}]", "row 1 of 'a' lacks env, anchors"),
         ("a: [{ROW, env_steps: 0}]", "env_steps must be an int of at least 1, got 0"),
+        ("a: [{ROW, env_steps: .inf}]", "env_steps must be an int of at least 1, got inf"),
+        ("a: [{ROW, env_steps: 5, threshold: .nan}]", "threshold must be a number, got nan"),
         ("a: [{ROW, env_steps: 5, threshold: high}]", "threshold must be a number, got 'high'"),
         ("a: [{ROW, env_steps: 5, explore: 'no'}]", "explore must be true or false, got 'no'"),
         ("a: [{env: A, plan: ppo, env_steps: 5, anchors: null}]", "anchors must be a mapping"),

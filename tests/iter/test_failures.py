@@ -431,9 +431,12 @@ def test_options_of_start_ray_override_its_defaults(monkeypatch):
 
 def test_address_that_a_connected_process_does_not_use_is_reported(ray_session, caplog):
     assert not ray_runtime.start_ray("10.255.255.1:6379")
-    assert "address='10.255.255.1:6379' is not used: this process is conn" in caplog.text
+    assert (
+        "address='10.255.255.1:6379' is not used: this process is connected to the" in caplog.text
+    )
     caplog.clear()
-    assert not ray_runtime.start_ray("auto")
+    for address in ("auto", None, ray_session.get_runtime_context().gcs_address):
+        assert not ray_runtime.start_ray(address)
     assert not caplog.text
 
 

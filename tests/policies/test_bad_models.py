@@ -440,6 +440,19 @@ def test_noise_of_a_network_that_acts_follows_the_seed():
     assert not np.array_equal(first["vf_preds"], other["vf_preds"])
 
 
+def test_greedy_actions_of_a_custom_network_do_not_change_later_samples():
+    config = {"model": {"custom_model": PlainModule}, "seed": 1, "rollout_fragment_length": 20}
+    with torch.random.fork_rng():
+        workers = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            workers.append(RolloutWorker(lambda context: RandomEnv(), PPOTorchPolicy, config))
+        workers[0].policy.compute_actions(rows()["obs"], explore=False)
+        workers[0].policy.compute_values(rows()["obs"])
+        first, second = (worker.sample() for worker in workers)
+    np.testing.assert_array_equal(first["actions"], second["actions"])
+
+
 @pytest.mark.parametrize("module", [DropoutModule, FunctionalNoise, StackedCells])
 def test_dropout_follows_the_seed_and_is_off_in_describe(module):
     config = {"model": {"custom_model": module}, "seed": 0}

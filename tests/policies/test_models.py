@@ -8,6 +8,7 @@ from gymnasium import spaces
 from torch import nn
 
 from flowrl.algorithms.a2c import A2C, A2CTorchPolicy
+from flowrl.algorithms.dqn import DQN
 from flowrl.algorithms.ppo import PPOTorchPolicy
 from flowrl.data import SampleBatch
 from flowrl.policies import ConfigError, ModelConfig, ModelV2, ViewRequirement, register_model
@@ -397,9 +398,12 @@ def test_buffers_may_be_infinite(tmp_path):
         np.testing.assert_array_equal(
             restored.get_policy().get_weights()["module.mask"], weights["module.mask"]
         )
-        weights["module.out.bias"][0] = np.inf
-        with pytest.raises(ValueError, match=r"not finite: \['module\.out\.bias'\]"):
-            restored.get_policy().set_weights(weights)
+        for name, value in (("module.out.bias", np.inf), ("module.mask", np.nan)):
+            wrong = {**weights, name: np.full_like(weights[name], value)}
+            with pytest.raises(ValueError, match=rf"not finite: \['{name}'\]"):
+                restored.get_policy().set_weights(wrong)
+    with DQN(env, model=model, learning_starts=10, train_batch_size=8) as algorithm:
+        algorithm.train()  # with a target network
 
 
 class OwnNetwork(FullyConnectedNetwork):

@@ -1,7 +1,7 @@
 """Callbacks: order of calls, arguments, and effects on batches and results."""
 
 import re
-from functools import partial
+from functools import partial, partialmethod
 
 import gymnasium as gym
 import numpy as np
@@ -307,6 +307,18 @@ def test_signature_may_name_all_arguments_of_its_event():
     assert A2CConfig(callbacks_class=C).callbacks_class is C
 
 
+def test_partial_methods_are_called(capsys):
+    class Partial(DefaultCallbacks):
+        def log(self, text, **kwargs):
+            print(text)
+
+        on_episode_end = partialmethod(log, "ended")
+
+    config = {"callbacks_class": Partial, "rollout_fragment_length": 9}
+    RolloutWorker(lambda context: CountEnv(), Idle, config).sample()
+    assert capsys.readouterr().out == "ended\n" * 3
+
+
 async def wait(self, **kwargs):
     pass
 
@@ -318,16 +330,19 @@ def generate(self, **kwargs):
 @pytest.mark.parametrize(
     ("attribute", "match"),
     [
-        (wait, "a coroutine function, which nothing would await: write a plain method"),
-        (generate, "a generator function, whose body would not run"),
-        (5, "not a method"),
+        (
+            wait,
+            "on_episode_end is a coroutine function, which nothing would await: write a",
+        ),
+        (generate, "on_episode_end is a generator function, whose body would not run"),
+        (5, "on_episode_end is not a method"),
         (staticmethod(lambda: None), r"on_episode_end\(\) got an unexpected keyword argument"),
         (classmethod(lambda cls: None), r"on_episode_end\(\) got an unexpected keyword argument"),
     ],
 )
 def test_attributes_that_cannot_be_called_are_rejected(attribute, match):
     callbacks = type("Bad", (DefaultCallbacks,), {"on_episode_end": attribute})
-    with pytest.raises(ConfigError, match=rf"callbacks_class: Bad\.{match}|{match}"):
+    with pytest.raises(ConfigError, match=rf"callbacks_class: Bad\.{match}"):
         A2CConfig(callbacks_class=callbacks)
 
 
@@ -342,7 +357,7 @@ def test_results_of_callbacks_must_be_numbers(value):
             result["episode_reward_mean"] = value
 
     added = r"Adds\.on_learn_on_batch\(\) added to result the statistic 'mine' of type"
-    replaced = r"Replaces\.on_train_result\(\): the number result\['episode_reward_mean'\] was repl"
+    replaced = r"Replaces\.on_train_result\(\) replaced in result the statistic 'episode_reward_me"
     for callbacks, match in ((Adds, added), (Replaces, replaced)):
         settings = {"train_batch_size": 200, "rollout_fragment_length": 200}
         config = A2CConfig(env="CartPole-v1", callbacks_class=callbacks, **settings)

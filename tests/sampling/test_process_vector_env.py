@@ -384,7 +384,7 @@ def test_processes_end_with_the_calling_process():
     script = f"{HANGING_CALL}\nprocess.receive()"
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     pids = [process.stdout.readline().strip() for _ in range(2)]
-    assert all(os.path.exists(f"/proc/{pid}") for pid in pids)
+    assert all(os.path.exists(f"/proc/{pid}") for pid in pids), pids
     process.kill()
     process.wait()
     wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))

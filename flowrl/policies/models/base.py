@@ -248,9 +248,6 @@ class ModelV2(nn.Module):
             distribution inputs [B, num_outputs], values [B] (None without a value function) and
             the states after the step [B, …].
         """
-        if not self.allows_inference_mode:  # a user's network may change its inputs
-            copied: Any = optree.tree_map(np.copy, dict(inputs))  # type: ignore[arg-type]
-            inputs = copied
         tensors, state = self.as_tensors(inputs)
         with torch.inference_mode(self.allows_inference_mode), torch.no_grad():
             if self.training:
@@ -296,11 +293,15 @@ class ModelV2(nn.Module):
         return self.compute_outputs(inputs)[1] if self.has_value_function else None
 
     def as_tensors(self, inputs: Mapping[str, Any]) -> tuple[InputDict, State]:
-        """Convert views [B, …] to the input dict and states that `forward` takes for one step."""
+        """Convert views [B, …] to the input dict and states that `forward` takes for one step; to
+        copies for a user's network, which may change them."""
         device = device_of(self)
+        copies = not self.allows_inference_mode
         tensors = InputDict()
         for name, column in inputs.items():
-            tensors[name] = optree.tree_map(lambda leaf: as_tensor(leaf).to(device), column)
+            tensors[name] = optree.tree_map(
+                lambda leaf: as_tensor(np.array(leaf) if copies else leaf).to(device), column
+            )
         return tensors, [tensors[name] for name in self._state_columns(inputs)]
 
     def _state_columns(self, inputs: Mapping[str, Any]) -> list[str]:

@@ -170,7 +170,7 @@ def _make_custom(config: ModelConfig, *args: Any) -> ModelV2:
     name = type(model).__name__
     check_views(model.view_requirements, name)
     states: Any = model.get_initial_state()
-    if not isinstance(states, (list, tuple)):
+    if not isinstance(states, (list, tuple, np.ndarray)):
         raise ConfigError(
             f"{name}.get_initial_state() must return a list of arrays, got {states!r}; [] for a "
             "network without recurrent states"
