@@ -370,7 +370,7 @@ from flowrl.envs.env_process import EnvProcess
 
 class Hangs:
     def hang(self):
-        print(os.getpid(), flush=True)
+        os.write(1, f"{os.getpid()}\\n".encode())  # one call: prints of two processes could mix
         time.sleep(600)
 
 processes = [EnvProcess("an object", Hangs, None) for _ in range(2)]
