@@ -139,6 +139,7 @@ def _checked(name: str, field: FieldInfo, value: Any) -> Any:
         ConfigError: it is of another type.
     """
     try:
+        # None, because Annotated needs an annotation, and some fields have no metadata
         kind: Any = Annotated[field.annotation, None, *field.metadata]
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:

@@ -280,23 +280,28 @@ class TorchPolicy(Policy):
         return actions, [], {"action_logp": logp, "action_dist_inputs": outputs}
 
     def _seeded(self) -> contextlib.AbstractContextManager[None]:
-        """Seed torch's random numbers for a forward pass that acts, if the network draws any."""
+        """Seed torch's random numbers for a forward pass that acts, unless the first such pass has
+        drawn none."""
         if self._draws_while_acting is False or not self.learner.draws_from_torch:
             return contextlib.nullcontext()
         return self._seeded_pass()
 
     @contextlib.contextmanager
     def _seeded_pass(self) -> Iterator[None]:
-        on_gpu = self.device.type == "cuda"
+        is_first = self._draws_while_acting is None
         with torch_seed(int(self._network_rng.integers(2**63))):
-            before = torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpu else None
+            before = self._generator_states() if is_first else []
             yield
-            if self._draws_while_acting is None:
-                after = torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpu else None
-                self._draws_while_acting = any(
-                    one is not None and other is not None and not torch.equal(one, other)
-                    for one, other in zip(before, after, strict=True)
-                )
+            if is_first:
+                unchanged = map(torch.equal, before, self._generator_states())
+                self._draws_while_acting = not all(unchanged)
+
+    def _generator_states(self) -> list[torch.Tensor]:
+        """Return the states of torch's generators that the network may draw from."""
+        states = [torch.get_rng_state()]
+        if self.device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self.device))
+        return states
 
     def _computed(self, compute: Callable[[Any], T], input_dict: dict[str, Any]) -> T:
         """Return compute(input_dict); check the inputs only if that fails."""
