@@ -63,19 +63,25 @@ def check_finite(tree: Any, name: str, may_be_infinite: Collection[str] = ()) ->
 
     if isinstance(tree, Mapping):
         for key, value in tree.items():
-            if key in may_be_infinite:
-                array = np.asarray(value)
-                if array.dtype.kind == "f" and np.isnan(array).any():
-                    raise StateError(f"{name}/{key}: must not be NaN")
-            else:
+            if key not in may_be_infinite:
                 check_finite(value, f"{name}/{key}", may_be_infinite)
+            elif not has_valid_numbers(value, may_be_infinite=True):
+                raise StateError(f"{name}/{key}: must not be NaN")
     elif isinstance(tree, (list, tuple)):
         for index, value in enumerate(tree):
             check_finite(value, f"{name}/{index}", may_be_infinite)
-    elif isinstance(tree, (float, np.floating, np.ndarray)):
-        array = np.asarray(tree)
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise StateError(f"{name}: must be finite")
+    elif isinstance(tree, (float, np.floating, np.ndarray)) and not has_valid_numbers(tree):
+        raise StateError(f"{name}: must be finite")
+
+
+def has_valid_numbers(value: Any, may_be_infinite: bool = False) -> bool:
+    """Return whether an array or a number is finite, or at least not NaN if it may be infinite."""
+    import numpy as np
+
+    array = np.asarray(value)
+    if array.dtype.kind != "f":
+        return True
+    return not np.isnan(array).any() if may_be_infinite else bool(np.isfinite(array).all())
 
 
 @functools.cache

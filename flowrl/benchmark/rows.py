@@ -175,7 +175,7 @@ def _is_number(value: Any) -> bool:
     return is_number and math.isfinite(value)
 
 
-# field of a row in a file -> whether a value is valid, and what is expected
+# fields of a row in a file: name -> (check of its value, description of valid values)
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "plan": (lambda value: isinstance(value, str), "a string"),
     "env": (lambda value: isinstance(value, str), "a string"),

@@ -91,8 +91,8 @@ class Gather(Stage):
         self.title = f"{self.name} {shards.name}"
         self.shards = shards
         self.resumable = shards.replayable
-        # a saved queue is restored only if the shards continue after it: shards that begin anew
-        # send its items again
+        # A saved queue is restored only if the shards continue after its items. Shards that start
+        # again send these items again.
         self._restores_items = shards.replayable or shards.keeps_state
         self.on_error = check_on_error(on_error)
         self.skipped = 0

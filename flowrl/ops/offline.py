@@ -204,7 +204,7 @@ class ReadStage(Stage):
         self.columns, self._prepare = columns, prepare
         self.rng = random_stream(seed, "offline")
         self._pass_rng_state: dict[str, Any] = stream_state(self.rng)  # at the start of the pass
-        # a part is what is read at once: a file, or some episodes of a Minari dataset
+        # a part is read at once: a file, or a group of episodes of a Minari dataset
         self._parts: list[Any] = []  # still to read in this pass
         self._parts_read = 0  # in this pass
         self._rows = SampleBatch()  # of the current part, shuffled

@@ -290,7 +290,7 @@ class BuiltTorchPolicy(TorchPolicy):
     def _call_distribution_fn(
         self, input_dict: dict[str, Any], explore: bool
     ) -> tuple[Any, Any, Any]:
-        tensors, state = self.model.as_tensors(_copied(input_dict))
+        tensors, state = self.model.as_tensors(input_dict, copy=True)
         self.model.eval()
         with torch.inference_mode(), self._seeded():
             result = self.hooks["action_distribution_fn"](
@@ -312,7 +312,7 @@ class BuiltTorchPolicy(TorchPolicy):
             return super()._act(input_dict, explore)
         extra: dict[str, np.ndarray] = {}
         if sampler_fn is not None:
-            tensors, state = self.model.as_tensors(_copied(input_dict))
+            tensors, state = self.model.as_tensors(input_dict, copy=True)
             self.model.eval()
             with torch.inference_mode(), torch_seed(int(self.rng.integers(2**63))):
                 result = sampler_fn(
@@ -405,11 +405,6 @@ class BuiltTorchPolicy(TorchPolicy):
             raise FloatingPointError(NONFINITE_GRADIENT)
         self.apply_gradients(gradients)
         return stats
-
-
-def _copied(input_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of views, for functions that may change them."""
-    return {n: optree.tree_map(lambda leaf: np.array(leaf), v) for n, v in input_dict.items()}
 
 
 def _unpack(hook: str, result: Any, names: str) -> Any:

@@ -112,10 +112,11 @@ class PolicyMapping:
         positional = [
             p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         ]
-        # parameters with other names get what is left, in the order (agent_id, episode, worker)
+        # parameters with other names receive the remaining values: first the episode, then the
+        # worker
         names = [parameter.name for parameter in positional[1:3]]
-        left = iter([name for name in self._BY_NAME if name not in names])
-        self._args = [name if name in self._BY_NAME else next(left) for name in names]
+        remaining = iter([name for name in self._BY_NAME if name not in names])
+        self._args = [name if name in self._BY_NAME else next(remaining) for name in names]
         takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters)
         keywords = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
         self._keywords = [

@@ -31,7 +31,7 @@ from flowrl.policies.torch_random import torch_seed
 from flowrl.policies.views import find_input_problem, find_mismatch
 from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.settings import ConfigError
-from flowrl.state_schema import check_finite, check_state
+from flowrl.state_schema import check_finite, check_state, has_valid_numbers
 
 T = TypeVar("T")
 # of a state: what sampling needs besides the fields of Policy
@@ -498,14 +498,10 @@ class TorchPolicy(Policy):
                 + "; ".join(lines + [f"{name}: unknown" for name in extra])
             )
         arrays = {name: np.asarray(weights[name]) for name in own}
-        floats = {name: a for name, a in arrays.items() if a.dtype.kind == "f"}
         buffers = self._buffer_names
-        wrong_values = [
-            name for name, a in floats.items()
-            if (np.isnan(a).any() if name in buffers else not np.isfinite(a).all())
-        ]  # fmt: skip
-        if wrong_values:
-            raise ValueError(f"these weights have values that are not finite: {wrong_values}")
+        invalid = [n for n, array in arrays.items() if not has_valid_numbers(array, n in buffers)]
+        if invalid:
+            raise ValueError(f"these weights have values that are not finite: {invalid}")
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(torch.from_numpy(np.array(arrays[name])))

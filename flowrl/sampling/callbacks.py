@@ -139,15 +139,6 @@ _SB3_EVENTS = (
 )  # fmt: skip
 
 
-# what an event cannot be: its description -> whether an attribute is one
-_NOT_CALLED: dict[str, Callable[[Any], bool]] = {
-    "a coroutine function, which nothing would await": inspect.iscoroutinefunction,
-    "a generator function, whose body would not run": lambda method: (
-        inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method)
-    ),
-}
-
-
 def check_callbacks_class(value: Any) -> None:
     """Check that workers can create an object of a callbacks class and call its methods.
 
@@ -196,9 +187,13 @@ def _check_signature(cls: type[DefaultCallbacks], event: str) -> None:
         return
     takes_self = not isinstance(method, staticmethod)
     method = getattr(method, "__func__", method)  # of static and class methods
-    kind = next((text for text, holds in _NOT_CALLED.items() if holds(method)), None)
+    kind = None
     if not callable(getattr(cls, event)):
         kind = "not a method"
+    elif inspect.iscoroutinefunction(method):
+        kind = "a coroutine function, which nothing would await"
+    elif inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
+        kind = "a generator function, whose body would not run"
     if kind is not None:
         raise ConfigError(
             f"callbacks_class: {cls.__name__}.{event} is {kind}: write a plain method, "

@@ -248,7 +248,8 @@ class ModelV2(nn.Module):
             distribution inputs [B, num_outputs], values [B] (None without a value function) and
             the states after the step [B, …].
         """
-        tensors, state = self.as_tensors(inputs)
+        # a user's network may change its inputs
+        tensors, state = self.as_tensors(inputs, copy=not self.allows_inference_mode)
         with torch.inference_mode(self.allows_inference_mode), torch.no_grad():
             if self.training:
                 self.eval()
@@ -292,15 +293,18 @@ class ModelV2(nn.Module):
         """Return values [B] only; None without a value function."""
         return self.compute_outputs(inputs)[1] if self.has_value_function else None
 
-    def as_tensors(self, inputs: Mapping[str, Any]) -> tuple[InputDict, State]:
-        """Convert views [B, …] to the input dict and states that `forward` takes for one step; to
-        copies for a user's network, which may change them."""
+    def as_tensors(self, inputs: Mapping[str, Any], copy: bool = False) -> tuple[InputDict, State]:
+        """Convert views [B, …] to the input dict and states that `forward` takes for one step.
+
+        Args:
+            inputs: the views.
+            copy: whether the tensors never share the arrays' memory.
+        """
         device = device_of(self)
-        copies = not self.allows_inference_mode
         tensors = InputDict()
         for name, column in inputs.items():
             tensors[name] = optree.tree_map(
-                lambda leaf: as_tensor(np.array(leaf) if copies else leaf).to(device), column
+                lambda leaf: as_tensor(np.array(leaf) if copy else leaf).to(device), column
             )
         return tensors, [tensors[name] for name in self._state_columns(inputs)]
 
