@@ -97,7 +97,8 @@ def _parse_run(
 
     Args:
         entry: the entry.
-        stop_options: rules of the command line, which replace those of the entry.
+        stop_options: rules of the command line, which replace those of the entry. If they do not
+            limit the env steps, schedules in percent still end at the entry's limit.
         trust: import and execute the code that the entry names.
     """
     unknown = sorted(str(key) for key in entry if key not in RUN_KEYS)
@@ -115,9 +116,10 @@ def _parse_run(
         if key in entry:
             settings[key] = entry[key]
     stop = StopRules(metrics=metric_rules(entry.get("stop") or {}))
+    env_steps = stop.env_steps if stop_options.env_steps is None else stop_options.env_steps
+    if env_steps is not None:
+        settings.setdefault("total_timesteps", env_steps)
     stop = stop_options if stop_options.is_set() else stop
-    if stop.env_steps is not None:
-        settings.setdefault("total_timesteps", stop.env_steps)
     if "run" in entry:
         config = algorithm_config(entry["run"], settings)
         check_trusted(config, trust)

@@ -79,6 +79,20 @@ def test_resumed_run_has_the_algorithm_of_the_file(cli, tmp_path):
     assert read_manifest(newest)["algorithm"] == "flowrl.algorithms.td3:DDPG"
 
 
+@pytest.mark.parametrize(
+    ("option", "end"), [(["--stop-iters", "1"], 6400), (["--stop-timesteps", "3200"], 3200)]
+)
+def test_schedules_in_percent_end_at_the_limit_on_env_steps(cli, tmp_path, option, end):
+    (tmp_path / "x.yaml").write_text(
+        "run: A2C\nenv: CartPole-v1\nstop: {timesteps_total: 6400}\n"
+        'config: {train_batch_size: 32, lr: [["0%", 1.0e-3], ["100%", 0]]}\n'
+    )
+    code, out, err = cli("train", "x.yaml", *option, "--stop-time-s", "0.1", "--run-dir", "r")
+    assert (code, err) == (0, "")
+    assert f"until {end:,} env steps (where schedules in percent end)" in out
+    assert read_settings(tmp_path / "r")["total_timesteps"] == end
+
+
 def test_numbers_may_have_an_exponent_and_values_an_alias(cli, tmp_path):
     (tmp_path / "runs.yaml").write_text(
         "run: A2C\nenv: CartPole-v1\nstop: {timesteps_total: 6.4e1}\n"
