@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import time
 import zlib
 from collections.abc import Collection, Sequence
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import Source
 from flowrl.learners.actors import TIMEOUT_S, check_distributable
+from flowrl.learners.group_store import GroupStore
 from flowrl.learners.learner import (
     Batch,
     PolicyUpdate,
@@ -101,8 +101,8 @@ class LearnOnWorker:
         timeout_s: timeout of the group's collective operations.
 
     Attributes:
-        store_address: (host, port) of the store that names the current group; None if the worker
-            is in this process and learns alone.
+        store_address: address of the GroupStore; None if the worker is in this process and learns
+            alone.
     """
 
     def __init__(
@@ -119,8 +119,8 @@ class LearnOnWorker:
         self.num_sgd_iter, self.sgd_minibatch_size = num_sgd_iter, sgd_minibatch_size
         self._policies = policies
         self._worker: RolloutWorker | None = None  # see bound_to
-        self._store: Any = None
-        self._group_name = b""
+        self._store: GroupStore | None = None
+        self._group_name = ""
         self._group: ProcessGroup | None = None
         self._rank = 0  # in the group
 
@@ -152,7 +152,7 @@ class LearnOnWorker:
             fragment.env_steps(),
             fragment.steps_by_policy(),
             weights_checksum,
-            self._group_name.decode(),
+            self._group_name,
             state,
             learn_s=learn_s,
         )
@@ -190,12 +190,11 @@ class LearnOnWorker:
         """Return the `global_vars` of the WorkerSet, which are the same on all workers."""
         if self._store is None:
             return self._global_vars or {"timestep": 0}
-        global_vars: dict[str, Any] = json.loads(self._store.get("global_vars"))
-        return global_vars
+        return self._store.global_vars()
 
     def _leave_group(self, worker: RolloutWorker) -> str:
         """Leave the group, which the other members notice; return its name."""
-        group_name, self._group_name = self._group_name.decode(), b""
+        group_name, self._group_name = self._group_name, ""
         self._group = None
         for policy in worker.policy_map.values():
             learner = getattr(policy, "learner", None)
@@ -205,32 +204,30 @@ class LearnOnWorker:
         return group_name
 
     def _join_group(self, worker: RolloutWorker) -> None:
-        """Join the current group and load the state that it starts from."""
-        from torch.distributed import PrefixStore, TCPStore
-
+        """Join the newest group and load the state that it starts from."""
         from flowrl.learners.process_group import ProcessGroup, load_learning_state
 
         if self._store is None:
             assert self.store_address is not None
-            self._store = TCPStore(*self.store_address, is_master=False, wait_for_workers=False)
-        if self._store.get("group_name") == self._group_name:
+            self._store = GroupStore(self.store_address)
+        if self._store.newest_group() == self._group_name:
             return
         policies: dict[str, Any] = trainable_policies(worker, self._policies)
         for policy in policies.values():
             check_distributable(policy)
             policy.learner.process_group = None
-        group_name, members = self._wait_for_group()
-        name = group_name.decode()
-        load_learning_state(policies, self._store.get(f"state/{name}"))
+        group_name = self._wait_for_group(self._store)
+        load_learning_state(policies, self._store.state(group_name))
+        members = self._store.members(group_name)
         self._group_name, self._rank = group_name, members.index(worker.worker_index)
-        store = PrefixStore(name, self._store)
-        group = ProcessGroup(store, self._rank, len(members), timeout_s=self._timeout_s)
+        rendezvous = self._store.rendezvous(group_name)
+        group = ProcessGroup(rendezvous, self._rank, len(members), timeout_s=self._timeout_s)
         self._group = group
         for policy in policies.values():
             policy.learner.process_group = group
 
-    def _wait_for_group(self) -> tuple[bytes, list[int]]:
-        """Wait until all members of the newest group have arrived; return its name and members.
+    def _wait_for_group(self, store: GroupStore) -> str:
+        """Wait until all members of the newest group have arrived; return its name.
 
         If a member dies before it arrives, a group without it becomes the newest.
 
@@ -238,19 +235,16 @@ class LearnOnWorker:
             ProcessGroupError: a member has not arrived in time.
         """
         deadline = time.monotonic() + self._timeout_s
-        arrived_in = None
+        arrived_in = ""
         while time.monotonic() < deadline:
-            group_name = self._store.get("group_name")
-            name = group_name.decode()
-            if name != arrived_in:
-                arrived_in = name
-                members = json.loads(self._store.get(f"members/{name}"))
-                if self._store.add(f"arrived/{name}", 1) >= len(members):
-                    self._store.set(f"complete/{name}", "")
-            if self._store.check([f"complete/{name}"]):
-                return group_name, members
+            newest = store.newest_group()
+            if newest != arrived_in:
+                store.arrive(newest)
+                arrived_in = newest
+            if store.is_complete(newest):
+                return newest
             time.sleep(ARRIVAL_CHECK_S)  # the store's own wait prints a warning at each timeout
-        self._group_name = group_name
+        self._group_name = arrived_in
         raise ProcessGroupError(f"group {arrived_in}: a member did not arrive in time")
 
     def __repr__(self) -> str:

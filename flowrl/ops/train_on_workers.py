@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -11,6 +10,7 @@ from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_met
 from flowrl.iter.errors import ShardFailedError
 from flowrl.learners.actors import TIMEOUT_S
 from flowrl.learners.decentralized import LearnOnWorker, WorkerUpdate, merge_updates
+from flowrl.learners.group_store import GroupStore
 from flowrl.learners.learner import (
     ProcessGroupError,
     check_learning_arguments,
@@ -96,8 +96,8 @@ class TrainOnWorkersStage(Stage):
         self.workers = workers
         self.learn = learn
         self._count = CountRollouts(workers)
-        self._store: Any = None
-        self._group_number = 0
+        self._store: GroupStore | None = None
+        self._group_number = 0  # the name of the group
         self._members: list[tuple[int, int]] = []  # (worker, restart count) in the group
         self._is_new_group = False  # it has not completed a round
         self._group_failures = 0  # since the last round
@@ -107,33 +107,28 @@ class TrainOnWorkersStage(Stage):
         if not self.workers.num_workers:
             return
         import ray
-        from torch.distributed import TCPStore
 
         self.workers.remote_workers()  # starts Ray
-        host = ray.util.get_node_ip_address()
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        self.learn.store_address = host, self._store.port
-        # publish the group before the new worker reads it
+        self._store = GroupStore((ray.util.get_node_ip_address(), 0))
+        self.learn.store_address = self._store.address
+        # announce the group before the new worker reads it
         if self.workers.config.recovery.rounds_wait:
             self.workers.on_recreate.append(self._on_recreate)
-        self._form_group()
+        self._form_group(self._store)
 
-    def _form_group(self) -> None:
+    def _form_group(self, store: GroupStore) -> None:
         """Announce a new group to the workers; it starts from the local policies."""
         from flowrl.learners.process_group import learning_state
 
         if self._group_number > 1:  # a worker may still read the entries of the last group
-            for entry in ("state", "members", "arrived", "complete"):
-                self._store.delete_key(f"{entry}/{self._group_number - 1}")
+            store.forget(str(self._group_number - 1))
         self._group_number += 1
         self._members = self._current_members()
         self._is_new_group = True
-        self._store.set("global_vars", json.dumps(self.workers.global_vars))
-        name = str(self._group_number)
+        store.set_global_vars(self.workers.global_vars)
+        members = [worker + 1 for worker, _ in self._members]
         state = learning_state(trainable_policies(self.workers.local_worker(), self.policies))
-        self._store.set(f"state/{name}", state)
-        self._store.set(f"members/{name}", json.dumps([worker + 1 for worker, _ in self._members]))
-        self._store.set("group_name", name)
+        store.announce(str(self._group_number), members, state)
 
     def _current_members(self) -> list[tuple[int, int]]:
         rounds: Any = self.parents[0]
@@ -148,8 +143,9 @@ class TrainOnWorkersStage(Stage):
             self._restart_group()
 
     def _restart_group(self) -> None:
+        assert self._store is not None
         _get_shared_metrics().counters["num_group_restarts"] += 1
-        self._form_group()
+        self._form_group(self._store)
 
     def pull(self, block: bool) -> Any:
         while True:
@@ -239,7 +235,7 @@ class TrainOnWorkersStage(Stage):
         learn_s = max(update.learn_s for update in updates)  # the workers learn together
         info = record_updates(metrics, self, merged, steps, rows, learn_s)
         if self._store is not None:
-            self._store.set("global_vars", json.dumps(self.workers.global_vars))
+            self._store.set_global_vars(self.workers.global_vars)
         return updates[0], info
 
     def stop(self) -> None:
