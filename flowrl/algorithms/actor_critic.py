@@ -134,7 +134,7 @@ class ActorCriticPolicy(TargetNetworkPolicy):
                     f"to {action_space}: leave it at True"
                 )
         else:
-            self.check_discrete(action_space)
+            self.check_non_box_space(action_space)
         for setting, model in (("model", config.model), ("q_model", config.q_model)):
             if model is None:
                 continue
@@ -160,7 +160,7 @@ class ActorCriticPolicy(TargetNetworkPolicy):
         self.model.use_numpy &= config.precision == "float32" and config.numpy_gradients
         self.target_model.use_numpy = self.model.use_numpy
 
-    def check_discrete(self, action_space: Any) -> None:
+    def check_non_box_space(self, action_space: Any) -> None:
         """Raise ConfigError for a space that is not a Box, unless the algorithm supports it."""
         raise ConfigError(f"{self.algorithm_name} is for Box actions, not {action_space}")
 

@@ -94,9 +94,9 @@ class APPOTorchPolicy(KLPenalty, TargetNetworkPolicy, VTracePolicy):
         vf_loss = torch.nn.functional.mse_loss(values, value_targets)
         entropy, kl = dist.entropy().mean(), target.kl(dist).mean()
         self.stats |= {"policy_loss": policy_loss, "vf_loss": vf_loss, "entropy": entropy, "kl": kl}
-        weight = self.scheduled(config.vf_loss_coeff)
-        bonus = self.scheduled(config.entropy_coeff)
-        return policy_loss + weight * vf_loss - bonus * entropy + self.kl_coeff * kl
+        vf_loss_coeff = self.scheduled(config.vf_loss_coeff)
+        entropy_coeff = self.scheduled(config.entropy_coeff)
+        return policy_loss + vf_loss_coeff * vf_loss - entropy_coeff * entropy + self.kl_coeff * kl
 
     def end_learning(self, batch: Any, stats: dict[str, float]) -> dict[str, float]:
         """Adapt the KL coefficient."""

@@ -230,7 +230,7 @@ class DQNTorchPolicy(TargetNetworkPolicy):
         return self.q_function.greedy_scores(outputs), states
 
     @property
-    def dist_inputs(self) -> Callable[[torch.Tensor], torch.Tensor]:
+    def to_dist_inputs(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """See TorchPolicy."""
         return self.q_function.greedy_scores_of_tensors
 

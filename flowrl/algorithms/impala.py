@@ -44,9 +44,9 @@ class IMPALATorchPolicy(VTracePolicy):
         vf_loss = torch.nn.functional.mse_loss(values, value_targets)
         entropy = dist.entropy().mean()
         self.stats |= {"policy_loss": policy_loss, "vf_loss": vf_loss, "entropy": entropy}
-        weight = self.scheduled(self.config.vf_loss_coeff)
-        bonus = self.scheduled(self.config.entropy_coeff)
-        return policy_loss + weight * vf_loss - bonus * entropy
+        vf_loss_coeff = self.scheduled(self.config.vf_loss_coeff)
+        entropy_coeff = self.scheduled(self.config.entropy_coeff)
+        return policy_loss + vf_loss_coeff * vf_loss - entropy_coeff * entropy
 
 
 class IMPALA(Algorithm):

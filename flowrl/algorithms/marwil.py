@@ -172,7 +172,7 @@ class MARWILTorchPolicy(TorchPolicy):
         advantages = (batch["value_targets"] - values).detach()
         square = float(advantages.square().mean())
         self._squares.append((square, len(advantages)))
-        scaled = advantages / (self._moved_mean_square(square) ** 0.5 + 1e-8)
+        scaled = advantages / (self._next_mean_square(square) ** 0.5 + 1e-8)
         weights = torch.exp((self.config.beta * scaled).clamp(max=MAX_EXPONENT))
         policy_loss = -(weights * logp).mean()
         vf_loss = 0.5 * (values - batch["value_targets"]).square().mean()
@@ -180,7 +180,8 @@ class MARWILTorchPolicy(TorchPolicy):
         self.stats["mean_weight"] = weights.mean()
         return policy_loss + self.config.vf_coeff * vf_loss
 
-    def _moved_mean_square(self, square: float) -> float:
+    def _next_mean_square(self, square: float) -> float:
+        """Return `mean_square` after an update with this mean of A^2."""
         rate = self.config.moving_average_sqd_adv_norm_update_rate
         return self.mean_square + rate * (square - self.mean_square)
 
@@ -208,7 +209,7 @@ class MARWILTorchPolicy(TorchPolicy):
         square = sum(value * count for value, count in self._squares) / rows if rows else None
         square = self.learner.mean_over_group(square)
         if square is not None:
-            self.mean_square = self._moved_mean_square(square)
+            self.mean_square = self._next_mean_square(square)
         self._squares = []
 
     def get_state(self) -> dict[str, Any]:

@@ -66,10 +66,10 @@ class PPOTorchPolicy(KLPenalty, OnPolicyPolicy):
 
         vf_loss = self._value_loss(values, batch)
         loss = policy_loss + self.scheduled(config.vf_loss_coeff) * vf_loss
-        bonus = self.scheduled(config.entropy_coeff)
-        if bonus:
+        entropy_coeff = self.scheduled(config.entropy_coeff)
+        if entropy_coeff:
             entropy = dist.entropy().mean()
-            loss = loss - bonus * entropy
+            loss = loss - entropy_coeff * entropy
             self.stats["entropy"] = entropy
         if self.kl_coeff:
             kl = self.dist_class(batch["action_dist_inputs"]).kl(dist).mean()
@@ -96,26 +96,26 @@ class PPOTorchPolicy(KLPenalty, OnPolicyPolicy):
         policy exceeds `kl_stop`."""
         if self.config.kl_stop is None:
             return False
-        kl = self.learner.mean_over_group(None if batch is None else self.describe(batch)["kl"])
+        kl = self.learner.mean_over_group(None if batch is None else self.batch_stats(batch)["kl"])
         return kl is not None and kl > self.config.kl_stop
 
     def end_learning(self, batch: Any, stats: dict[str, float]) -> dict[str, float]:
         """Adapt the KL coefficient; return statistics of the whole batch."""
-        batch_stats = {} if batch is None else self.describe(batch)
+        batch_stats = {} if batch is None else self.batch_stats(batch)
         if self.kl_coeff:
             kl = self.learner.mean_over_group(batch_stats.get("kl"))
             self.adapt_kl_coeff(kl or 0.0)
         clip = self.scheduled(self.config.clip_param)
         return {**batch_stats, "cur_kl_coeff": self.kl_coeff, "cur_clip_param": clip}
 
-    def describe(self, batch: Any) -> dict[str, float]:
+    def batch_stats(self, batch: Any) -> dict[str, float]:
         """Return statistics over all rows of a batch: the mean KL divergence from the sampling
         policy [nats], the mean entropy [nats], and the explained variance of the values."""
         size = self.config.microbatch_size
         is_split = 0 < size < batch.count
         parts = self.learner.microbatches(batch, size) if is_split else [batch]
-        with torch.inference_mode(self.model.allows_inference_mode), torch.no_grad():
-            by_part = [self._describe_rows(self.tensors(part)) for part in parts]
+        with torch.inference_mode(self.model.has_only_known_modules), torch.no_grad():
+            by_part = [self._row_stats(self.tensors(part)) for part in parts]
             kl, entropy, targets, residuals = map(torch.cat, zip(*by_part, strict=True))
             variance = float(targets.var(correction=0))
             residual = float(residuals.var(correction=0))
@@ -125,7 +125,7 @@ class PPOTorchPolicy(KLPenalty, OnPolicyPolicy):
             "vf_explained_var": 1 - residual / variance if variance else float("nan"),
         }
 
-    def _describe_rows(self, rows: TensorBatch) -> tuple[torch.Tensor, ...]:
+    def _row_stats(self, rows: TensorBatch) -> tuple[torch.Tensor, ...]:
         """Return KL divergences, entropies, value targets and errors of the values, [B] each."""
         inputs, _ = self.model.from_batch(rows, is_training=False)
         values = self.model.value_function()

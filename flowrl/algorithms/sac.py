@@ -59,7 +59,7 @@ class SACTorchPolicy(ActorCriticPolicy):
     config_class: ClassVar[type[AlgorithmConfig]] = SACConfig
     config: Any
 
-    def check_discrete(self, action_space: Any) -> None:
+    def check_non_box_space(self, action_space: Any) -> None:
         if not isinstance(action_space, spaces.Discrete):
             raise ConfigError(
                 f"{self.algorithm_name} is for Box and Discrete actions, not {action_space}"

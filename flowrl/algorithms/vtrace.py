@@ -135,10 +135,13 @@ class VTraceLearner(TorchLearner):
         trajectories = Trajectories(batch)
         return trajectories.grouped(range(len(trajectories)), size)
 
-    def share_of(self, batch: SampleBatch, rank: int, size: int) -> SampleBatch | None:
-        """Return the whole trajectories of one of `size` processes; None if it gets none."""
+    def rows_of_process(
+        self, batch: SampleBatch, rank: int, num_processes: int
+    ) -> SampleBatch | None:
+        """Return the whole trajectories that one of several processes learns from; None if there
+        are none."""
         trajectories = Trajectories(batch)
-        begin, end = (len(trajectories) * index // size for index in (rank, rank + 1))
+        begin, end = (len(trajectories) * index // num_processes for index in (rank, rank + 1))
         return trajectories.take(range(begin, end)) if end > begin else None
 
 

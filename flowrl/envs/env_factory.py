@@ -135,7 +135,7 @@ class EnvFactory:
         """
         if self._mode == "async":
             vector_env = ProcessVectorEnv(
-                self._make_in_process, self._num_envs, self._max_restarts, self._drop_invalid,
+                self._make_for_process, self._num_envs, self._max_restarts, self._drop_invalid,
                 self._seed, self._worker_index,
             )  # fmt: skip
             return SingleAgentAdapter(vector_env)
@@ -186,7 +186,7 @@ class EnvFactory:
             creator_name(self._creator), self._worker_index, first_index, history,
         )  # fmt: skip
 
-    def _make_in_process(self, vector_index: int, history: History) -> RestartingEnvs:
+    def _make_for_process(self, vector_index: int, history: History) -> RestartingEnvs:
         """Create the environment of a process."""
         return self._restarting_envs(self._make_gymnasium_env, 1, vector_index, history)
 

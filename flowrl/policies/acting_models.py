@@ -12,7 +12,7 @@ import torch
 from flowrl.policies.cuda_graphs import (
     ColumnBuffer,
     CudaGraph,
-    is_fixed,
+    can_repeat_forward,
     make_stream,
     try_to_capture,
 )
@@ -140,5 +140,7 @@ def make_acting_model(policy: Any) -> CPUCopy | CapturedForward | None:
         on_cpu: Any = policy.make_model()
         copied = CPUCopy(on_cpu, policy.flat)
         return copied if on_cpu.acting_network.uses_numpy else None
-    is_captured = policy.config.cuda_graphs and type(model) is TorsoNetwork and is_fixed(model)
+    is_captured = (
+        policy.config.cuda_graphs and type(model) is TorsoNetwork and can_repeat_forward(model)
+    )
     return CapturedForward(model) if is_captured else None

@@ -95,14 +95,11 @@ def try_to_capture(name: str, capture: Callable[[], T]) -> T | None:
         return None
 
 
-def is_fixed(model: ModelV2) -> bool:
-    """Return whether a graph can repeat a network's forward pass.
-
-    All parts are of flowrl and torch, because others may read and change anything, and none has
-    noise or buffers that the CPU changes.
-    """
+def can_repeat_forward(model: ModelV2) -> bool:
+    """Return whether a graph can repeat a network's forward pass: all parts are of flowrl and torch
+    (others may read and change anything), and none has noise or buffers that the CPU changes."""
     is_noisy = any(isinstance(module, NoisyLinear) for module in model.modules())
-    return model.allows_inference_mode and not is_noisy and not list(model.buffers())
+    return model.has_only_known_modules and not is_noisy and not list(model.buffers())
 
 
 class ColumnBuffer:

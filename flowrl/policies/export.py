@@ -44,7 +44,7 @@ class ExportablePolicy(Protocol):
     def view_requirements(self) -> Mapping[str, ViewRequirement]: ...
 
     @property
-    def dist_inputs(self) -> Callable[[torch.Tensor], torch.Tensor]: ...
+    def to_dist_inputs(self) -> Callable[[torch.Tensor], torch.Tensor]: ...
 
     def get_initial_state(self) -> list[np.ndarray]: ...
 
@@ -60,7 +60,7 @@ class ActingModule(torch.nn.Module):
         super().__init__()
         self.model = policy.model
         self._dist_class: Any = policy.dist_class
-        self._dist_inputs = policy.dist_inputs
+        self._dist_inputs = policy.to_dist_inputs
         self._space = policy.action_space
         self._config = policy.config
         self._num_states = len(policy.get_initial_state())

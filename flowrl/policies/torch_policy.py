@@ -212,7 +212,7 @@ class TorchPolicy(Policy):
         )
 
     @property
-    def dist_inputs(self) -> Callable[[torch.Tensor], torch.Tensor]:
+    def to_dist_inputs(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """Function from model outputs [B, …] to distribution inputs of best actions, for export."""
         return _unchanged
 

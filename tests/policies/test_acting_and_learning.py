@@ -149,7 +149,9 @@ def test_padding_does_not_change_the_loss():
     gradient, stats = w.policy.compute_gradients(padded)
     assert expected_stats == pytest.approx(stats, rel=1e-5)
     np.testing.assert_allclose(expected, gradient, rtol=1e-5, atol=1e-6)
-    assert w.policy.describe(batch) == pytest.approx(w.policy.describe(padded), rel=1e-4, abs=1e-6)
+    assert w.policy.batch_stats(batch) == pytest.approx(
+        w.policy.batch_stats(padded), rel=1e-4, abs=1e-6
+    )
 
 
 def make_burn_in_worker(**config):

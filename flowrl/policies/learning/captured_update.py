@@ -19,7 +19,7 @@ from flowrl.data import SampleBatch
 from flowrl.policies.cuda_graphs import (
     ColumnBuffer,
     CudaGraph,
-    is_fixed,
+    can_repeat_forward,
     make_stream,
     running_on,
     try_to_capture,
@@ -380,7 +380,7 @@ def _is_supported(learner: Any) -> bool:
         and all(one.__module__.startswith("flowrl.") for one in classes)
         and len(learner.optimizers) == 1
         and type(optimizer) is FlatAdam
-        and is_fixed(policy.model)
+        and can_repeat_forward(policy.model)
         and not learner.draws_from_torch
         and not policy.is_recurrent
     )

@@ -80,15 +80,15 @@ class LossGradient:
         self,
         batch: SampleBatch | None,
         group: ProcessGroup,
-        share_of: Callable[[SampleBatch, int, int], SampleBatch | None],
+        rows_of_process: Callable[[SampleBatch, int, int], SampleBatch | None],
     ) -> Stats:
         """Write the gradient over the rows of all processes.
 
         Args:
             batch: None if this process has no rows.
             group: the processes.
-            share_of: (batch, rank, size) -> the rows of one process, used if all processes of the
-                group get the same batch.
+            rows_of_process: (batch, rank, num_processes) -> the rows of one process, used if all
+                processes of the group get the same batch.
 
         Returns:
             the statistics of this process; only `grad_norm` if it has no rows.
@@ -98,7 +98,7 @@ class LossGradient:
         """
         policy = self._policy
         if group.splits_rows and batch is not None:
-            batch = share_of(batch, group.rank, group.size)
+            batch = rows_of_process(batch, group.rank, group.size)
         stats: Stats = {}
         cause: FloatingPointError | None = None
         policy.flat.gradient.zero_()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -139,15 +138,16 @@ class TorchLearner:
             return sequence_minibatches(batch, size, shuffle=False)
         return batch.timeslices(size=size)
 
-    def share_of(self, batch: SampleBatch, rank: int, size: int) -> SampleBatch | None:
+    def rows_of_process(
+        self, batch: SampleBatch, rank: int, num_processes: int
+    ) -> SampleBatch | None:
         """Return the rows that one of several processes learns from, whole sequences if there are
         any; None if there are fewer rows than processes."""
         if "seq_lens" in batch:
             sequences = list(sequence_minibatches(batch, 1, shuffle=False))
-            cuts = [len(sequences) * number // size for number in range(size + 1)]
-            begin, end = list(itertools.pairwise(cuts))[rank]
+            begin, end = (len(sequences) * index // num_processes for index in (rank, rank + 1))
             return SampleBatch.concat_samples(sequences[begin:end]) if end > begin else None
-        begin, end = (batch.count * number // size for number in (rank, rank + 1))
+        begin, end = (batch.count * index // num_processes for index in (rank, rank + 1))
         return batch[begin:end] if end > begin else None
 
     # -- updates -------------------------------------------------------------------------------
@@ -195,7 +195,9 @@ class TorchLearner:
             assert batch is not None
             stats = self.gradient.compute(batch)
         else:
-            stats = self.gradient.compute_over_group(batch, self.process_group, self.share_of)
+            stats = self.gradient.compute_over_group(
+                batch, self.process_group, self.rows_of_process
+            )
         self.step(stats["grad_norm"])
         if len(stats) == 1:
             return {}  # this process had no rows

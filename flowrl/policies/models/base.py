@@ -249,8 +249,8 @@ class ModelV2(nn.Module):
             the states after the step [B, …].
         """
         # a user's network may change its inputs
-        tensors, state = self.as_tensors(inputs, copy=not self.allows_inference_mode)
-        with torch.inference_mode(self.allows_inference_mode), torch.no_grad():
+        tensors, state = self.as_tensors(inputs, copy=not self.has_only_known_modules)
+        with torch.inference_mode(self.has_only_known_modules), torch.no_grad():
             if self.training:
                 self.eval()
             rows = len(optree.tree_leaves(tensors["obs"])[0])
@@ -263,7 +263,7 @@ class ModelV2(nn.Module):
         return outputs.cpu().numpy(), values, [part.cpu().numpy() for part in state]
 
     @cached_property
-    def allows_inference_mode(self) -> bool:
+    def has_only_known_modules(self) -> bool:
         """Whether all parts are of flowrl and torch: a user's network may keep tensors of a forward
         pass for later ones with gradients, which inference mode forbids."""
         modules = (type(module).__module__ for module in self.modules())

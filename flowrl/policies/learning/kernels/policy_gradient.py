@@ -180,20 +180,20 @@ class PPOKernel(PolicyGradientKernel):
         d_outputs = dist.logp_gradient(np.where(surrogate <= clipped, surrogate, 0) / -count)
 
         vf_loss, d_values = self._value_loss(batch, values)
-        weight = policy.scheduled(policy.config.vf_loss_coeff)
-        loss = policy_loss + weight * vf_loss
-        bonus = policy.scheduled(policy.config.entropy_coeff)
-        if bonus:
+        vf_loss_coeff = policy.scheduled(policy.config.vf_loss_coeff)
+        loss = policy_loss + vf_loss_coeff * vf_loss
+        entropy_coeff = policy.scheduled(policy.config.entropy_coeff)
+        if entropy_coeff:
             policy.stats["entropy"] = entropy = mean(dist.entropy())
-            loss -= bonus * entropy
-            d_outputs -= np.float32(bonus / count) * dist.entropy_gradient()
+            loss -= entropy_coeff * entropy
+            d_outputs -= np.float32(entropy_coeff / count) * dist.entropy_gradient()
         if policy.kl_coeff:
             old = self._rows_class(float32(batch, "action_dist_inputs"))
             policy.stats["kl"] = kl = mean(dist.kl_from(old))
             loss += policy.kl_coeff * kl
             d_outputs += np.float32(policy.kl_coeff / count) * dist.kl_gradient(old)
         policy.stats |= {"policy_loss": policy_loss, "vf_loss": vf_loss}
-        return loss, d_outputs, d_values * np.float32(weight)
+        return loss, d_outputs, d_values * np.float32(vf_loss_coeff)
 
     def _value_loss(self, batch: TensorBatch, values: np.ndarray) -> tuple[float, np.ndarray]:
         """Return the loss, and its gradient [B]."""
@@ -221,13 +221,13 @@ class A2CKernel(PolicyGradientKernel):
         vf_loss, d_values = squared_errors(values, float32(batch, "value_targets"))
         entropy = mean(dist.entropy())
         policy.stats |= {"policy_loss": policy_loss, "vf_loss": vf_loss, "entropy": entropy}
-        weight = policy.scheduled(policy.config.vf_loss_coeff)
-        bonus = policy.scheduled(policy.config.entropy_coeff)
+        vf_loss_coeff = policy.scheduled(policy.config.vf_loss_coeff)
+        entropy_coeff = policy.scheduled(policy.config.entropy_coeff)
         d_outputs = dist.logp_gradient(advantages / -count)
-        if bonus:
-            d_outputs -= np.float32(bonus / count) * dist.entropy_gradient()
-        loss = policy_loss + weight * vf_loss - bonus * entropy
-        return loss, d_outputs, d_values * np.float32(weight)
+        if entropy_coeff:
+            d_outputs -= np.float32(entropy_coeff / count) * dist.entropy_gradient()
+        loss = policy_loss + vf_loss_coeff * vf_loss - entropy_coeff * entropy
+        return loss, d_outputs, d_values * np.float32(vf_loss_coeff)
 
 
 def mean(values: np.ndarray) -> float:
