@@ -15,15 +15,16 @@ class Processes:
     """Runs processes, and ends them on SIGTERM and SIGHUP. Ctrl-C reaches them without help.
 
     Attributes:
-        is_interrupted: whether no other process may start.
+        exit_code: 128 + number of the signal that ended the processes; 0 if there was none. After a
+            signal, no other process may start.
     """
 
     def __init__(self) -> None:
-        self.is_interrupted = False
+        self.exit_code = 0
         self._running: set[subprocess.Popen[bytes]] = set()
 
     def run(self, command: list[str], output: IO[Any] | None = None) -> int:
-        """Run a process until it ends; return its exit code, INTERRUPTED after Ctrl-C and SIGTERM.
+        """Run a process until it ends; return its exit code, or `exit_code` after a signal.
 
         Args:
             command: the program and its arguments.
@@ -32,15 +33,15 @@ class Processes:
         process = subprocess.Popen(command, stdout=output, stderr=output)
         self._running.add(process)
         try:
-            if self.is_interrupted:
+            if self.exit_code:
                 process.terminate()
             code = process.wait()
         except KeyboardInterrupt:
-            self.is_interrupted = True
+            self.exit_code = INTERRUPTED
             process.wait()
         finally:
             self._running.discard(process)
-        return INTERRUPTED if self.is_interrupted else code
+        return self.exit_code or code
 
     @contextmanager
     def ended_by_signals(self) -> Iterator[None]:
@@ -48,7 +49,7 @@ class Processes:
         start no other; for the main thread. A SIGHUP that is ignored (nohup) stays ignored."""
 
         def end(number: int, frame: Any) -> None:
-            self.is_interrupted = True
+            self.exit_code = 128 + number
             for process in tuple(self._running):
                 process.terminate()
 
@@ -69,12 +70,12 @@ def run_training(command: list[str]) -> None:
 
     Raises:
         subprocess.CalledProcessError: the training failed.
-        SystemExit: Ctrl-C or SIGTERM.
+        SystemExit: a signal ended it, or this process.
     """
     processes = Processes()
     with processes.ended_by_signals():
         code = processes.run(command)
-    if code == INTERRUPTED:
-        raise SystemExit(INTERRUPTED)
+    if processes.exit_code or code == INTERRUPTED:
+        raise SystemExit(code)
     if code:
         raise subprocess.CalledProcessError(code, command)

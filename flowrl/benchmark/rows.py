@@ -62,11 +62,11 @@ class BenchmarkRow:
         return f"{self.file_stem(library)}-seed{seed}.json"
 
     def settings(self, library: str = "flowrl") -> dict[str, Any]:
-        """Return the settings with which a library is trained: those of the tuned example, or those
-        of another library in `tuned_examples/<library>.yaml`.
+        """Return the settings with which a library is trained: those of the tuned example ({}
+        without one), or those of another library in `tuned_examples/<library>.yaml`.
 
         Raises:
-            ConfigError: the row has none.
+            ConfigError: another library has none for the row.
         """
         if library == "flowrl":
             example = tuned_example(self.plan, self.env)
@@ -80,8 +80,8 @@ class BenchmarkRow:
             )
         return shipped[self.name]
 
-    def has_settings(self, library: str) -> bool:
-        """Return whether a library is trained with the row's environment."""
+    def can_train_with(self, library: str) -> bool:
+        """Return whether a library has settings for the row."""
         try:
             self.settings(library)
         except ConfigError:
@@ -89,15 +89,15 @@ class BenchmarkRow:
         return True
 
     def checksum(self, library: str = "flowrl") -> str:
-        """Return a checksum of the length of the training, of the settings and of a plan file; a
-        result has it, so that results of other settings are noticed."""
+        """Return a checksum of the length of the training, the settings, `explore` and a plan file.
+        It is in a result, so that results of other settings are noticed."""
         trained_with = [self.env_steps, self.explore, self.settings(library)]
         text = json.dumps(trained_with, sort_keys=True, default=str).encode()
         if library == "flowrl" and self.plan.endswith(".py"):
             text += plan_path(self.plan).read_bytes()
         return hashlib.sha256(text).hexdigest()[:12]
 
-    def has_settings_of(self, result: dict[str, Any], library: str = "flowrl") -> bool:
+    def has_current_settings(self, result: dict[str, Any], library: str = "flowrl") -> bool:
         """Return whether a result is of the row's present settings; old ones have no checksum."""
         checksum = self.checksum(library)
         return bool(result.get("settings", checksum) == checksum)
@@ -134,11 +134,19 @@ def benchmark_rows(file: Path) -> list[BenchmarkRow]:
             )
         for number, row in enumerate(rows, 1):
             found.append(_row_of(table, row, f"benchmark: {file}: row {number} of {table!r}"))
+    if not found:
+        raise ConfigError(f"benchmark: {file} contains no rows")
     names = [one.name for one in found]
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:
         raise ConfigError(f"benchmark: {file}: there are several rows {repeated[0]}")
     return found
+
+
+def check_settings(rows: Sequence[BenchmarkRow], library: str) -> None:
+    """Raise ConfigError if a library has settings for none of the rows."""
+    if not any(row.can_train_with(library) for row in rows):
+        rows[0].settings(library)  # raises the error
 
 
 def _row_of(table: str, entry: Any, where: str) -> BenchmarkRow:

@@ -5,7 +5,6 @@ python -m flowrl.benchmark.run LIBRARY TABLES.yaml NAME SEED RUN_DIR RESULT.json
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import platform
@@ -24,6 +23,7 @@ from flowrl.data.checkpoint import list_checkpoints
 from flowrl.process_usage import num_cores
 from flowrl.settings import ConfigError
 from flowrl.trainer.algorithm import Algorithm
+from flowrl.trainer.runs.saved_run import read_results
 from flowrl.whole_files import write_whole
 
 EVALUATION_EPISODES = 100
@@ -99,17 +99,16 @@ def train_flowrl(row: BenchmarkRow, seed: int, run_dir: Path) -> Outcome:
 
 def learning_curve(run_dir: Path) -> list[tuple[int, float, float, int]]:
     """Return the points of `Outcome.curve` of a run: of each result that has a mean return."""
-    with open(run_dir / "progress.csv", newline="") as file:
-        points = [
-            (
-                int(row["timesteps_total"]),
-                float(row["episode_reward_mean"] or "nan"),
-                float(row["time_total_s"]),
-                int(row["episodes_in_window"]),
-            )
-            for row in csv.DictReader(file)
-        ]
-    return [point for point in points if math.isfinite(point[1])]
+    points = [
+        (
+            result["timesteps_total"],
+            result["episode_reward_mean"],
+            result["time_total_s"],
+            result["episodes_in_window"],
+        )
+        for result in read_results(run_dir)
+    ]
+    return [point for point in points if point[1] is not None and math.isfinite(point[1])]
 
 
 def result_of(

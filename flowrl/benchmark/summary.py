@@ -74,7 +74,7 @@ def read_results(row: BenchmarkRow, folder: Path, library: str = "flowrl") -> li
         ConfigError: see `read_result`.
     """
     results = [read_result(path) for path in row.result_files(folder, library)]
-    return [result for result in results if row.has_settings_of(result, library)]
+    return [result for result in results if row.has_current_settings(result, library)]
 
 
 COLUMNS = (

@@ -10,7 +10,13 @@ from pathlib import Path
 
 from flowrl.benchmark import sb3
 from flowrl.benchmark.processes import Processes
-from flowrl.benchmark.rows import BenchmarkRow, benchmark_rows, rows_named, shipped_tables
+from flowrl.benchmark.rows import (
+    BenchmarkRow,
+    benchmark_rows,
+    check_settings,
+    rows_named,
+    shipped_tables,
+)
 from flowrl.benchmark.summary import (
     COLUMNS,
     LIBRARIES,
@@ -49,8 +55,7 @@ def benchmark_command(arguments: list[str]) -> int:
         raise ConfigError(f"benchmark: cannot create {error.filename}: {error.strerror}") from error
     libraries = ["flowrl"]
     if options.against:
-        if not any(row.has_settings(options.against) for row in rows):
-            rows[0].settings(options.against)  # raises an error
+        check_settings(rows, options.against)
         sb3.install(options.runs / sb3.ENVIRONMENT)
         libraries.append(options.against)
     for row in benchmark_rows(tables):  # which the tables at the end contain
@@ -63,14 +68,14 @@ def benchmark_command(arguments: list[str]) -> int:
         try:
             ended = list(pool.map(train, missing))
         except KeyboardInterrupt:
-            processes.is_interrupted = True
-    if processes.is_interrupted:
-        print("interrupted: the same command continues", flush=True)
-        return INTERRUPTED
+            processes.exit_code = INTERRUPTED
+    if processes.exit_code:
+        print("interrupted: run the same command again to continue", flush=True)
+        return processes.exit_code
     write_tables(tables, results)
     print(f"results, tables and learning curves: {results}")
     for row in rows:
-        for library in filter(row.has_settings, libraries):
+        for library in filter(row.can_train_with, libraries):
             texts = cells(row, read_results(row, results, library), library)
             named = zip(COLUMNS, texts, strict=True)
             print("  ".join(f"{column}: {text}" for column, text in named if text))
@@ -121,7 +126,7 @@ def _missing_runs(
     Raises:
         ConfigError: a result of any seed is of another length, or of other settings.
     """
-    libraries = [library for library in libraries if row.has_settings(library)]
+    libraries = [library for library in libraries if row.can_train_with(library)]
     for library in libraries:
         for file in row.result_files(results, library):
             _check_result(row, file, library)
@@ -144,7 +149,7 @@ def _check_result(row: BenchmarkRow, file: Path, library: str) -> None:
         ConfigError: the result is of another length, or of other settings.
     """
     result = read_result(file)
-    if not row.has_settings_of(result, library) or result["env_steps"] < row.env_steps:
+    if not row.has_current_settings(result, library) or result["env_steps"] < row.env_steps:
         raise ConfigError(
             f"benchmark: {file} is of a training with other settings or fewer env steps: remove it "
             "and the folder of its run to train again, or choose other folders (--results, --runs)"
@@ -160,7 +165,7 @@ def _train(
     processes: Processes,
 ) -> bool:
     """Train a row with a seed and a library in a process; return whether its result was written."""
-    if processes.is_interrupted:
+    if processes.exit_code:
         return False
     row, seed, library = run
     run_dir = runs / row.file_stem(library) / f"seed-{seed}"
@@ -173,8 +178,8 @@ def _train(
     print(f"{name}: training for {row.env_steps:,} env steps, log: {log}", flush=True)
     with open(log, "a") as output:
         code = processes.run(command, output)
-    if code == INTERRUPTED:
-        processes.is_interrupted = True
+    if code > 128:  # a signal ended it
+        processes.exit_code = code
         return False
     if code:
         last = (log.read_text(errors="replace").strip().splitlines() or [""])[-1]

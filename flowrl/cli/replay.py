@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from bdb import BdbQuit
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,10 @@ def replay_command(arguments: list[str]) -> int:
             is_equal = _print_results(replay)
             if options.until is not None and replay.num_items < options.until.number:
                 name, number = options.until
-                print(f"{name} has returned {replay.num_items:,} items, less than {number:,}")
+                print(f"{name} has returned {replay.num_items:,} items, fewer than {number:,}")
+        except BdbQuit:
+            print("stopped in the debugger")
+            return 1
         except ReplayError as error:
             print(f"flowrl: {printable(error)}", file=sys.stderr)
             return 1

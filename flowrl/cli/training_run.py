@@ -275,7 +275,9 @@ def _without_run_dir(arguments: list[str]) -> list[str]:
     """Return the arguments without `--run-dir FOLDER`, which contains a run now."""
     kept, skip = [], False
     for argument in arguments:
-        if not skip and argument != "--run-dir" and not argument.startswith("--run-dir="):
+        flag, has_value, _ = argument.partition("=")
+        is_run_dir = not skip and flag.replace("_", "-") == "--run-dir"
+        if not skip and not is_run_dir:
             kept.append(argument)
-        skip = argument == "--run-dir"
+        skip = is_run_dir and not has_value
     return kept

@@ -6,6 +6,7 @@ import math
 import mmap
 import os
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 class MemmapArrays:
     """Arrays in memory-mapped files of one directory.
 
-    The files are unlinked as soon as they are open: the disk space is released with the arrays,
+    The files are unlinked as soon as they are open: the disk space of an array is released with it,
     even if the process is killed.
 
     Args:
@@ -39,8 +40,10 @@ class MemmapArrays:
             return np.empty(shape, dtype)
         file = tempfile.TemporaryFile(dir=self.directory)  # noqa: SIM115 - open while mapped
         file.truncate(size)
-        array = np.frombuffer(mmap.mmap(file.fileno(), size), dtype).reshape(shape)
+        memory = mmap.mmap(file.fileno(), size)
+        array = np.frombuffer(memory, dtype).reshape(shape)
         self._files[array.ctypes.data] = file
+        weakref.finalize(memory, _close, self._files, array.ctypes.data)
         return array
 
     def reserve(self, array: np.ndarray, first: int, count: int) -> None:
@@ -64,3 +67,8 @@ class MemmapArrays:
                 "disk space or reduce the capacity of the buffer",
                 str(self.directory),
             ) from error
+
+
+def _close(files: dict[int, Any], address: int) -> None:
+    """Close the file of an array that was deleted."""
+    files.pop(address).close()

@@ -25,8 +25,8 @@ class GymnasiumVectorEnv:
         env: the vector environment.
         seed: of the first reset; None does not seed.
         make_env: recreates the vector environment after an error; None resets it instead.
-        make_restored: how many times the run was restored -> a new vector environment, for one that
-            is seeded by its creation; None resets this one, with another seed.
+        make_restored: (number of restores) -> a new vector environment, for those that are seeded
+            only by their creation; None resets this one, with another seed.
 
     Attributes:
         env: the vector environment.
@@ -85,7 +85,7 @@ class GymnasiumVectorEnv:
         if self._failed and self._make_env is not None:  # it may be unusable after an error
             close_quietly(self.env, "the vector environment")
             self.env = self._make_env()
-        self._failed = False
+        self._failed = True  # until the first observations are written
         purpose = ("resumed", self._num_restores) if self._num_restores else ()
         base = None if self._is_seeded else self._seed
         seed: Any = derive_seed(base, "env", *purpose)
@@ -93,10 +93,21 @@ class GymnasiumVectorEnv:
             seed = [derive_seed(base, "env", i, *purpose) for i in range(self.num_envs)]
         elif seed is not None:
             seed %= 2**31 - self.num_envs  # some add the index and take 32-bit integers only
-        first, _ = self.env.reset() if seed is None else self.env.reset(seed=seed)
+        settings = {} if seed is None else {"seed": seed}
+        first, _ = self._call("reset", **settings)
         observations[:] = self._by_env(first)
         self._is_seeded = True
         self._resetting[:] = False
+        self._failed = False
+
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the vector environment; its errors get a note."""
+        try:
+            return getattr(self.env, method)(*args, **kwargs)
+        except Exception as error:
+            name = type(self.env).__name__
+            add_note(error, f"raised by {method}() of an environment in a {name}")
+            raise
 
     def _by_env(self, observations: Any) -> Any:
         """Return observations indexed by environment: the array, or a list of nested ones.
@@ -148,22 +159,18 @@ class GymnasiumVectorEnv:
         if isinstance(actions, list):
             out: Any = create_empty_array(self.action_space, self.num_envs)
             env_actions = concatenate(self.action_space, actions, out)
-        self._failed = True
-        try:
-            returned = self.env.step(env_actions)
-        except Exception as error:
-            add_note(error, f"raised by step() of an environment in a {type(self.env).__name__}")
-            raise
-        stepped, of_rewards, of_terminateds, of_truncateds, infos = returned
-        rewards[:] = self._one_per_env("rewards", of_rewards, "fiub")
-        terminateds[:] = self._one_per_env("terminateds", of_terminateds, "biu")
-        truncateds[:] = self._one_per_env("truncateds", of_truncateds, "biu")
+        self._failed = True  # until the step is complete
+        stepped, new_rewards, new_terminateds, new_truncateds, infos = self._call(
+            "step", env_actions
+        )
+        rewards[:] = self._one_per_env("rewards", new_rewards, "fiub")
+        terminateds[:] = self._one_per_env("terminateds", new_terminateds, "biu")
+        truncateds[:] = self._one_per_env("truncateds", new_truncateds, "biu")
         if not isinstance(infos, dict):
             raise ConfigError(
                 f"env: step() of the {type(self.env).__name__} returned infos as a "
                 f"{type(infos).__name__}, expected a dict: remove the wrapper DictInfoToList"
             )
-        self._failed = False
         next_obs = self._by_env(stepped)
         done = np.logical_or(terminateds, truncateds)
         if done.any():
@@ -181,7 +188,7 @@ class GymnasiumVectorEnv:
                 final = infos["final_obs"] if same_step else next_obs
                 result.final = [self._check.copy(final[i]) for i in ended]
         if self.autoreset_mode is AutoresetMode.DISABLED and len(result.ended):
-            reset, _ = self.env.reset(options={"reset_mask": done})
+            reset, _ = self._call("reset", options={"reset_mask": done})
             next_obs = self._by_env(reset)
         if self.resets_in_next_step:
             if self._resetting.any():
@@ -189,6 +196,7 @@ class GymnasiumVectorEnv:
             self._resetting = done
         observations[:] = next_obs
         result.infos = _Infos(infos, self.num_envs, set(map(int, result.ended))) if infos else []
+        self._failed = False
         return result
 
     def mark_healthy(self, indices: Iterable[int]) -> None:

@@ -16,14 +16,16 @@ from flowrl.monitoring.bottleneck import Finding, bottlenecks
 from flowrl.monitoring.plan_facts import PlanFacts
 
 # the least values in a period that a diagnosis names
-MIN_RESTARTS = 2  # restarts of one worker, or of environments
+MIN_RESTARTS = 2  # of remote workers
 MIN_GROWTH_BYTES = 20e6  # growth of the process's memory, half of it in one operator
 MIN_STEPS_WITHOUT_EPISODE = 3000  # steps of each environment
 MIN_CPU_WAIT = 0.25  # share of the time that processes wait for a processor
 MIN_SLOWDOWN = 2.0  # time per step of a worker over the median of the other workers
 MIN_BUSY_S = 0.05  # seconds of work of each worker, before workers are compared
 MIN_LAG = 24  # updates between the weights of a batch and the newest weights
-MIN_COLLECTION = 0.2  # share of the time in garbage collection
+MIN_QUEUED_BATCHES = 24  # of a queue that is too large
+MIN_QUEUE_SHARE = 0.2  # share of the time that a queue that is too small is full, and empty
+MIN_GC_SHARE = 0.2  # share of the time in garbage collection
 MIN_BUSY = 0.2  # share of the time that the limiting part works
 
 
@@ -80,14 +82,14 @@ def _restarts(activity: Activity, facts: PlanFacts) -> Finding | None:
     restarts = activity.counters.get("num_shard_restarts", 0)
     if restarts < MIN_RESTARTS:
         return None
-    worst = max(activity.workers, key=lambda worker: worker.restarts, default=None)
-    name = "A worker" if worst is None or not worst.restarts else f"Worker {worst.index}"
+    failing = [worker.index for worker in activity.workers if worker.restarts]
+    who = f"Worker {failing[0]} fails" if len(failing) == 1 else "Workers fail"
     return Finding(
         "worker_restarts",
-        name,
+        f"Worker {failing[0]}" if len(failing) == 1 else "workers",
         1.0,
-        f"{name} fails again and again: {restarts} restarts in {activity.seconds:.0f} s. Its "
-        "errors are in the log: most often the environment raises or needs too much memory.",
+        f"{who} again and again: {restarts} restarts in {activity.seconds:.0f} s. The errors are "
+        "in the log: most often the environment raises or needs too much memory.",
     )
 
 
@@ -126,7 +128,7 @@ def _no_episodes(activity: Activity, facts: PlanFacts) -> Finding | None:
 
 
 def _threads(activity: Activity, facts: PlanFacts) -> Finding | None:
-    """More threads in each process than there are processors for all processes."""
+    """The processes together have more threads than there are cores."""
     wait = _cpu_wait(activity)
     threads = facts.num_cores if facts.num_threads is None else facts.num_threads
     processes = max(facts.num_workers, 1)
@@ -185,22 +187,20 @@ def _slow_worker(activity: Activity, facts: PlanFacts) -> Finding | None:
     )
 
 
-def _collection(activity: Activity, facts: PlanFacts) -> Finding | None:
+def _garbage_collection(activity: Activity, facts: PlanFacts) -> Finding | None:
     """Garbage collection in workers or in this process."""
-    collected = sum(worker.usage.get("gc_s", 0.0) for worker in activity.workers)
-    in_workers = max(
-        (one.share_of(one.usage.get("gc_s", 0.0)) for one in activity.workers), default=0.0
-    )
-    callbacks = _callbacks_of(activity.workers)
-    share = in_workers if facts.num_workers else 0.0
-    if share >= MIN_COLLECTION:
-        where = "workers"
-    else:
-        where, share = "this process", min(activity.usage.get("gc_s", 0.0) / activity.seconds, 1.0)
-    if share < MIN_COLLECTION:
+    seconds = [worker.usage.get("gc_s", 0.0) for worker in activity.workers]
+    shares = [one.share_of(gc_s) for one, gc_s in zip(activity.workers, seconds, strict=True)]
+    share = max(shares, default=0.0) if facts.num_workers else 0.0
+    where, gc_s = "workers", sum(seconds)
+    if share < MIN_GC_SHARE:
+        where, gc_s = "this process", activity.usage.get("gc_s", 0.0)
+        share = min(gc_s / activity.seconds, 1.0)
+    if share < MIN_GC_SHARE:
         return None
+    callbacks = {} if facts.num_workers and where != "workers" else _callbacks_of(activity.workers)
     called = max(callbacks, key=lambda name: callbacks[name], default=None)
-    if called is not None and callbacks[called] >= collected / 2:
+    if called is not None and callbacks[called] >= gc_s / 2:
         where = f"{facts.callbacks}.{called}"
         text = (
             f"Garbage collection takes {share:.0%} of the time, in {where}: does it call "
@@ -230,17 +230,18 @@ def _queue(activity: Activity, facts: PlanFacts) -> Finding | None:
         return None
     full = min(_seconds(enqueues[0], "backpressure_s") / activity.seconds, 1.0)
     idle = min(_seconds(dequeues[0], "learner_idle_s") / activity.seconds, 1.0)
-    if activity.policy_lag_mean >= MIN_LAG and enqueues[0].values.get("queue_size", 0) >= MIN_LAG:
+    queued = enqueues[0].values.get("queue_size", 0)
+    if activity.policy_lag_mean >= MIN_LAG and queued >= MIN_QUEUED_BATCHES:
         return Finding(
             "queue_too_large",
             enqueues[0].name,
             full,
             f"Batches are {activity.policy_lag_mean:.0f} updates old when they are trained on: "
-            f"{enqueues[0].values['queue_size']} wait in the queue of {enqueues[0].name}. Set a "
+            f"{queued} wait in the queue of {enqueues[0].name}. Set a "
             f"smaller learner_queue_size (now {facts.queue_size}), or max_policy_lag.",
             enqueues[0].line,
         )
-    if full > 0.2 and idle > 0.2:
+    if full > MIN_QUEUE_SHARE and idle > MIN_QUEUE_SHARE:
         return Finding(
             "queue_too_small",
             enqueues[0].name,
@@ -263,5 +264,6 @@ def _count(number: int, singular: str, plural: str | None = None) -> str:
 
 Rule = Callable[[Activity, PlanFacts], Finding | None]
 _PROBLEMS: list[Rule] = [
-    _restarts, _leak, _no_episodes, _collection, _threads, _many_workers, _slow_worker, _queue,
+    _restarts, _leak, _no_episodes, _garbage_collection, _threads, _many_workers, _slow_worker,
+    _queue,
 ]  # fmt: skip

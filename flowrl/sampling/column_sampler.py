@@ -350,7 +350,7 @@ class ColumnSampler:
             self._tracker,
         )
         segments, raw_finals = tracker.segments(num_rows), self._finals()
-        self._step_checks.check(columns, num_rows, raw_finals, segments)
+        self._step_checks.check(columns, before, num_rows, raw_finals, segments)
         finals = raw_finals
         if policy.observation_filter is not None:
             resets_next = self.vector_env.resets_in_next_step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -161,8 +162,8 @@ class MultiAgentEpisode:
         self._next_index = previous._next_index
         for agent_id, record in previous.records.items():
             if record.alive:
+                record = self.records[agent_id] = copy.copy(record)
                 record.total_reward = 0.0
-                self.records[agent_id] = record
 
     def metrics(self) -> tuple[dict[str, float] | None, dict[str, list[float]] | None]:
         """Return what callbacks stored for the results: custom metrics and histogram data, each

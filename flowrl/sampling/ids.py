@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-IDS_PER_WORKER = 1 << 40
-IDS_PER_RESTART = 1 << 30
+IDS_PER_WORKER = 1 << 48  # of 2^63: for 32,768 workers
+IDS_PER_RESTART = 1 << 30  # for 262,144 restarts of a worker
 
 
 def first_id(worker_index: int, restart_count: int) -> int:

@@ -9,13 +9,13 @@ import numpy as np
 
 
 class LostLives:
-    """Compares the entry `lives` of the infos of consecutive steps.
+    """Compares the entry `lives` of the infos of consecutive steps; without it, no life was lost.
 
     Args:
         num_envs: number of environments, N.
 
     Attributes:
-        lives: lives after the last step, int [N].
+        lives: lives after the last step that reported them, int [N].
     """
 
     def __init__(self, num_envs: int):
@@ -28,7 +28,7 @@ class LostLives:
             infos: of the step, one per environment; empty if there are none.
         """
         before = self.lives
-        self.lives = np.zeros_like(before)
         if len(infos):
-            self.lives[:] = [info.get("lives", 0) for info in infos]
+            known = zip(infos, before.tolist(), strict=True)
+            self.lives = np.array([info.get("lives", lives) for info, lives in known], np.int64)
         return self.lives < before

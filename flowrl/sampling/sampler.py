@@ -48,6 +48,7 @@ class SamplerInput(ABC):
         """Return the next item.
 
         Raises:
+            RuntimeError: the sampler was stopped.
             Exception: an error that sampling raised, only once; the next call continues.
         """
 
@@ -66,7 +67,7 @@ class SamplerInput(ABC):
         return items[0] if len(items) == 1 else SampleBatch.concat_samples(items)
 
     def stop(self) -> None:  # noqa: B027
-        """Stop sampling."""
+        """Stop sampling for good."""
 
     def _unpack(self, result: SampleResult) -> Batch:
         self._episodes += result.episodes
@@ -86,9 +87,15 @@ class SyncSampler(SamplerInput):
     def __init__(self, collect: Callable[[], SampleResult]):
         super().__init__()
         self._collect = collect
+        self._stopped = False
 
     def get_data(self) -> Batch:
+        if self._stopped:
+            raise RuntimeError("this sampler was stopped")
         return self._unpack(self._collect())
+
+    def stop(self) -> None:
+        self._stopped = True
 
 
 class AsyncSampler(SamplerInput):

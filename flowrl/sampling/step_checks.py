@@ -36,13 +36,14 @@ class StepChecks:
         self._warned = False
 
     def check(
-        self, columns: FragmentColumns, num_rows: int, finals: Any, segments: Segments
+        self, columns: FragmentColumns, first: int, num_rows: int, finals: Any, segments: Segments
     ) -> None:
         """Check the rows of the segments that are not lost.
 
         Args:
             columns: the rows; the rewards of lost segments are set to 0.
-            num_rows: number of rows of the fragment.
+            first: first row of the fragment, after the rows of running episodes, for messages.
+            num_rows: number of rows, with those of running episodes.
             finals: final observations of the episodes that ended, [k, …].
             segments: all segments of the fragment.
 
@@ -77,13 +78,14 @@ class StepChecks:
             for row in (begin + np.flatnonzero(invalid_rewards[begin:end, env])).tolist():
                 problems.append((row, env, f"a reward that is not finite: {rewards[row, env]}"))
             for row in (begin + np.flatnonzero(invalid_raw[begin : end + is_open, env])).tolist():
-                problems.append((max(row - 1, 0), env, self._describe(raw, (row, env))))
+                step = max(row - 1, first)
+                problems.append((step, env, self._describe(raw, (row, env))))
             if final >= 0 and invalid_finals[final]:
                 problems.append((end - 1, env, self._describe(finals, final)))
         if problems:
             row, env, what = min(problems)
             raise invalid_step_error(
-                f"sub-environment {env} returned {what}, at step {row} of a fragment"
+                f"sub-environment {env} returned {what}, at step {row - first} of a fragment"
             )
 
     def check_observations(self, observations: Any, row: int) -> None:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from flowrl.benchmark.processes import INTERRUPTED, Processes, run_training
+from flowrl.benchmark.processes import Processes, run_training
 
 CHILD = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"]
 SCRIPT = f"""
@@ -33,7 +33,7 @@ def test_sigterm_ends_the_training():
     child = int(process.stdout.readline())
     assert is_running(child)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=30) == INTERRUPTED
+    assert process.wait(timeout=30) == 128 + signal.SIGTERM
     process.stdout.close()
     assert not is_running(child)
 
@@ -55,8 +55,8 @@ def test_signal_ends_all_trainings_and_starts_no_other(tmp_path, sighup, number)
             while len((tmp_path / "log").read_text().splitlines()) < 2:
                 time.sleep(0.05)
             os.kill(os.getpid(), number)
-        assert [each.result(timeout=30) for each in running] == [INTERRUPTED] * 2
-    assert processes.run(CHILD) == INTERRUPTED
+        assert [each.result(timeout=30) for each in running] == [128 + number] * 2
+    assert processes.run(CHILD) == 128 + number
 
 
 def test_sighup_that_is_ignored_stays_ignored(sighup):
@@ -64,7 +64,7 @@ def test_sighup_that_is_ignored_stays_ignored(sighup):
     processes = Processes()
     with processes.ended_by_signals():
         os.kill(os.getpid(), signal.SIGHUP)
-    assert not processes.is_interrupted
+    assert not processes.exit_code
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.001, 0.003])
@@ -75,7 +75,7 @@ def test_sigterm_at_the_start_of_a_training_ends_it(delay_s):
         timer.start()
         codes = [processes.run(CHILD) for _ in range(2)]
         timer.join()
-    assert codes == [INTERRUPTED] * 2
+    assert codes == [128 + signal.SIGTERM] * 2
     assert time.monotonic() - started < 30
 
 

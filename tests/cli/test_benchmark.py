@@ -84,21 +84,24 @@ def test_rows_are_trained_once_and_tables_written(cli, tmp_path, tiny_table):
         assert "seed0.json is of a training with other settings or fewer env steps" in err
 
 
-def test_interrupted_benchmark_trains_no_other_seed(cli, tmp_path, tiny_table, monkeypatch):
+@pytest.mark.parametrize("ended_by", [130, 143])
+def test_interrupted_benchmark_trains_no_other_seed(
+    cli, tmp_path, tiny_table, monkeypatch, ended_by
+):
     require_extra("plot")
     started = []
 
     def run(processes, command, output):
         started.append(command)
-        return 130
+        return ended_by
 
     monkeypatch.setattr("flowrl.benchmark.processes.Processes.run", run)
     code, out, _ = cli("benchmark", "tiny", "--seeds", "5", *tiny_table)
-    assert code == 130
+    assert code == ended_by
     assert out.splitlines() == [
         "a2c/CartPole-v1, seed 0: training for 256 env steps, log: "
         "runs/benchmark/a2c-CartPole-v1/seed-0.log",
-        "interrupted: the same command continues",
+        "interrupted: run the same command again to continue",
     ]
     assert len(started) == 1
 
@@ -159,6 +162,15 @@ def test_shipped_rows_have_settings_of_the_other_library():
             assert row.settings("sb3")
 
 
+def test_learning_curve_does_not_depend_on_the_names_in_progress_csv(cli, tmp_path):
+    flags = ("--seed", "1", "--stop-timesteps", "1000", "--metrics-num-episodes-for-smoothing", "5")
+    for names in ("classic", "nested"):
+        code, _, err = cli("train", "a2c", "--logged-names", names, "--run-dir", names, *flags)
+        assert code == 0, err
+    classic, nested = (learning_curve(tmp_path / names) for names in ("classic", "nested"))
+    assert [point[:2] for point in nested] == [point[:2] for point in classic] != []
+
+
 def test_rows_are_listed(cli):
     code, out, _ = cli("benchmark", "--list")
     assert code == 0
@@ -195,6 +207,10 @@ def test_invalid_tables_are_rejected_before_anything_is_trained(cli, tmp_path):
         assert "tables.yaml: row 1 of 'mine' lacks env, env_steps, anchors" in err
     _, _, err = cli("benchmark", "--list", "--tables", "missing.yaml")
     assert "missing.yaml: cannot be read" in err
+    (tmp_path / "empty.yaml").write_text("mine: []\n")
+    code, _, err = cli("benchmark", "--against", "sb3", "--tables", "empty.yaml")
+    assert code == 2
+    assert "empty.yaml contains no rows" in err
 
 
 def test_damaged_results_of_any_row_are_rejected_before_anything_is_trained(cli, tmp_path):

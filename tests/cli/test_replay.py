@@ -1,5 +1,6 @@
 """`flowrl replay`: an asynchronous run again in one process, bit for bit."""
 
+import bdb
 import json
 import os
 import shutil
@@ -293,7 +294,18 @@ def test_a_run_with_loaded_policies_is_not_recorded(tmp_path):
 def test_a_breakpoint_after_the_last_item_says_so(a3c_run, capsys):
     _, printed = replay(a3c_run, capsys, "--until", "gather_async:1000000")
     assert "gather_async has returned " in printed.out
-    assert "items, less than 1,000,000" in printed.out
+    assert "items, fewer than 1,000,000" in printed.out
+
+
+def test_the_debugger_can_be_left(a3c_run, capsys, monkeypatch):
+    def quit_debugger(*args, **kwargs):
+        raise bdb.BdbQuit
+
+    monkeypatch.setattr("flowrl.ops.inspection.Breakpoint.__call__", quit_debugger)
+    code, printed = replay(a3c_run, capsys, "--until", "ApplyGradients:1")
+    assert code == 1
+    assert printed.out.endswith("stopped in the debugger\n")
+    assert printed.err == ""
 
 
 def test_calls_on_workers_run_after_the_requests_in_flight():

@@ -235,6 +235,9 @@ def test_problems_come_before_bottlenecks():
     counters = {"num_shard_restarts": 3}
     found = first(activity(WAITING, workers=[worker(1), restarted], counters=counters), facts())
     assert found.text.startswith("Worker 2 fails again and again: 3 restarts in 10 s")
+    both = [worker(1, restarts=1), worker(2, restarts=2)]
+    found = first(activity(WAITING, workers=both, counters=counters), facts())
+    assert found.text.startswith("Workers fail again and again: 3 restarts in 10 s")
     endless = activity(WAITING, workers=TWO_WORKERS, episodes_total=0, env_steps_total=80_000)
     assert "No episode has ended in 10,000 steps" in first(endless, facts()).text
     for other in (facts(samples=False), facts(horizon=20_000)):
@@ -268,6 +271,9 @@ def test_garbage_collection_names_the_callback():
     assert "MyCallbacks.on_episode_step: does it call gc.collect()" in found.text
     collecting = worker(usage={"gc_s": 5.0, "cpu_s": 9.0})
     assert "of workers" in first(activity(WAITING, workers=[collecting]), facts()).text
+    called = worker(callback_s={"on_episode_step": 0.1})
+    found = first(activity(WAITING, workers=[called], usage={"gc_s": 4.0}), facts())
+    assert "takes 40% of the time of this process: does code" in found.text
 
 
 def test_activity_survives_json():

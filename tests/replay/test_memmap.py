@@ -208,3 +208,23 @@ def test_replay_buffer_dir_sets_the_folder(tmp_path):
             config.updated(replay_buffer_dir=invalid).build()
     with pytest.raises(ConfigError, match="replay_buffer_dir: it cannot be written"):
         config.updated(replay_buffer_dir="/proc/none").new_buffer()
+
+
+def test_disk_space_of_an_array_is_released_with_it(tmp_path):
+    def num_files():
+        links = (os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
+        return sum(link.startswith(str(tmp_path)) for link in links)
+
+    files = MemmapArrays(tmp_path)
+    first, second = files.empty((1000, 10), float), files.empty((1000, 10), float)
+    files.reserve(first, 0, 1000)
+    row = first[3]
+    row[:] = 7
+    both = num_files()
+    del first
+    assert (num_files(), row[0]) == (both, 7)  # a view keeps the memory
+    del row
+    assert num_files() == both / 2
+    files.reserve(second, 0, 1000)
+    second[:] = 1
+    assert second.sum() == 10_000

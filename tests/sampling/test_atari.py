@@ -175,7 +175,7 @@ def test_lost_lives_are_found():
     assert [first for first, _ in lost] == [False, False, True, False, True, False]
     assert not any(second for _, second in lost)
     assert lives.after([{"lives": 2}, {}]).tolist() == [True, False]
-    assert lives.after([]).tolist() == [True, False]
+    assert lives.after([]).tolist() == [False, False]
 
 
 @pytest.mark.parametrize("mode", ["flowrl", "async", "vector_entry_point", "envpool"])

@@ -111,6 +111,29 @@ def test_soft_horizon_ends_and_starts_an_episode():
     assert EVENTS == [("start", 0), ("end", 0), ("start", 1), ("end", 1), ("start", 2)]
 
 
+def test_episode_that_a_soft_horizon_ended_keeps_its_rewards():
+    ended = []
+
+    class Keeper(DefaultCallbacks):
+        def on_episode_end(self, *, episode, **kwargs):
+            ended.append(episode)
+
+    RolloutWorker(
+        lambda context: CountEnv(6),
+        ObservedValue,
+        {
+            "callbacks_class": Keeper,
+            "rollout_fragment_length": 5,
+            "horizon": 2,
+            "soft_horizon": True,
+        },
+    ).sample()
+    assert [list(episode.agent_rewards.values()) for episode in ended] == [
+        [episode.total_reward] for episode in ended
+    ]
+    assert ended[0].total_reward != 0
+
+
 def test_recreated_environment_is_reported_and_its_episode_is_faulty():
     class FaultRecorder(DefaultCallbacks):
         def on_sub_environment_created(self, *, env_context, **kwargs):

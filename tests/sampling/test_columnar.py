@@ -123,6 +123,44 @@ def test_resets_of_vector_environments_cost_no_rows(lengths, fragment, by_row, w
         assert steps.tolist() == list(range(rows.count))
 
 
+@pytest.mark.parametrize("failing", ["first reset", "reset in a step"])
+def test_vector_environment_is_recreated_after_an_error_in_reset(failing):
+    made = []
+
+    def make():
+        env = gym.make_vec(
+            "CartPole-v1", 2, vectorization_mode="sync",
+            vector_kwargs={"autoreset_mode": gym.vector.AutoresetMode.DISABLED},
+        )  # fmt: skip
+        made.append(env)
+        return env
+
+    env = GymnasiumVectorEnv(make(), 3, make)
+    observations = np.zeros((2, 4), np.float32)
+    ends = np.zeros(2, np.float32), np.zeros(2, bool), np.zeros(2, bool)
+
+    def fails(**kwargs):
+        raise OSError("broken")
+
+    if failing == "first reset":
+        env.env.reset = fails
+        act = partial(env.reset, observations)
+    else:
+        env.reset(observations)
+        env.env.reset = fails
+
+        def act():
+            for _ in range(100):
+                env.step(np.ones(2, int), observations, *ends)
+
+    with pytest.raises(OSError, match="broken") as raised:
+        act()
+    assert "raised by reset() of an environment in a SyncVectorEnv" in raised.value.__notes__[0]
+    env.reset(observations)
+    assert len(made) == 2
+    env.close()
+
+
 @pytest.mark.parametrize("mode", ["sync", "vector_entry_point"])
 def test_restored_vector_environments_start_the_same_episodes(mode):
     def starts(*earlier):

@@ -310,6 +310,15 @@ def test_sync_sampler_samples_lazily_and_returns_metrics_once():
     assert w.sampler.get_extra_batches() == []
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_stopped_sampler_does_not_sample(is_async):
+    w = worker(sample_async=is_async)
+    w.sampler.next()
+    w.sampler.stop()
+    with pytest.raises(RuntimeError, match="this sampler was stopped"):
+        w.sampler.get_data()
+
+
 def test_async_sampler_returns_the_same_rows():
     async_worker, sync = worker(sample_async=True), worker()
     assert isinstance(async_worker.sampler, AsyncSampler)

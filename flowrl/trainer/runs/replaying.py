@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from flowrl.iter.journal import JournalReader, ReplayEnded
 from flowrl.iter.stage import NOT_READY, Stage, stages_by_name, walk
+from flowrl.monitoring.activity import operator_name
 from flowrl.ops.inspection import Breakpoint
 from flowrl.settings import ConfigError
 from flowrl.trainer.runs.comparison import first_difference
@@ -46,7 +47,8 @@ class ReplayedResult(NamedTuple):
 
 
 class Until(NamedTuple):
-    """A breakpoint: the `number`-th item of the operator `name`, as `stats()` names it."""
+    """A breakpoint: the `number`-th item of the operator `name`, such as `Enqueue`, or as `stats()`
+    names it, such as `for_each(Enqueue)`."""
 
     name: str
     number: int
@@ -118,9 +120,14 @@ def _stop_at(until: Until, plan: Stage) -> Stage:
     """Set a breakpoint after an item of a stage of a plan that has not been started; return the
     stage."""
     stages = stages_by_name(plan, with_state=True)
-    if until.name not in stages:
+    named = [title for title in stages if operator_name(title) == until.name]
+    if until.name in stages:
+        named = [until.name]
+    if not named:
         raise ConfigError(f"there is no operator {until.name!r}, only {', '.join(stages)}")
-    stage, stop = stages[until.name], Breakpoint()
+    if len(named) > 1:
+        raise ConfigError(f"several operators are named {until.name}: {', '.join(named)}")
+    stage, stop = stages[named[0]], Breakpoint()
     pull = stage.pull
 
     def pull_and_stop(block: bool) -> Any:
@@ -130,6 +137,7 @@ def _stop_at(until: Until, plan: Stage) -> Stage:
         return item
 
     stage.pull = pull_and_stop  # type: ignore[method-assign]
+    # consumers have a reference to the old method
     for consumer in walk(plan):
         consumer.wire([parent.pull for parent in consumer.parents])
     return stage

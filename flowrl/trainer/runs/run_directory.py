@@ -6,7 +6,8 @@
   columns. TensorBoard events have the same values.
 - events.jsonl: start, resumption and end of the run; activity.jsonl: measurements of the plan;
   writers.jsonl: the operators that wrote experience, with `output`
-- journal.msgpack: the order of an asynchronous run, for `flowrl replay`; trace.json: with `trace_s`
+- journal.msgpack: the order of an asynchronous run, for `flowrl replay`
+- trace.json: with `trace_s`; report.html: with `flowrl train --report`
 - checkpoints/NUMBER, where NUMBER is the iteration; replaced-N: checkpoints and results that a
   resumed run has replaced
 """
@@ -48,8 +49,9 @@ EVENTS = "events.jsonl"
 WRITERS = "writers.jsonl"
 TRACE = "trace.json"
 REPORT = "report.html"
-# files that a run removes from the run that it overwrites; the others are written again
-_REMOVED_FILES = (JOURNAL, EVENTS, WRITERS, ACTIVITIES, TRACE, REPORT)
+PLAN_SOURCE = "plan.py"
+# files that a run removes from the run that it overwrites, because not all runs write them
+_REMOVED_FILES = (JOURNAL, EVENTS, WRITERS, ACTIVITIES, TRACE, REPORT, PLAN_SOURCE)
 
 
 class RunDirectory:
@@ -251,7 +253,7 @@ class RunDirectory:
             "command.txt": shlex.join(command) + "\n",
             "stop.json": json.dumps(stop, indent=1),
             "plan.txt": algorithm.plan.explain() + "\n",
-            **({} if source is None else {"plan.py": source}),
+            **({} if source is None else {PLAN_SOURCE: source}),
             "versions.json": json.dumps(versions, indent=1),
         }
         try:
@@ -263,7 +265,7 @@ class RunDirectory:
 
     def replace_plan(self, algorithm: Any) -> None:
         """Write the plan that a resumed run continues with."""
-        (self.path / "plan.py").write_text(plan_source(algorithm.config.plan) or "", "utf-8")
+        (self.path / PLAN_SOURCE).write_text(plan_source(algorithm.config.plan) or "", "utf-8")
         (self.path / "plan.txt").write_text(algorithm.plan.explain() + "\n", "utf-8")
 
     def note_resumption(self, config: Any, stop: dict[str, Any]) -> None:
