@@ -57,12 +57,15 @@ LONGEST_TIMER = 1e9  # seconds; timers refuse numbers that are much larger
 def limit_seconds(seconds: float, message: str) -> Iterator[None]:
     """Raise TimeoutError in the block after a time, by the signal SIGALRM.
 
-    A function in C that ignores signals is not interrupted, and neither is another thread than the
-    main one: the error is raised when the block ends.
+    A C function that ignores signals, or a block outside of the main thread, is not interrupted:
+    the error is raised when the block ends.
 
     Args:
         seconds: the time.
         message: of the error.
+
+    Raises:
+        TimeoutError: the block took longer.
     """
     started = time.monotonic()
     if threading.current_thread() is not threading.main_thread():

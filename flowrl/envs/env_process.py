@@ -60,10 +60,10 @@ class EnvProcess:
         self._is_broken = False  # a message was not read or written to its end
         self._poll = select.poll()
         self._poll.register(self._connection, select.POLLIN)
-        self._exit_file = _open_pid(self._process.pid)
-        if self._exit_file is not None:  # a process that it started may keep the connection open
-            self._poll.register(self._exit_file, select.POLLIN)
-        self._finalizer = weakref.finalize(self, _kill, self._process, os.getpid(), self._exit_file)
+        self._pidfd = _open_pidfd(self._process.pid)
+        if self._pidfd is not None:  # a process that it started may keep the connection open
+            self._poll.register(self._pidfd, select.POLLIN)
+        self._finalizer = weakref.finalize(self, _kill, self._process, os.getpid(), self._pidfd)
         self._finalizer.atexit = False
         _RUNNING.add(self)
 
@@ -87,7 +87,7 @@ class EnvProcess:
         number, reply = -1, b""
         while number != self._number:
             ready = self._poll.poll()
-            if all(file == self._exit_file for file, _ in ready):
+            if all(file == self._pidfd for file, _ in ready):
                 raise self._death()
             reply = self._transfer(self._connection.recv_bytes)
             number = int.from_bytes(reply[:_NUMBER_BYTES], "little")
@@ -127,10 +127,10 @@ class EnvProcess:
 
     def _wait(self, seconds: float | None) -> None:
         """Wait until the process has ended."""
-        if self._exit_file is None:
+        if self._pidfd is None:
             self._process.join(seconds)
         else:  # join() waits for a pipe, which a process that it started may keep open
-            _wait_until_readable(self._exit_file, seconds)
+            _wait_until_readable(self._pidfd, seconds)
 
     def close(self, deadline: float | None = None) -> None:
         """Close the object and end the process; kill it if that takes too long.
@@ -186,7 +186,7 @@ def _kill_all() -> None:
         _kill(running._process, os.getpid(), None)
 
 
-def _open_pid(pid: int | None) -> int | None:
+def _open_pidfd(pid: int | None) -> int | None:
     """Return a descriptor that is readable once a process has ended; None if there is none."""
     with suppress(OSError):
         return os.pidfd_open(pid) if pid is not None else None
@@ -254,7 +254,7 @@ def _seed_generators(seed: int | None) -> None:
 
 def _exit_with(parent: int) -> None:
     """Wait until the parent process ends, and exit, even if the main thread hangs."""
-    file = _open_pid(parent)
+    file = _open_pidfd(parent)
     if file is not None:
         _wait_until_readable(file)
     else:

@@ -96,7 +96,7 @@ class MultiAgentVectorEnv(Protocol):
         """Return the environments; a gymnasium VectorEnv is the only element."""
 
     def mark_healthy(self, indices: Iterable[int]) -> None:
-        """Reset the failure counts of environments that completed a fragment."""
+        """See VectorEnv."""
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the state of the environments, or None if it is unknown."""

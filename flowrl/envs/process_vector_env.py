@@ -382,7 +382,7 @@ class _EnvWithRecord:
         return result, self._finish()
 
     def mark_healthy(self) -> None:
-        """Reset the failure counts of the environment."""
+        """See VectorEnv."""
         self._env.mark_healthy([0])
         self._finish()
 

@@ -355,9 +355,10 @@ def env_creator_for(env: Any) -> EnvCreator:
             - a gymnasium env id or a registered name;
             - an import path "module:name" of a class or function;
             - a class, called with `env_config` as keyword arguments; or with the EnvContext if its
-              first argument is named `context` or `config`, and `env_config` has no such key;
-            - a function with one required argument, or whose first argument is named `context` or
-              `config`: called with the EnvContext;
+              first argument is named `context`, `ctx`, `config`, `env_config` or `env_context`, and
+              `env_config` has no such key;
+            - a function with one required argument, or whose first argument has one of these names:
+              called with the EnvContext;
             - another function: called with `env_config` as keyword arguments;
             - an environment, of which each sub-environment is a copy.
 

@@ -108,7 +108,8 @@ class RestartingEnvs:
         envs: the environments; None where one is yet to be created.
         num_restarts: total number of failures.
         reset_s: seconds in `reset` of the environments.
-        action_logs: actions since the last reset, by environment.
+        action_logs: actions since the last reset, by environment; empty again when a log becomes
+            too long.
     """
 
     def __init__(
@@ -372,7 +373,7 @@ class RestartingEnvs:
             if env_state is not None and has_whole_state(env):
                 env.reset()  # wrappers require it before the first step
                 if env_state["rng"] is not None:
-                    self._rng_of(index)
+                    self._rng_of(index)  # creates the generator that set_env_state restores
                 self._resets[index], self.action_logs[index] = None, []
                 self._unlogged_steps[index] = state["unlogged_steps"][index] + len(actions)
                 return set_env_state(env, env_state)
@@ -441,7 +442,7 @@ def _check_state(state: dict[str, Any], num_envs: int) -> None:
 
 
 def split_state(state: dict[str, Any], num_envs: int) -> list[dict[str, Any]]:
-    """Return the state of each environment alone, without the number of failures.
+    """Return the state of each environment alone, with num_restarts 0.
 
     Raises:
         ValueError: the state has another number of environments.

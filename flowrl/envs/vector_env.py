@@ -75,7 +75,11 @@ class VectorEnv(Protocol):
         """
 
     def mark_healthy(self, indices: Iterable[int]) -> None:
-        """Reset the failure counts of environments that completed a fragment."""
+        """Note that environments completed a fragment.
+
+        Their errors at late steps are forgotten, and the others at the next error, unless it is at
+        the same step. Long logs of actions are dropped.
+        """
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the state of the environments, or None if it is unknown."""
@@ -101,11 +105,11 @@ class VectorStep:
 
     Attributes:
         ended: indices of the environments whose episode ended.
-        final: their final observations.
+        final: their final observations [k, …], an array or a list.
         skipped: indices of the environments that were reset instead of stepped.
         failed: (index, error) of the environments whose step raised; their next observation starts
             an episode of a new environment.
-        infos: one dict per environment; empty if no environment returned infos.
+        infos: one dict per environment; may be empty if no environment returned infos.
     """
 
     __slots__ = ("ended", "failed", "final", "infos", "skipped")

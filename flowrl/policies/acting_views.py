@@ -196,12 +196,12 @@ class ActingViews:
     Args:
         policy: its `view_requirements` are read once; `signature` tells whether they have changed.
         states: the initial states of the lanes.
-        has_agents: whether the caller adds the views of other agents, `of_agents`.
+        has_agents: whether the caller adds the views of other agents, `agent_views`.
 
     Attributes:
         sources: names of the columns that the views show.
         lookback: number of earlier rows that the views show.
-        of_agents: the views of other agents.
+        agent_views: the views of other agents.
 
     Raises:
         ConfigError: a view shows other agents, and `has_agents` is False.
@@ -212,18 +212,18 @@ class ActingViews:
         requirements = self.requirements = dict(policy.view_requirements)
         self.signature = signature_of(requirements)
         resolved = {name: View(name, requirement) for name, requirement in requirements.items()}
-        self.of_agents = {n: view for n, view in resolved.items() if view.agents is not None}
+        self.agent_views = {n: view for n, view in resolved.items() if view.agents is not None}
         self._acting = {
             name: view
             for name, view in resolved.items()
             if requirements[name].known_for_actions(name) and view.agents is None
         }
-        self._use([*self._acting.values(), *self.of_agents.values()])
+        self._use([*self._acting.values(), *self.agent_views.values()])
         self._fills: dict[str, Any] = {}
-        if self.of_agents and not has_agents:
+        if self.agent_views and not has_agents:
             raise ConfigError(
-                f"view {next(iter(self.of_agents))!r} shows other agents: this needs a worker, and "
-                "views that are set before the first fragment"
+                f"view {next(iter(self.agent_views))!r} shows other agents: this needs a worker, "
+                "and views that are set before the first fragment"
             )
 
     def _use(self, views: Iterable[View]) -> None:

@@ -1,10 +1,21 @@
 """Sampling: rollout workers and what they consist of.
 
+From an environment to a fragment (of single agents):
+
+    RolloutWorker.sample            postprocessing by callbacks, counters
+    └ FragmentSampler.sample        one item of the sampler, or several whole episodes
+      └ SyncSampler, AsyncSampler   now, or ahead of time in a thread
+        └ ColumnSampler.collect
+          ├ _roll                   per step: the policy acts, DirectVectorEnv.step, env.step
+          └ _finish                 StepChecks, SegmentTracker, FragmentBuilder
+    ColumnShipping                  which columns of the fragment leave the worker
+
 Workers: worker_set, rollout_worker, worker_config, environments, policy_map, ids, rollout_pool,
 replayed_pool, spare_worker, weight_sync, placement.
 Samplers: sampler (on request or ahead). fragment_sampler chooses column_sampler (one agent per
-environment), multi_agent_sampler (several agents; with agent_episodes, agent_state) or
-collector_sampler (a user's collector).
+environment), multi_agent_sampler (several agents or policies, views of other agents, or the
+callback on_postprocess_trajectory; with agent_episodes, agent_state) or collector_sampler (a user's
+collector).
 Collectors: sample_collector (the abstract class), list_collector, collected_trajectory.
 Rows: lane_rows, policy_lanes, policy_outputs, segments, running_episodes, agent_views, lost_lives,
 episode_returns.

@@ -111,7 +111,7 @@ class AgentBatches:
         """
         episodes = {id(episode): episode for episode in (*ended, *running)}
         for policy_id, lanes in self._policies.items():
-            lanes.segments += self._open_segments(running, policy_id)
+            lanes.segments += self._cut_running(running, policy_id)
             self._checks.check_values(lanes, lanes.segments)
             lanes.update_filter()
         if self._postprocess.is_needed:
@@ -150,11 +150,11 @@ class AgentBatches:
         returns, agent = segment.episode.returns, segment.trajectory.agent_id
         returns[agent] = returns.get(agent, 0.0) + reward
 
-    def _open_segments(self, running: list[RunningEpisode], policy_id: PolicyID) -> list[Segment]:
-        """Return new segments of the running trajectories of a policy."""
+    def _cut_running(self, running: list[RunningEpisode], policy_id: PolicyID) -> list[Segment]:
+        """Cut the running trajectories of a policy; return the segments that have rows."""
         lanes = self._policies[policy_id]
         return [
-            Segment(trajectory, row, Event.OPEN)
+            trajectory.cut(row, Event.OPEN)
             for trajectory in trajectories_of(running, policy_id)
             if (row := int(lanes.current_rows[trajectory.lane])) > trajectory.begin
         ]

@@ -107,24 +107,22 @@ class AgentChecks:
                 f"{error}"
             ) from error
 
-    def stack_and_check(
-        self, lanes: PolicyLanes, numbers: list[int], observations: list[Any]
-    ) -> Any:
+    def stack_and_check(self, rows: PolicyLanes, lanes: list[int], observations: list[Any]) -> Any:
         """Check observations one by one, and return them as arrays [k, …].
 
         Args:
-            lanes: the rows of their policy.
-            numbers: the lane of each.
+            rows: the rows of their policy.
+            lanes: the lane of each.
             observations: the observations.
 
         Raises:
             ConfigError: one does not fit the space of its agent.
         """
-        by_lane = {trajectory.lane: trajectory for trajectory in lanes.waiting}
+        by_lane = {trajectory.lane: trajectory for trajectory in rows.waiting}
         copies = []
-        for number, observation in zip(numbers, observations, strict=True):
-            agent = by_lane[number].agent_id
-            self.check_structure(int(lanes.envs[number]), agent, observation)
+        for lane, observation in zip(lanes, observations, strict=True):
+            agent = by_lane[lane].agent_id
+            self.check_structure(int(rows.envs[lane]), agent, observation)
             check = self._agent_envs.observation_check(agent)
             copied = check.copy(observation)
             copies.append(check.repair(copied) if self._replaces else copied)
@@ -185,11 +183,11 @@ class AgentChecks:
             elif segment.final is not None and not self._accepts(check, segment.final):
                 what = check.describe_problem(segment.final)
                 problem = f"{what} (obs), at step {steps[segment.end - 1]} of its episode"
-            of_rows = rewards[segment.begin : segment.end, segment.lane]
-            if problem is None and not np.isfinite(of_rows).all():
-                row = int((~np.isfinite(of_rows)).argmax())
+            segment_rewards = rewards[segment.begin : segment.end, segment.lane]
+            if problem is None and not np.isfinite(segment_rewards).all():
+                row = int((~np.isfinite(segment_rewards)).argmax())
                 problem = (
-                    f"a reward that is not finite: {of_rows[row]} (rewards), at step "
+                    f"a reward that is not finite: {segment_rewards[row]} (rewards), at step "
                     f"{steps[segment.begin + row]} of its episode"
                 )
             if problem is not None:

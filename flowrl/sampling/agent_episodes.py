@@ -18,7 +18,7 @@ from flowrl.sampling.agent_records import AgentRecords
 from flowrl.sampling.episode import MultiAgentEpisode
 from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.policy_lanes import PolicyLanes
-from flowrl.sampling.running_episodes import RunningEpisode, Segment, Trajectory
+from flowrl.sampling.running_episodes import RunningEpisode, Trajectory
 from flowrl.sampling.sampler_worker import SamplerWorker
 from flowrl.sampling.segments import Event
 from flowrl.sampling.worker_config import WorkerConfig
@@ -230,7 +230,7 @@ class AgentEpisodes:
         counts_in_filter: bool = True,
     ) -> None:
         """Start an agent's trajectory with its first observation."""
-        record = episode.record.record(agent)
+        record = episode.record.agent_record(agent)
         lanes = self._policies[record.policy_id]
         self.checks.check_policy(agent, lanes)
         self.checks.check_structure(env_index, agent, observation)
@@ -269,7 +269,7 @@ class AgentEpisodes:
             lanes = self._policies[trajectory.policy_id]
             row = int(lanes.current_rows[trajectory.lane])
             if row > trajectory.begin:
-                lanes.segments.append(Segment(trajectory, row, Event.SOFT_HORIZON))
+                lanes.segments.append(trajectory.cut(row, Event.SOFT_HORIZON))
             following.agents[agent] = trajectory
             # these rewards are part of the next row, but of this episode's return
             pending = trajectory.pending_reward
@@ -295,7 +295,7 @@ class AgentEpisodes:
         self.num_faulty += 1
         episode.record.is_faulty = True
         for trajectory in episode.agents.values():
-            trajectory.needs_action = False  # all have acted
+            trajectory.needs_action = False  # so that records show the action that failed
         self.records.call("on_episode_end", episode)
         self._remove(episode)
         self.checks.forget(env_index)

@@ -132,8 +132,8 @@ def load_episodes(
         episode.history = {
             agent: [trajectories[number] for number in past] for agent, past in saved["history"]
         }
-    for policy_id, of_policy in state["policies"].items():
-        for saved in of_policy["segments"]:
+    for policy_id, policy_state in state["policies"].items():
+        for saved in policy_state["segments"]:
             segment = Segment.__new__(Segment)
             for name in _SEGMENT:
                 setattr(segment, name, saved[name])

@@ -89,15 +89,13 @@ class AgentViews:
         """Return a view and its mask at env steps of a trajectory, [times, agents, …] each."""
         values, masks = [], []
         for agent in shown_agents(view, trajectory.agent_id, self._worker):
-            of_shifts = [
-                self._of_agent(view, episode, agent, times, shift) for shift in view.shifts
-            ]
+            shifted = [self._of_agent(view, episode, agent, times, shift) for shift in view.shifts]
             if view.is_window:
-                values.append(np.stack([value for value, _ in of_shifts], 1))
-                masks.append(np.stack([mask for _, mask in of_shifts], 1))
+                values.append(np.stack([value for value, _ in shifted], 1))
+                masks.append(np.stack([mask for _, mask in shifted], 1))
             else:
-                values.append(of_shifts[0][0])
-                masks.append(of_shifts[0][1])
+                values.append(shifted[0][0])
+                masks.append(shifted[0][1])
         check_shapes(view, (value.shape[1:] for value in values))
         return np.stack(values, 1), np.stack(masks, 1)
 
@@ -116,22 +114,22 @@ class AgentViews:
             last = int(lanes.current_rows[other.lane]) if other.alive else other.end
             if last < first:
                 continue
-            known = self._times(other, np.arange(first, last + 1))
-            has_final = other.final is not None  # a dropped one has none
+            row_times = self._times(other, np.arange(first, last + 1))
+            has_final = other.final is not None  # a dropped trajectory has no final observation
             if has_final:
-                known[-1] = other.end_time
-            count = len(known) - (not is_obs or has_final)
-            at = np.searchsorted(known[:count], times + shift)
-            found = at < count
-            found[found] = known[at[found]] == (times + shift)[found]
+                row_times[-1] = other.end_time
+            count = len(row_times) - (not is_obs or has_final)
+            positions = np.searchsorted(row_times[:count], times + shift)
+            found = positions < count
+            found[found] = row_times[positions[found]] == (times + shift)[found]
             if not is_obs and shift < 0:  # the outcome of the action is known
-                found[found] = known[at[found] + 1] <= times[found]
+                found[found] = row_times[positions[found] + 1] <= times[found]
             if not found.any():
                 continue
             column = columns.get(view.source)
             if column is None:
                 raise ConfigError(f"cannot view column {view.source!r}: it is not collected")
-            found_values = column[begin + first + at[found], other.lane]
+            found_values = column[begin + first + positions[found], other.lane]
             check_shapes(view, (found_values.shape[1:], values.shape[1:]))
             values = values.astype(np.result_type(values, found_values), copy=False)
             values[found], mask[found] = found_values, True

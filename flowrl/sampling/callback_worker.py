@@ -21,6 +21,7 @@ class CallbackWorker(Protocol):
     possible_agents: list[AgentID]
     is_multi_agent: bool
     no_done_at_end: bool
+    clip_rewards: Any
 
     @property
     def unroll_ids(self) -> IdCounter:

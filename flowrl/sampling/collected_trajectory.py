@@ -60,6 +60,11 @@ class CollectedTrajectory:
         """Number of rows so far, including dropped ones."""
         return self.dropped + len(self.values)
 
+    def cut(self) -> int:
+        """Put the rows from `begin` on into a segment; return the former `begin`."""
+        begin, self.begin = self.begin, self.rows
+        return begin
+
     def state_dict(self) -> dict[str, Any]:
         """Return all fields for a checkpoint; infos only if they can be saved."""
         self.take_sums()
@@ -144,7 +149,7 @@ class TrajectoryViews:
         check_repeats(self.training)
         resolved = [*self.training.values(), *self.acting.values()]
         self.lookback = max([0, *(-min(view.shifts) for view in resolved)])
-        self.of_agents = any(view.agents is not None for view in resolved)
+        self.agent_views = any(view.agents is not None for view in resolved)
         self.max_seq_len = max_seq_len(policy, self.training)
 
     def show(self, view: View, trajectory: CollectedTrajectory, row: int, end: int) -> Any:

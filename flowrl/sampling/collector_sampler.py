@@ -82,7 +82,7 @@ class Collectors:
             for _ in range(num_envs if self.whole else 1)
         ]
 
-    def of_env(self, env: int) -> SampleCollector:
+    def for_env(self, env: int) -> SampleCollector:
         """Return the collector of an environment's episodes."""
         return self.all[env if self.whole else 0]
 
@@ -113,7 +113,7 @@ class CollectorLanes(PolicyLanes):
     def start(self, *args: Any) -> Trajectory:
         trajectory = super().start(*args)
         record = trajectory.episode.record
-        collector = self._collectors.of_env(record.env_id)
+        collector = self._collectors.for_env(record.env_id)
         observation = self._added_observation(trajectory)
         collector.add_init_obs(
             record.episode_id, trajectory.agent_id, trajectory.policy_id, observation
@@ -167,7 +167,7 @@ class CollectorLanes(PolicyLanes):
             "env_id": record.env_id,
             "agent_index": trajectory.agent_index,
         }
-        self._collectors.of_env(record.env_id).add_action_reward_next_obs(
+        self._collectors.for_env(record.env_id).add_action_reward_next_obs(
             record.episode_id, trajectory.agent_id, trajectory.policy_id, values
         )
 
@@ -178,7 +178,7 @@ class CollectorLanes(PolicyLanes):
     def act(self) -> list[Any]:
         waiting = self.waiting
         by_collector = [
-            [t for t in self.added if self._collectors.of_env(t.episode.record.env_id) is c]
+            [t for t in self.added if self._collectors.for_env(t.episode.record.env_id) is c]
             for c in self._collectors.all
         ]
         parts = [
@@ -225,12 +225,12 @@ class CollectorBatches(AgentBatches):
 
     def env_stepped(self, episode: RunningEpisode) -> None:
         record = episode.record
-        collector = self._collectors.of_env(record.env_id)
+        collector = self._collectors.for_env(record.env_id)
         collector.env_stepped(record.episode_id, record.length)
 
     def end(self, episode: RunningEpisode) -> None:
         record = episode.record
-        collector = self._collectors.of_env(record.env_id)
+        collector = self._collectors.for_env(record.env_id)
         collector.postprocess_trajectories_so_far(self._records.update_record(episode))
         collector.check_missing_dones(record.episode_id)
         if self._collectors.whole:
@@ -238,7 +238,7 @@ class CollectorBatches(AgentBatches):
 
     def end_at_soft_horizon(self, episode: RunningEpisode, following: RunningEpisode) -> None:
         record = self._records.update_record(episode) or episode.record
-        collector = self._collectors.of_env(record.env_id)
+        collector = self._collectors.for_env(record.env_id)
         collector.continue_episode(record, following.record.episode_id)
         if self._collectors.whole:
             self._finished[record.episode_id] = collector.get_multi_agent_batch_and_reset()
@@ -247,7 +247,7 @@ class CollectorBatches(AgentBatches):
         if not self._collectors.can_drop:
             raise error
         record = episode.record
-        self._collectors.of_env(record.env_id).drop_episode(record.episode_id)
+        self._collectors.for_env(record.env_id).drop_episode(record.episode_id)
 
     def take(
         self, ended: list[RunningEpisode], running: list[RunningEpisode]
@@ -256,7 +256,7 @@ class CollectorBatches(AgentBatches):
         for policy_id, lanes in self._policies.items():
             segments = [
                 *(segment for segment in lanes.segments if id(segment.episode) in episodes),
-                *self._open_segments(running, policy_id),
+                *self._cut_running(running, policy_id),
             ]
             lanes.segments = [s for s in lanes.segments if id(s.episode) not in episodes]
             self._checks.check_values(lanes, segments)

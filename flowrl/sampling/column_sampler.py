@@ -25,6 +25,7 @@ from flowrl.envs.validation import ObservationCheck
 from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv, VectorStep
 from flowrl.errors import add_note
 from flowrl.policies.acting_views import InitialStates, signature_of
+from flowrl.policies.filters import ObservationFilter
 from flowrl.sampling.callbacks import EVENTS_WITH_EPISODE, overrides
 from flowrl.sampling.episode import EpisodeMetrics, MultiAgentEpisode
 from flowrl.sampling.episode_callbacks import EpisodeCallbacks
@@ -40,7 +41,7 @@ from flowrl.sampling.segment_postprocessing import (
     postprocess_segment,
     postprocesses_segments,
 )
-from flowrl.sampling.segments import Event, SegmentTracker
+from flowrl.sampling.segments import Event, Segments, SegmentTracker
 from flowrl.sampling.step_checks import StepChecks
 from flowrl.sampling.views import Views
 from flowrl.sampling.worker_config import WorkerConfig
@@ -48,7 +49,7 @@ from flowrl.state_schema import Fields, Natural, check_state
 
 log = logging.getLogger("flowrl")
 
-INPUTS = ("raw_obs", "obs", "rewards", "terminateds", "truncateds")
+STEP_COLUMNS = ("raw_obs", "obs", "rewards", "terminateds", "truncateds")
 
 _STATE: Fields = {
     "tracker": dict[str, Any],
@@ -107,6 +108,7 @@ class ColumnSampler:
         )
         self._by_segment = postprocesses_segments(policy)
         self._builder = FragmentBuilder(policy, settings, unroll_ids, self._by_segment)
+        self._replaces = settings.on_invalid_step == "replace"
         self._lost_lives = LostLives(vector_env.num_envs) if counts_lives else None
         horizon = settings.horizon if settings.soft_horizon else None
         self._tracker = SegmentTracker(vector_env.num_envs, first_id, horizon, self._whole)
@@ -116,7 +118,7 @@ class ColumnSampler:
         self._columns = FragmentColumns(
             vector_env.num_envs, settings.fragment_length, self._views.lookback
         )
-        self._allocate_inputs()
+        self._allocate_step_columns()
         # DirectVectorEnv checks the actions of a Discrete space itself
         discrete = isinstance(policy.action_space, spaces.Discrete)
         check_actions = not (discrete and isinstance(vector_env, DirectVectorEnv))
@@ -137,7 +139,7 @@ class ColumnSampler:
         self._infos: list[Any] = []  # of the rows from 0 to _num_rows
         self._returns = EpisodeReturns(vector_env.num_envs)
 
-    def _allocate_inputs(self) -> None:
+    def _allocate_step_columns(self) -> None:
         """Allocate the columns that the environments write."""
         columns, space, envs = (
             self._columns,
@@ -167,8 +169,8 @@ class ColumnSampler:
         """Return one fragment, sorted by environment and time.
 
         Args:
-            min_steps: number of env steps; a step of all environments and whole episodes may have
-                more.
+            min_steps: number of env steps. A step of all environments and whole episodes may have
+                more; after failures of environments, a fragment may have fewer, or none.
         """
         started = time.perf_counter()
         if self._views.signature != signature_of(self.policy.view_requirements):
@@ -203,19 +205,19 @@ class ColumnSampler:
         self._states.restart(slice(None))
         self._states.begin()
         self.vector_env.reset(columns.row("raw_obs", 0) if self._nested is None else self._nested)
-        self._take_observations(0)
+        self._complete_observations(0)
         if self._callbacks is not None:
             self._callbacks.start_all()
 
-    def _take_observations(self, t: int) -> None:
-        """Write nested observations to row t, and repair invalid ones if the setting says so."""
+    def _complete_observations(self, t: int) -> None:
+        """Write nested observations to row t; replace invalid values if the setting says so."""
         columns, at = self._columns, self._columns.lookback + t
         if self._nested is not None:
             leaves = zip(*map(self._obs_check.leaves, self._nested), strict=True)
             arrays = optree.tree_leaves(columns["raw_obs"])
             for array, values in zip(arrays, leaves, strict=True):
                 array[at] = values
-        if self.settings.on_invalid_step == "replace":
+        if self._replaces:
             write(columns["raw_obs"], at, self._obs_check.repair(columns.row("raw_obs", t)))
 
     def _roll(self, min_steps: int) -> None:
@@ -230,17 +232,19 @@ class ColumnSampler:
         normalize, acts_on_obs_only = policy.observation_filter, views.acts_on_obs_only
         act, act_on_views = self._acting_functions()
         whole, nested, envs = self._whole, self._nested, vector_env.num_envs
-        replace, shows_dones = settings.on_invalid_step == "replace", "dones" in views.sources
+        shows_dones = "dones" in views.sources
         lookback, first, t = columns.lookback, self._num_rows, self._num_rows
-        closed = tracker.rows_closed
+        found = tracker.rows_closed  # env steps for the fragment
         stepping = acting = 0.0
         clock = time.perf_counter
         start = clock()
-        raw, obs, rewards, terminateds, truncateds = self._inputs_from(t)
-        while closed < min_steps:
+        raw, obs, rewards, terminateds, truncateds = self._step_columns()
+        self._clear_flags(t)
+        while found < min_steps:
             if t == columns.length:
                 columns.resize(2 * t)
-                raw, obs, rewards, terminateds, truncateds = self._inputs_from(t)
+                raw, obs, rewards, terminateds, truncateds = self._step_columns()
+                self._clear_flags(t)
             at = lookback + t
             if normalize is not None:
                 obs[at] = normalize(raw[at])
@@ -271,8 +275,9 @@ class ColumnSampler:
                 )
                 raise
             stepping += clock() - step_start
-            if nested is not None or replace:
-                self._take_observations(t + 1)
+            if nested is not None or self._replaces:
+                self._complete_observations(t + 1)
+            if self._replaces:
                 self._repair(rewards[at], step)
             if shows_dones:
                 columns["dones"][at] = terminateds[at] | truncateds[at]
@@ -285,8 +290,8 @@ class ColumnSampler:
             if callbacks is not None:
                 callbacks.step(t, step, self._infos, soft, vector_env.resets_in_next_step)
             t += 1
-            closed = tracker.rows_closed if whole else closed + envs - len(step.skipped)
-            if whole and not closed:
+            found = tracker.rows_closed if whole else found + envs - len(step.skipped)
+            if whole and not found:
                 self._warn_without_data(t)
         if normalize is not None:
             columns["obs"][lookback + t] = normalize(columns["raw_obs"][lookback + t])
@@ -305,12 +310,14 @@ class ColumnSampler:
             return act, act_on_views
         return partial(act, explore=False), partial(act_on_views, explore=False)
 
-    def _inputs_from(self, t: int) -> list[Any]:
-        """Return the columns that the environments write; clear ends of episodes from row t on."""
-        arrays = [self._columns[name] for name in INPUTS]
-        for ends in arrays[3:]:
-            ends[self._columns.lookback + t :] = False
-        return arrays
+    def _step_columns(self) -> list[Any]:
+        """Return the columns that the environments write."""
+        return [self._columns[name] for name in STEP_COLUMNS]
+
+    def _clear_flags(self, t: int) -> None:
+        """Write False to the flags of ends from row t on."""
+        for name in ("terminateds", "truncateds"):
+            self._columns[name][self._columns.lookback + t :] = False
 
     def _record_ends(self, t: int, step: VectorStep, states: Any) -> Any:
         """Record which episodes ended after row t; return those that passed a soft horizon."""
@@ -331,18 +338,22 @@ class ColumnSampler:
             )
 
     def _repair(self, rewards: np.ndarray, step: VectorStep) -> None:
-        """Replace invalid rewards and final observations by valid ones, if the setting says so."""
-        if self.settings.on_invalid_step == "replace":
-            np.nan_to_num(rewards, copy=False, posinf=0.0, neginf=0.0)
-            if len(step.ended):
-                step.final = [
-                    self._obs_check.repair(self._obs_check.copy(final)) for final in step.final
-                ]
+        """Replace invalid rewards and final observations by valid ones."""
+        np.nan_to_num(rewards, copy=False, posinf=0.0, neginf=0.0)
+        if len(step.ended):
+            step.final = [
+                self._obs_check.repair(self._obs_check.copy(final)) for final in step.final
+            ]
 
     # -- the end of a fragment ---------------------------------------------------------------------
 
     def _finish(self, before: int, min_steps: int) -> SampleBatch:
-        """Check the rows from row `before` on, build the fragment, and keep the rows after it."""
+        """Check the rows, build the fragment, and keep the rows after it.
+
+        Args:
+            before: number of rows before this fragment, of running episodes.
+            min_steps: see `collect`.
+        """
         num_rows, policy, columns, tracker = (
             self._num_rows,
             self.policy,
@@ -350,14 +361,11 @@ class ColumnSampler:
             self._tracker,
         )
         segments, raw_finals = tracker.segments(num_rows), self._finals()
+        self._clear_dropped_rewards(segments)
         self._step_checks.check(columns, before, num_rows, raw_finals, segments)
         finals = raw_finals
         if policy.observation_filter is not None:
-            resets_next = self.vector_env.resets_in_next_step
-            acted = segments.acted_rows(num_rows, columns.lanes, resets_next)[before + 1 :]
-            seen = columns.part("raw_obs", before + 1, num_rows + 1)[acted]
-            if len(seen):
-                policy.observation_filter.new_stats.update(seen)
+            self._update_filter(policy.observation_filter, before, segments)
             finals = policy.observation_filter(raw_finals)
         chosen = tracker.choose(segments, min_steps)
         returned = segments if chosen.all() else segments.select(chosen)
@@ -370,10 +378,10 @@ class ColumnSampler:
             batch = SampleBatch.concat_samples([postprocess_segment(policy, p) for p in parts])
         rewards = columns.part("rewards", 0, num_rows)
         self.episodes += self._returns.end_fragment(returned, rewards, self._callbacks)
-        lost: list[int] = []
+        failed: list[int] = []
         if not segments.are_open and not self.vector_env.resets_in_next_step:
-            lost = segments.lanes[segments.events == Event.LOST].tolist()
-        self.vector_env.mark_healthy(set(range(self.vector_env.num_envs)).difference(lost))
+            failed = segments.lanes[segments.events == Event.DROPPED].tolist()
+        self.vector_env.mark_healthy(set(range(self.vector_env.num_envs)).difference(failed))
         first = tracker.keep(num_rows, segments, chosen, raw_finals)
         if self._callbacks is not None:
             self._callbacks.update_all(num_rows, self._infos)
@@ -382,6 +390,27 @@ class ColumnSampler:
         self._num_rows = num_rows - first
         self._infos = self._infos[first:]  # a new list: the fragment reads the old one
         return batch
+
+    def _clear_dropped_rewards(self, segments: Segments) -> None:
+        """Write 0 to the rewards of dropped segments, which may be invalid."""
+        is_dropped = segments.events == Event.DROPPED
+        if not segments.are_open and is_dropped.any():
+            dropped = segments.select(is_dropped)
+            rows, segment = dropped.rows()
+            rewards = self._columns.part("rewards", 0, self._num_rows)
+            rewards[rows, dropped.lanes[segment]] = 0
+
+    def _update_filter(
+        self, observation_filter: ObservationFilter, before: int, segments: Segments
+    ) -> None:
+        """Add the observations after row `before` on which the policy acts to its filter; earlier
+        ones have been added."""
+        columns, num_rows = self._columns, self._num_rows
+        resets_next = self.vector_env.resets_in_next_step
+        acted = segments.acted_rows(num_rows, columns.lanes, resets_next)[before + 1 :]
+        seen = columns.part("raw_obs", before + 1, num_rows + 1)[acted]
+        if len(seen):
+            observation_filter.new_stats.update(seen)
 
     def _finals(self) -> Any:
         """Return the final observations of the episodes that ended, [k, …]."""
@@ -449,7 +478,7 @@ class ColumnSampler:
         restarted = self.vector_env.load_state_dict(running["envs"], observations)
         if self._nested is not None:
             self._nested[:] = observations
-            self._take_observations(self._num_rows)
+            self._complete_observations(self._num_rows)
         self._tracker.restart(restarted, self._num_rows)
         self._states.restart(restarted)
         if self._callbacks is not None:

@@ -20,8 +20,8 @@ _ALWAYS_SHIPPED = SAMPLER_COLUMNS - {"infos"}
 
 
 class ColumnShipping:
-    """Ships the columns that policies read, and small ones; the others stay on the actor until they
-    are accessed.
+    """Ships the sampler's columns, recurrent states and the columns that policies read. Other large
+    outputs of policies stay in the object store until they are accessed.
 
     The columns that a policy reads are detected on its first fragment (`Policy.columns_read`).
     `infos` is built only if a policy reads it or `collect_infos` is set.
@@ -54,19 +54,14 @@ class ColumnShipping:
         if ray is None and (read is None or "infos" not in read):
             return rows  # only infos are lazy, and they stay lazy
         columns: dict[str, Any] = {}
-        ships_all = read is None or ray is None  # all columns except infos
+        if read is None or ray is None:
+            read = {name for name, _ in rows.stored()} - {"infos"} | (read or set())
         for name, column in rows.stored():
-            ship = name in _ALWAYS_SHIPPED or name.startswith("state_in_")
-            ship |= ships_all and name != "infos"
-            if ship or (read is not None and name in read):
+            if name in read or name in _ALWAYS_SHIPPED or name.startswith("state_in_"):
                 if isinstance(column, IndexedColumn) and column.is_lazy:
                     column = np.asarray(column)
             elif ray is not None and isinstance(column, (np.ndarray, IndexedColumn)):
-                if not isinstance(column, IndexedColumn) or not column.is_lazy:
-                    array = np.asarray(column)
-                    lazy = LazyColumn(name, partial(_identity, array), array.shape, array.dtype)
-                    column = IndexedColumn(lazy, np.arange(len(array)))
-                column = column.to_reference(ray.put, ray.get)
+                column = _as_lazy(name, column).to_reference(ray.put, ray.get)
             columns[name] = column
         return SampleBatch.unchecked(columns, like=rows)
 
@@ -79,6 +74,15 @@ class ColumnShipping:
         views = {n for n, view in policy.view_requirements.items() if view.used_for_training}
         infos = {"infos"} if self._collect_infos else set()
         return (set(rows) if read is None else read) | views | infos
+
+
+def _as_lazy(name: str, column: np.ndarray | IndexedColumn) -> IndexedColumn:
+    """Return a column as a lazy one."""
+    if isinstance(column, IndexedColumn) and column.is_lazy:
+        return column
+    array = np.asarray(column)
+    lazy = LazyColumn(name, partial(_identity, array), array.shape, array.dtype)
+    return IndexedColumn(lazy, np.arange(len(array)))
 
 
 def _identity(array: np.ndarray) -> np.ndarray:

@@ -139,7 +139,7 @@ class MultiAgentEpisode:
         """Sums of rewards by (agent id, policy id)."""
         return {(a, r.policy_id): r.total_reward for a, r in self.records.items()}
 
-    def record(self, agent_id: AgentID) -> AgentRecord:
+    def agent_record(self, agent_id: AgentID) -> AgentRecord:
         """Return an agent's record; a new agent gets its policy for the whole episode."""
         record = self.records.get(agent_id)
         if record is None:

@@ -60,7 +60,7 @@ class EpisodeCallbacks:
     def start(self, env: int, row: int) -> None:
         """Start an episode with the observation of a row."""
         episode = self._new_episode(env)
-        record = episode.record(SINGLE_AGENT)
+        record = episode.agent_record(SINGLE_AGENT)
         record.alive = True
         note_observation(record, self._observation(row, env), self._policy)
         self._recorded[env] = row
@@ -70,6 +70,7 @@ class EpisodeCallbacks:
         """Return a running episode, updated to `rows` rows of the fragment."""
         episode = self._by_id.get(episode_id)
         if episode is not None:
+            # while callbacks of a step run, the rows of other environments end before the step
             self._update(episode.env_id, rows if self._row is None else self._row, infos)
         return episode
 
@@ -79,9 +80,9 @@ class EpisodeCallbacks:
             if episode is not None:
                 self._update(env, rows, infos)
 
-    def advance(self, rows: int) -> None:
-        """Note that row `rows` becomes the first one."""
-        self._recorded = [row - rows for row in self._recorded]
+    def advance(self, first: int) -> None:
+        """Renumber the rows: row `first` becomes row 0."""
+        self._recorded = [row - first for row in self._recorded]
 
     def _new_episode(self, env: int) -> MultiAgentEpisode:
         worker, episode_id = self._worker, int(self._episode_ids[env])
@@ -154,8 +155,8 @@ class EpisodeCallbacks:
         record = episode.records[SINGLE_AGENT]
         episode.length += rows - first
         add_rows(episode, record, self._columns, env, first, rows)
-        of_step = infos[rows - 1]
-        record.info = of_step[env] if len(of_step) else {}
+        step_infos = infos[rows - 1]
+        record.info = step_infos[env] if len(step_infos) else {}
         record.alive = final is None
         raw = self._observation(rows, env) if final is None else final
         note_observation(record, raw, self._policy)

@@ -74,10 +74,10 @@ class FragmentBuilder:
             adds_values: compute the column `vf_preds`, which was not stored with the actions.
         """
         count = int(segments.lengths.sum())
-        order = None
+        row_index = None
         if count < num_rows * columns.lanes or not segments.in_lane_order:
             row, segment = segments.rows()
-            order = row * columns.lanes + segments.lanes[segment]
+            row_index = row * columns.lanes + segments.lanes[segment]
         grid = {
             name: columns.part(name, 0, num_rows)
             for name in columns.names()
@@ -85,24 +85,24 @@ class FragmentBuilder:
         }
         obs = grid.pop("obs")
         recorded: dict[str, Any] = {name: grid.pop(name) for name in ("infos", "t") if name in grid}
-        grid = self._prepared(grid, segments, order)
+        grid = self._prepared(grid, segments, row_index)
         if adds_values:
             started = time.perf_counter()
-            grid["vf_preds"] = values_of(self.policy, obs, order)
+            grid["vf_preds"] = values_of(self.policy, obs, row_index)
             self._values_s += time.perf_counter() - started
         last = _last_observations(columns, segments, finals)
         added = self._postprocessed(columns, views, segments, obs, grid, last, agent_inputs)
         rows: dict[str, Any] = {}
         if not views.replaces_observations:
-            rows = _observations(obs, order, last, np.cumsum(segments.lengths) - 1)
+            rows = _observations(obs, row_index, last, np.cumsum(segments.lengths) - 1)
         for name, column in {**grid, **recorded, **added}.items():
             if isinstance(column, np.ndarray):
-                rows[name] = by_lane(column, order)
+                rows[name] = by_lane(column, row_index)
             else:
-                rows[name] = optree.tree_map(lambda array: by_lane(array, order), column)
+                rows[name] = optree.tree_map(lambda array: by_lane(array, row_index), column)
         rows = {**self._ids(segments), **rows}
         if not views.acts_on_obs_only:
-            rows.update(views.columns(columns, num_rows, segments, last))
+            rows.update(views.training_columns(columns, num_rows, segments, last))
             lengths_of_sequences = views.sequence_lengths(segments)
             if lengths_of_sequences is not None:
                 rows["seq_lens"] = lengths_of_sequences
@@ -117,7 +117,7 @@ class FragmentBuilder:
         return SampleBatch.unchecked(rows)
 
     def _prepared(
-        self, grid: dict[str, Any], segments: Segments, order: np.ndarray | None
+        self, grid: dict[str, Any], segments: Segments, row_index: np.ndarray | None
     ) -> dict[str, Any]:
         """Return the columns from which advantages are estimated: flags of ends as the settings
         define them, scaled and clipped rewards.
@@ -125,12 +125,12 @@ class FragmentBuilder:
         Args:
             grid: columns [rows, N] of the fragment.
             segments: the rows to return.
-            order: their indices in flattened columns; None if all rows are returned.
+            row_index: their indices in columns of [rows * N]; None: all rows.
         """
         in_segments = None
-        if order is not None:
+        if row_index is not None:
             in_segments = np.zeros(grid["rewards"].shape[:2], bool)
-            in_segments.reshape(-1)[order] = True
+            in_segments.reshape(-1)[row_index] = True
             # sums and estimates must not depend on rows that are not returned
             grid = {
                 name: map_leaves(lambda a: _zero_others(a, in_segments), column)
@@ -247,13 +247,13 @@ class FragmentBuilder:
         return policy.postprocess_fragment(fragment)
 
 
-def values_of(policy: Policy, obs: Any, order: np.ndarray | None = None) -> np.ndarray:
+def values_of(policy: Policy, obs: Any, row_index: np.ndarray | None = None) -> np.ndarray:
     """Return the policy's values [T, N], float32, of observations [T, N, …].
 
     Args:
         policy: the policy; its `compute_values` is called for some rows at a time.
         obs: the observations.
-        order: indices of the time-major rows [T * N] to compute; the others are 0. None: all.
+        row_index: indices of the time-major rows [T * N] to compute; the others are 0. None: all.
 
     Raises:
         ValueError: `compute_values` did not return one value per row.
@@ -261,10 +261,10 @@ def values_of(policy: Policy, obs: Any, order: np.ndarray | None = None) -> np.n
     shape = optree.tree_leaves(obs)[0].shape[:2]
     rows = map_leaves(lambda array: array.reshape(-1, *array.shape[2:]), obs)
     values = np.zeros(shape[0] * shape[1], np.float32)
-    count = len(values) if order is None else len(order)
+    count = len(values) if row_index is None else len(row_index)
     for begin in range(0, count, _ROWS_AT_A_TIME):
         part: Any = slice(begin, min(begin + _ROWS_AT_A_TIME, count))
-        part = part if order is None else order[part]
+        part = part if row_index is None else row_index[part]
         found: Any = policy.compute_values(map_leaves(lambda a, part=part: a[part], rows))
         if np.shape(found) != values[part].shape:
             what = "None" if found is None else f"values of shape {np.shape(found)}"
@@ -304,7 +304,7 @@ def _last_observations(columns: FragmentColumns, segments: Segments, finals: Any
 
 
 def _observations(
-    obs: Any, order: np.ndarray | None, last: Any, cuts: np.ndarray
+    obs: Any, row_index: np.ndarray | None, last: Any, cuts: np.ndarray
 ) -> dict[str, Any]:
     """Return `obs` and `new_obs`.
 
@@ -313,19 +313,19 @@ def _observations(
     """
 
     def base_of(rows: np.ndarray, after: np.ndarray) -> np.ndarray:
-        if order is None and rows.shape[1] == 1:
+        if row_index is None and rows.shape[1] == 1:
             base = np.concatenate([rows[:, 0], after])
             base.flags.writeable = False  # two columns share it
             return base
-        count = rows.shape[0] * rows.shape[1] if order is None else len(order)
+        count = rows.shape[0] * rows.shape[1] if row_index is None else len(row_index)
         base = np.empty((count + len(after), *rows.shape[2:]), rows.dtype)
-        if order is None:
+        if row_index is None:
             base[:count].reshape(rows.shape[1], rows.shape[0], *rows.shape[2:])[:] = np.swapaxes(
                 rows, 0, 1
             )
         else:
             flat = rows.reshape(-1, *rows.shape[2:])
-            np.take(flat, order, 0, out=base[:count], mode="clip")
+            np.take(flat, row_index, 0, out=base[:count], mode="clip")
         base[count:] = after
         base.flags.writeable = False
         return base

@@ -64,7 +64,7 @@ class FragmentSampler:
             collect_infos=settings.collect_infos,
         )
         self._env_sampler: ColumnSampler | MultiAgentSampler | None = None
-        # of an item of the sampler: a fragment, or one whole episode
+        # of an item of the sampler: a fragment, or whole episodes
         self._min_steps = settings.fragment_length * envs.agent_envs.num_envs
         if settings.batch_mode == "complete_episodes":
             self._min_steps = 1
@@ -83,13 +83,13 @@ class FragmentSampler:
 
     @property
     def sampler(self) -> SamplerInput:
-        """The SyncSampler or AsyncSampler that calls `_collect`; created on the first access."""
+        """The SyncSampler or AsyncSampler of this worker; created on the first access."""
         if self._sampler is None:
             sampler_class = AsyncSampler if self._settings.sample_async else SyncSampler
-            self._sampler = sampler_class(self._collect)
+            self._sampler = sampler_class(self._sample_item)
         return self._sampler
 
-    def _collect(self) -> SampleResult:
+    def _sample_item(self) -> SampleResult:
         """Sample one item; runs in the sampler's thread if it has one."""
         policy_map = self._worker.policy_map
         with self._worker.lock:

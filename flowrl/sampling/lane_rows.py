@@ -185,9 +185,7 @@ class LaneRows:
         trajectory.final = trajectory.check.repair(final) if self._replaces else final
         self._complete(trajectory, t, info, terminated, truncated)
         trajectory.end, trajectory.end_time = int(self.current_rows[trajectory.lane]), self.time
-        self.segments.append(
-            Segment(trajectory, trajectory.end, Event.ENDED, terminated, truncated)
-        )
+        self.segments.append(trajectory.cut(trajectory.end, Event.ENDED, terminated, truncated))
         self._release(trajectory)
 
     def _complete(
@@ -343,12 +341,12 @@ class LaneRows:
         if since is not None:
             times = self.columns["time"][self.columns.lookback :]
             for lane, env in enumerate(self.envs.tolist()):
-                known = times[: self.current_rows[lane], lane]
-                firsts[lane] = min(firsts[lane], int(np.searchsorted(known, since[env])))
+                lane_times = times[: self.current_rows[lane], lane]
+                firsts[lane] = min(firsts[lane], int(np.searchsorted(lane_times, since[env])))
         columns = self.columns
         columns.advance_lanes(firsts, self.current_rows)
         self.current_rows -= firsts
-        # rows of trajectories that began before this fragment
+        # rows before row 0 that every running trajectory from an earlier fragment still has
         moved = [int(firsts[t.lane]) for t in running if t.age > firsts[t.lane]]
         known = columns.known + min(moved) if moved else columns.lookback
         columns.known = min(known, columns.lookback)

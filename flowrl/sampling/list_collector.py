@@ -45,10 +45,9 @@ _IDS = ("t", "env_id", "agent_index")
 class _CollectedSegment:
     """Rows `begin` … `end` - 1 of a trajectory."""
 
-    def __init__(self, trajectory: CollectedTrajectory, unroll_id: int):
+    def __init__(self, trajectory: CollectedTrajectory, begin: int, unroll_id: int):
         self.trajectory, self.unroll_id = trajectory, unroll_id
-        self.begin, self.end = trajectory.begin, trajectory.rows
-        trajectory.begin = self.end
+        self.begin, self.end = begin, trajectory.rows
 
     def __len__(self) -> int:
         return self.end - self.begin
@@ -244,7 +243,7 @@ class SimpleListCollector(SampleCollector):
 
     def _has_agent_views(self) -> bool:
         """Return whether a view shows other agents."""
-        return any(self._views_of(pid).of_agents for pid in self.policy_map)
+        return any(self._views_of(pid).agent_views for pid in self.policy_map)
 
     def get_inference_input_dict(self, model: Any) -> dict[str, Any]:
         policy_ids = [
@@ -266,9 +265,20 @@ class SimpleListCollector(SampleCollector):
         return self._shown(views, views.acting, each) if rows else {}
 
     def _shown(
-        self, views: TrajectoryViews, shown: Any, rows: list[tuple[CollectedTrajectory, int, int]]
+        self,
+        views: TrajectoryViews,
+        shown: Any,
+        rows: list[tuple[CollectedTrajectory, int, int]],
+        repeats: bool = False,
     ) -> dict[str, Any]:
-        """Return views at rows: trajectory, row, and the end of the rows that may be shown."""
+        """Return views at rows.
+
+        Args:
+            views: the views of the policy.
+            shown: those of acting, or of training.
+            rows: trajectory, row, and the end of the rows that may be shown.
+            repeats: return a view at every n-th row only, n being its `batch_repeat_value`.
+        """
         columns: dict[str, Any] = {}
         for name, view in shown.items():
             if view.agents is not None:
@@ -279,7 +289,7 @@ class SimpleListCollector(SampleCollector):
                 columns[name] = np.stack([values for values, _ in found])
                 columns[f"{name}_mask"] = np.stack([mask for _, mask in found])
                 continue
-            every = view.repeat if shown is views.training else 1
+            every = view.repeat if repeats else 1
             values = [views.show(view, t, row, end) for t, row, end in rows[::every]]
             is_column = not view.is_window
             columns[name] = column_of(view.source, values) if is_column else stack_values(values)
@@ -293,7 +303,7 @@ class SimpleListCollector(SampleCollector):
     def postprocess_trajectories_so_far(self, episode: MultiAgentEpisode | None = None) -> None:
         for episode_id in list(self._steps) if episode is None else [episode.episode_id]:
             segments = [
-                _CollectedSegment(trajectory, next(self._unroll_ids))
+                _CollectedSegment(trajectory, trajectory.cut(), next(self._unroll_ids))
                 for trajectories in self._trajectories.get(episode_id, {}).values()
                 for trajectory in trajectories
                 if trajectory.rows > trajectory.begin
@@ -334,7 +344,7 @@ class SimpleListCollector(SampleCollector):
             self._observe_rewards(closed)
             for segment in closed:
                 rows = self._build(segment)
-                added = policy.postprocess_fragment(_estimated(rows))
+                added = policy.postprocess_fragment(_as_fragment(rows))
                 rows = rows.without_columns("next_values")
                 parts.append(rows.with_columns(**{n: c[:, 0] for n, c in added.items()}))
             if parts:
@@ -421,7 +431,7 @@ class SimpleListCollector(SampleCollector):
                 last = policy.compute_values_from_input_dict(inputs)
             rows["next_values"] = np.concatenate([rows["vf_preds"][1:], last])
         each = [(trajectory, row, segment.end) for row in range(segment.begin, segment.end)]
-        rows.update(self._shown(views, views.training, each))
+        rows.update(self._shown(views, views.training, each, repeats=True))
         if longest := views.max_seq_len:
             lengths = [min(longest, count - begin) for begin in range(0, count, longest)]
             rows["seq_lens"] = np.array(lengths, np.int32)
@@ -430,7 +440,7 @@ class SimpleListCollector(SampleCollector):
         return SampleBatch.unchecked(rows)
 
 
-def _estimated(rows: SampleBatch) -> dict[str, np.ndarray]:
+def _as_fragment(rows: SampleBatch) -> dict[str, np.ndarray]:
     """Return the columns of a segment as a fragment with one lane, [rows, 1, …], for estimates."""
     columns = {
         name: column[:, None]

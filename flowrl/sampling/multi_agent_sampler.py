@@ -7,10 +7,11 @@ environments, in one write per policy; agents that join, end or take turns are s
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -61,6 +62,14 @@ _STATE: Fields = {
 }
 
 
+class _ActingAgents(NamedTuple):
+    """Agents of an environment that act next and have the same policy, and their lanes."""
+
+    rows: PolicyLanes
+    agents: list[AgentID]
+    lanes: list[int]
+
+
 class MultiAgentSampler:
     """Samples fragments of all environments, with a batch of each policy.
 
@@ -106,8 +115,7 @@ class MultiAgentSampler:
         )
         self._time = 0  # env steps of each environment
         self._is_running = False  # whether the next fragment continues episodes
-        # the agents of each environment that act next: policy, agents, lanes
-        self._acting: list[list[tuple[PolicyLanes, list[AgentID], list[int]]]] = []
+        self._acting: list[list[_ActingAgents]] = []  # by environment
 
     def _make_storage(
         self, checks: AgentChecks
@@ -143,8 +151,9 @@ class MultiAgentSampler:
         """Return one fragment, as the worker returns it.
 
         Args:
-            min_steps: number of env steps, or of agent steps with `count_steps_by="agent_steps"`; a
-                step of all environments and whole episodes may have more.
+            min_steps: number of env steps, or of agent steps with `count_steps_by="agent_steps"`. A
+                step of all environments and whole episodes may have more; after failures of
+                environments, a fragment may have fewer, or none.
         """
         started = time.perf_counter()
         for lanes in self._policies.values():
@@ -235,22 +244,22 @@ class MultiAgentSampler:
         """Find the agents that act next, in the environments where they have changed."""
         running = self._episodes.running
         for env_index in self._episodes.changed:
-            parts: dict[PolicyID, tuple[PolicyLanes, list[AgentID], list[int]]] = {}
+            parts: dict[PolicyID, _ActingAgents] = {}
             episode = running[env_index]
             for agent, trajectory in episode.agents.items() if episode is not None else ():
                 if trajectory.needs_action:
                     policy_id = trajectory.policy_id
                     if policy_id not in parts:
-                        parts[policy_id] = self._policies[policy_id], [], []
-                    parts[policy_id][1].append(agent)
-                    parts[policy_id][2].append(trajectory.lane)
+                        parts[policy_id] = _ActingAgents(self._policies[policy_id], [], [])
+                    parts[policy_id].agents.append(agent)
+                    parts[policy_id].lanes.append(trajectory.lane)
             self._acting[env_index] = list(parts.values())
         self._episodes.changed.clear()
         waiting: dict[PolicyID, list[Trajectory]] = {pid: [] for pid in self._policies}
         for parts_of_env, episode in zip(self._acting, running, strict=True):
-            for lanes, agents, _ in parts_of_env:
+            for rows, agents, _ in parts_of_env:
                 assert episode is not None
-                waiting[lanes.policy_id] += [episode.agents[agent] for agent in agents]
+                waiting[rows.policy_id] += [episode.agents[agent] for agent in agents]
         for policy_id, trajectories in waiting.items():
             self._policies[policy_id].set_waiting(trajectories)
 
@@ -271,11 +280,11 @@ class MultiAgentSampler:
                 raise
         actions = []
         for parts in self._acting:
-            of_env: dict[AgentID, Any] = {}
-            for lanes, agents, _ in parts:
-                # zip takes as many actions as there are agents
-                of_env.update(zip(agents, chosen[lanes.policy_id]))  # noqa: B905
-            actions.append(of_env)
+            env_actions: dict[AgentID, Any] = {}
+            for rows, agents, _ in parts:
+                for_agents = itertools.islice(chosen[rows.policy_id], len(agents))
+                env_actions.update(zip(agents, for_agents, strict=True))
+            actions.append(env_actions)
         return actions
 
     def _store(self, actions: list[dict[AgentID, Any]], results: list[MultiAgentStep]) -> None:
@@ -287,20 +296,20 @@ class MultiAgentSampler:
         by_policy = {policy_id: _Results() for policy_id in self._policies}
         for env_index, (sent, step) in enumerate(zip(actions, results, strict=True)):
             if self._is_regular(env_index, sent, step):
-                self._collect(env_index, step, by_policy)
+                self._gather_regular(env_index, step, by_policy)
                 continue
             episodes.changed.add(env_index)
             if episodes.running[env_index] is not None and step.failed is None:
                 episodes.store_agents(env_index, sent, step)
-        for policy_id, of_policy in by_policy.items():
-            if of_policy.lanes:
-                self._store_regular(self._policies[policy_id], of_policy)
+        for policy_id, results_of_policy in by_policy.items():
+            if results_of_policy.lanes:
+                self._store_regular(self._policies[policy_id], results_of_policy)
         if episodes.changed or episodes.follows_steps:
             for env_index, step in enumerate(results):
                 if env_index in episodes.changed or episodes.follows_steps:
                     episodes.after_step(env_index, step)
 
-    def _collect(
+    def _gather_regular(
         self, env_index: int, step: MultiAgentStep, by_policy: dict[PolicyID, _Results]
     ) -> None:
         """Add what a regular step returned to the results of the agents' policies."""
@@ -308,18 +317,18 @@ class MultiAgentSampler:
         assert episode is not None
         obs, rewards, infos, length = step.obs, step.rewards, step.infos, episode.record.length
         has_infos = any(infos.values())
-        for lanes, agents, numbers in self._acting[env_index]:
-            of_policy, count = by_policy[lanes.policy_id], len(agents)
-            of_policy.lanes += numbers
-            of_policy.observations += [obs[agent] for agent in agents]
-            of_policy.rewards += [rewards[agent] for agent in agents]
-            of_policy.steps += [length] * count
+        for rows, agents, lanes in self._acting[env_index]:
+            results, count = by_policy[rows.policy_id], len(agents)
+            results.lanes += lanes
+            results.observations += [obs[agent] for agent in agents]
+            results.rewards += [rewards[agent] for agent in agents]
+            results.steps += [length] * count
             if has_infos:
-                of_policy.has_infos = True
+                results.has_infos = True
                 # an environment may reuse its dicts
-                of_policy.infos += [dict(infos.get(agent) or ()) for agent in agents]
+                results.infos += [dict(infos.get(agent) or ()) for agent in agents]
             else:
-                of_policy.infos += [None] * count
+                results.infos += [None] * count
         episode.record.length = length + 1
         episode.new_steps += 1
         episode.new_rows += len(obs)
@@ -396,8 +405,8 @@ class MultiAgentSampler:
     def _metrics_of(self, episode: RunningEpisode) -> EpisodeMetrics:
         record, returns = episode.record, episode.returns
         by_agent = [
-            (str(agent), of_agent.policy_id, returns.get(agent, 0.0))
-            for agent, of_agent in record.records.items()
+            (str(agent), agent_record.policy_id, returns.get(agent, 0.0))
+            for agent, agent_record in record.records.items()
         ]
         return EpisodeMetrics(
             sum(returns.values()),

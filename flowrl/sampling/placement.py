@@ -38,7 +38,7 @@ def _is_in_placement_group() -> bool:
 
 
 def _needs(count: int, name: str, amount: float) -> str:
-    """Return, such as `2 workers need 0.5 of 'GPU' each`."""
+    """Return a text such as `2 workers need 0.5 of 'GPU' each`."""
     if count == 1:
         return f"1 worker needs {amount:g} of {name!r}"
     return f"{count} workers need {amount:g} of {name!r} each"

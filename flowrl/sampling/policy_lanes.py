@@ -15,7 +15,7 @@ from flowrl.policies.policy import Policy
 from flowrl.sampling.agent_views import AgentViews
 from flowrl.sampling.fragment_builder import FragmentBuilder
 from flowrl.sampling.ids import IdCounter
-from flowrl.sampling.lane_rows import FLAGS, LaneRows
+from flowrl.sampling.lane_rows import LaneRows
 from flowrl.sampling.policy_outputs import PolicyOutputs
 from flowrl.sampling.running_episodes import Segment, arrays_of
 from flowrl.sampling.segments import Segments
@@ -134,7 +134,7 @@ class PolicyLanes(LaneRows):
         self._normalize(np.arange(self.columns.lanes))
 
     def take(self, segments: list[Segment]) -> SampleBatch:
-        """Return the rows of segments; see `normalize_current`."""
+        """Return the rows of segments; call `normalize_current` before."""
         columns, normalize = self.columns, self.policy.observation_filter
         arrays = arrays_of(segments, self.envs)
         num_rows = int(arrays.ends.max())
@@ -162,10 +162,10 @@ class PolicyLanes(LaneRows):
     def _write_flags(self, segments: list[Segment], arrays: Segments) -> None:
         """Write the columns of ends, which are False in all rows but the last ones of segments."""
         columns, begin = self.columns, self.columns.lookback
-        for name in FLAGS[:2]:
+        for name, flag in (("terminateds", "terminated"), ("truncateds", "truncated")):
             flags = columns.allocate(name, (), np.dtype(bool))
             flags[begin : begin + int(arrays.ends.max())] = False
-            values = [getattr(segment, name[:-1]) for segment in segments]
+            values = [getattr(segment, flag) for segment in segments]
             flags[begin + arrays.ends - 1, arrays.lanes] = values
         if "dones" in self._views.sources:
             dones = columns.allocate("dones", (), np.dtype(bool))

@@ -28,11 +28,12 @@ class PolicyOutputs:
     Args:
         policy: the policy.
         columns: receives `actions`, `state_out_0`, … and the extra outputs of the policy.
-        check: finds invalid observations, whose actions are replaced by zeros: at the end of the
-            fragment, their rows are dropped or raise an error.
+        check: finds observations on which no policy can act, such as NaN. Invalid actions for them
+            become 0; the checks at the end of the fragment raise an error, or their rows are
+            dropped.
         check_actions: check the actions of every step, not only of the first one of a fragment.
         name: the policy, for messages.
-        actor: returns what the n-th action is for, for messages.
+        describe_target: (n) -> what the n-th action is for, for messages.
     """
 
     def __init__(
@@ -42,11 +43,11 @@ class PolicyOutputs:
         check: ObservationCheck,
         check_actions: bool,
         name: str = "the policy",
-        actor: Callable[[int], str] = "sub-environment {}".format,
+        describe_target: Callable[[int], str] = "sub-environment {}".format,
     ):
         self._policy, self._columns, self._check = policy, columns, check
         self._check_actions = check_actions
-        self._name, self._actor = name, actor
+        self._name, self._describe_target = name, describe_target
         self._at_first_step = True  # of a fragment
         self._dtype: Any = None  # of the actions in this fragment; None if they are nested
         self._extra: list[tuple[str, Any]] = []
@@ -86,6 +87,7 @@ class PolicyOutputs:
             raise self._other_columns(extra)
         if self._check_actions or self._at_first_step:
             actions, self._at_first_step = self._valid(actions, at), False
+        # dtypes of numbers are singletons; `is` is faster than ==
         if type(actions) is np.ndarray and actions.dtype is self._dtype:
             arrays["actions"][at] = actions
         else:
@@ -143,7 +145,7 @@ class PolicyOutputs:
                 return actions
         raise ValueError(
             f"{self._name} returned the action {rows_of(actions)[invalid]!r} for "
-            f"{self._actor(invalid)}; its action space is {space}"
+            f"{self._describe_target(invalid)}; its action space is {space}"
         )
 
 

@@ -83,7 +83,7 @@ class ReplayedPool(Pool):
                 sent.error = error
 
     def finish_requests(self) -> None:
-        """Compute all replies, as workers have done before they run a later call."""
+        """Compute all outstanding replies; an actor would compute them before a later call."""
         while self._requests:
             self._compute(self._requests.popleft())
 

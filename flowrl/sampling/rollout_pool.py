@@ -90,7 +90,7 @@ class RolloutPool(ActorPool):
         self._workers_of = workers
 
     def start(self) -> None:
-        # the list is shared with the WorkerSet, which so gets the actors that replace failed ones
+        # the pool replaces failed actors in the WorkerSet's own list
         self._handles = self._workers_of.remote_workers()
         self._incarnations = list(self._workers_of.restart_counts)
 

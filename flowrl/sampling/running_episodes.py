@@ -100,9 +100,23 @@ class Trajectory:
         self.end = self.end_time = 0
         self.pending_reward = 0.0
 
+    def cut(
+        self, end: int, event: int, terminated: bool = False, truncated: bool = False
+    ) -> Segment:
+        """Return the rows since the last cut as a segment; later rows belong to the next one.
+
+        Args:
+            end: the row after the last one.
+            event, terminated, truncated: see Segment.
+        """
+        segment = Segment(self, end, event, terminated, truncated)
+        self.age += end - self.begin
+        self.begin = end
+        return segment
+
 
 class Segment:
-    """Rows `begin` … `end` - 1 of a trajectory; the trajectory continues with row `end`.
+    """Rows `begin` … `end` - 1 of a trajectory; created by `Trajectory.cut`.
 
     Attributes:
         age: rows of the trajectory before `begin`.
@@ -126,8 +140,6 @@ class Segment:
         self.trajectory, self.episode, self.event = trajectory, trajectory.episode, event
         self.begin, self.end, self.age = trajectory.begin, end, trajectory.age
         self.terminated, self.truncated, self.final = terminated, truncated, trajectory.final
-        trajectory.age += end - trajectory.begin
-        trajectory.begin = end
 
     def order(self) -> tuple[int, int, int]:
         """Return the key that sorts segments by environment, episode and agent."""

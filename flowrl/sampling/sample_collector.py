@@ -107,13 +107,13 @@ class SampleCollector(ABC):
     def postprocess_trajectories_so_far(self, episode: MultiAgentEpisode | None = None) -> None:
         """Postprocess the rows of an episode, or of all if None, that are not postprocessed.
 
-        Called at the end of each episode, and before a batch is returned. The rows of one agent in
-        one call are a segment with its own `unroll_id`.
+        Called at the end of each episode; `get_multi_agent_batch_and_reset` must call it for the
+        other rows. The rows of one agent in one call are a segment with its own `unroll_id`.
         """
 
     @abstractmethod
     def get_multi_agent_batch_and_reset(self) -> MultiAgentBatch:
-        """Return all postprocessed rows since the last batch by policy; trajectories continue."""
+        """Return all rows since the last batch by policy, postprocessed; trajectories continue."""
 
     @abstractmethod
     def check_missing_dones(self, episode_id: EpisodeID) -> None:

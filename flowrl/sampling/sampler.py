@@ -35,7 +35,7 @@ class SampleResult(NamedTuple):
 class SamplerInput(ABC):
     """A source of experience from live environments; the first item starts the environments.
 
-    An item is a fragment, or one whole episode with `batch_mode="complete_episodes"`.
+    An item is a fragment, or one or more whole episodes with `batch_mode="complete_episodes"`.
     """
 
     def __init__(self) -> None:

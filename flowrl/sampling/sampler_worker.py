@@ -24,7 +24,7 @@ class SamplerWorker(CallbackWorker, Protocol):
 
     @property
     def policy_for(self) -> Callable[[AgentID, MultiAgentEpisode], PolicyID]:
-        """Return the id of an agent's policy in an episode."""
+        """Function (agent id, episode) -> policy id."""
 
     def to_sample(self, batch: MultiAgentBatch) -> SampleBatch | MultiAgentBatch:
         """Return the batch as `sample()` returns it."""

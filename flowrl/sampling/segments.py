@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import optree
 
 from flowrl.state_schema import Fields, Natural, check_state
+
+_SAVED_ARRAYS = ("episode_ids", "resets", "starts", "_firsts", "_begins", "_steps", "_ages")
+_STATE: Fields = {
+    "next_id": Natural,
+    "events": list[list[Any]],
+    "finals": list[np.ndarray | list[Any]],
+    "rows_closed": Natural,
+}
 
 
 class Event:
@@ -20,7 +28,7 @@ class Event:
 
     ENDED = 0  # the end of the episode
     SOFT_HORIZON = 1  # another episode, without a reset of the environment
-    LOST = 2  # the row and those before it in its segment are dropped
+    DROPPED = 2  # nothing: the segment is in no fragment, because the environment failed or reset
     OPEN = 3  # the end of the fragment
 
     @staticmethod
@@ -42,8 +50,10 @@ class Segments:
     Attributes:
         lanes: lane of each, [S].
         begins, ends: first row, and the row after the last one, [S].
-        steps: env steps of the episode before the first row, [S].
-        ages: rows before the first one since the environment's reset, [S].
+        steps: env steps of the episode before the first row, [S]; unused for segments of agents,
+            whose `t` is a column.
+        ages: rows before the first one since the environment's reset, or since the agent's first
+            observation, [S].
         episode_ids: [S].
         events: what follows the last row, [S].
         finals: index of the final observation among those of the fragment, [S]; -1 if the
@@ -98,7 +108,7 @@ class Segments:
 
     def acted_rows(self, num_rows: int, num_lanes: int, resets_in_next_step: bool) -> np.ndarray:
         """Return which observations a policy acts on, bool [num_rows + 1, lanes], without those of
-        lost segments and the first one after a failure.
+        dropped segments and the first one after a failure.
 
         Args:
             num_rows: number of rows of the fragment.
@@ -106,14 +116,14 @@ class Segments:
             resets_in_next_step: whether the row after an episode's end only resets.
         """
         acted = np.zeros((num_rows + 1, num_lanes), bool)
-        is_lost = self.events == Event.LOST
-        kept = self.select(~is_lost) if is_lost.any() else self
+        is_dropped = self.events == Event.DROPPED
+        kept = self.select(~is_dropped) if is_dropped.any() else self
         row, segment = kept.rows()
         acted[row, kept.lanes[segment]] = True
         is_open = kept.events == Event.OPEN
         acted[kept.ends[is_open], kept.lanes[is_open]] = True
         # final observations, or what follows a failure
-        not_acted = self.events == Event.ENDED if resets_in_next_step else is_lost
+        not_acted = self.events == Event.ENDED if resets_in_next_step else is_dropped
         acted[self.ends[not_acted], self.lanes[not_acted]] = False
         return acted
 
@@ -125,6 +135,15 @@ class Segments:
             **arrays,
             initial_states=None if states is None else [state[which] for state in states],
         )
+
+
+class _RecordedEvent(NamedTuple):
+    """An event after a row of some environments, and the ids of the episodes of the row."""
+
+    row: int
+    envs: Any
+    event: int
+    episode_ids: np.ndarray
 
 
 class SegmentTracker:
@@ -168,14 +187,14 @@ class SegmentTracker:
 
     def forget(self) -> None:
         """Forget the events of the fragment."""
-        self._events: list[tuple[int, Any, int, np.ndarray]] = []  # row, environments, …, ids
+        self._events: list[_RecordedEvent] = []
         self.finals: list[Any] = []
         self.rows_closed = 0
 
     def start(self) -> None:
         """Start an episode in every environment, at row 0."""
         self.forget()
-        for name in _STATE:
+        for name in _SAVED_ARRAYS:
             getattr(self, name)[:] = 0
         self._new_episodes(np.arange(len(self.resets)))
 
@@ -206,10 +225,10 @@ class SegmentTracker:
             self._end(row, ended, Event.ENDED)
             self.finals.append(finals)
         if len(skipped):  # after the end of the episode, which has started the next one
-            self._events.append((row, skipped, Event.LOST, self.episode_ids[skipped]))
+            self._record(row, skipped, Event.DROPPED)
             self._firsts[skipped] = row + 1
         if len(failed):
-            self._end(row, failed, Event.LOST)
+            self._end(row, failed, Event.DROPPED)
         for envs in (ended, skipped, failed):
             if len(envs):
                 self.resets[envs] = self.starts[envs] = row + 1
@@ -218,10 +237,13 @@ class SegmentTracker:
             self.starts[soft] = row + 1
         return soft
 
+    def _record(self, row: int, envs: Any, event: int) -> None:
+        self._events.append(_RecordedEvent(row, envs, event, self.episode_ids[envs]))
+
     def _end(self, row: int, envs: Any, event: int) -> None:
         """End the episodes of environments after a row."""
-        self._events.append((row, envs, event, self.episode_ids[envs]))
-        if self._whole and event != Event.LOST:
+        self._record(row, envs, event)
+        if self._whole and event != Event.DROPPED:
             self.rows_closed += int((row + 1 - self._firsts[envs]).sum())
         self._new_episodes(envs)
         self._firsts[envs] = row + 1
@@ -236,12 +258,13 @@ class SegmentTracker:
                 self._ages.copy(), self.episode_ids.copy(), self._all_open, self._no_finals,
                 self._all, envs=envs, agents=self._no_agents, are_open=not self._whole,
             )  # fmt: skip
-        events = [*self._events, (num_rows - 1, envs, Event.OPEN, self.episode_ids)]
-        counts = [len(lanes) for _, lanes, _, _ in events]
-        lanes = np.concatenate([np.asarray(lanes, np.int64) for _, lanes, _, _ in events])
-        rows = np.repeat([row for row, _, _, _ in events], counts)
-        kinds = np.repeat([event for _, _, event, _ in events], counts)
-        ids = np.concatenate([ids for _, _, _, ids in events])
+        ends = _RecordedEvent(num_rows - 1, envs, Event.OPEN, self.episode_ids)
+        events = [*self._events, ends]
+        counts = [len(one.envs) for one in events]
+        lanes = np.concatenate([np.asarray(one.envs, np.int64) for one in events])
+        rows = np.repeat([one.row for one in events], counts)
+        kinds = np.repeat([one.event for one in events], counts)
+        ids = np.concatenate([one.episode_ids for one in events])
         finals = np.full(len(lanes), -1)
         (ended,) = (kinds == Event.ENDED).nonzero()
         finals[ended] = np.arange(len(ended))
@@ -265,7 +288,7 @@ class SegmentTracker:
         end that have `min_steps` rows."""
         if segments.are_open:
             return self._all
-        chosen = (segments.events != Event.LOST) & (segments.lengths > 0)
+        chosen = (segments.events != Event.DROPPED) & (segments.lengths > 0)
         if self._whole:
             chosen &= segments.events != Event.OPEN
             (index,) = chosen.nonzero()
@@ -293,14 +316,14 @@ class SegmentTracker:
         first = int(self._begins.min())
         for rows in (self._begins, self._firsts, self.resets, self.starts):
             rows -= first
-        self._events = [(row - first, *event) for row, *event in self._events]
+        self._events = [one._replace(row=one.row - first) for one in self._events]
         return first
 
     def _keep_segments(
         self, num_rows: int, segments: Segments, chosen: np.ndarray, finals: Any
     ) -> None:
-        """Keep the segments of each lane after those that are chosen or lost."""
-        done = chosen | (segments.events == Event.LOST)
+        """Keep the segments of each lane after those that are chosen or dropped."""
+        done = chosen | (segments.events == Event.DROPPED)
         self._begins[:], self._steps[:], self._ages[:] = num_rows, 0, 0
         kept: dict[int, list[int]] = {}
         for index, lane in enumerate(segments.lanes.tolist()):
@@ -315,11 +338,11 @@ class SegmentTracker:
             if event == Event.OPEN:
                 continue
             ids = segments.episode_ids[index : index + 1]
-            self._events.append((int(segments.ends[index]) - 1, lane, event, ids))
+            self._events.append(_RecordedEvent(int(segments.ends[index]) - 1, lane, event, ids))
             if event == Event.ENDED:
                 at = int(segments.finals[index])
                 self.finals.append(_slice(finals, at))
-            if event != Event.LOST:
+            if event != Event.DROPPED:
                 self.rows_closed += int(segments.lengths[index])
 
     def state_dict(self) -> dict[str, Any]:
@@ -332,18 +355,19 @@ class SegmentTracker:
             ],
             "finals": list(self.finals),
             "rows_closed": self.rows_closed,
-            **{name: getattr(self, name).copy() for name in _STATE},
+            **{name: getattr(self, name).copy() for name in _SAVED_ARRAYS},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of `state_dict`."""
-        check_state(state, _STATE_FIELDS, "tracker")
+        check_state(state, _STATE, "tracker")
         self.next_id = state["next_id"]
         self._events = [
-            (row, envs, Event.checked(event), ids) for row, envs, event, ids in state["events"]
+            _RecordedEvent(row, envs, Event.checked(event), ids)
+            for row, envs, event, ids in state["events"]
         ]
         self.finals, self.rows_closed = list(state["finals"]), state["rows_closed"]
-        for name in _STATE:
+        for name in _SAVED_ARRAYS:
             array: np.ndarray = getattr(self, name)
             if state[name].dtype != array.dtype or state[name].shape != array.shape:
                 raise ValueError(f"tracker/{name}: must be {array.dtype} of shape {array.shape}")
@@ -358,7 +382,7 @@ class SegmentTracker:
                 self._steps[env] = self._ages[env] = 0
         self.resets[envs] = self.starts[envs] = row
         if row:
-            self._events.append((row - 1, np.array(envs), Event.LOST, self.episode_ids[envs]))
+            self._record(row - 1, np.array(envs), Event.DROPPED)
         self._new_episodes(envs)
         self._firsts[envs] = row
 
@@ -368,12 +392,3 @@ def _slice(finals: Any, index: int) -> Any:
     if isinstance(finals, np.ndarray):
         return finals[index : index + 1]
     return [optree.tree_map(lambda array: array[index], finals)]
-
-
-_STATE = ("episode_ids", "resets", "starts", "_firsts", "_begins", "_steps", "_ages")
-_STATE_FIELDS: Fields = {
-    "next_id": Natural,
-    "events": list[list[Any]],
-    "finals": list[np.ndarray | list[Any]],
-    "rows_closed": Natural,
-}

@@ -13,7 +13,7 @@ class SpareWorker(RolloutWorker):
     """A process that has imported the packages of a worker, without environments and policies.
 
     Args:
-        arguments: keyword arguments of RolloutWorker, without those that `become` takes.
+        arguments: keyword arguments of RolloutWorker; `become` replaces those that it takes.
     """
 
     def __init__(self, arguments: dict[str, Any]):

@@ -38,10 +38,10 @@ class StepChecks:
     def check(
         self, columns: FragmentColumns, first: int, num_rows: int, finals: Any, segments: Segments
     ) -> None:
-        """Check the rows of the segments that are not lost.
+        """Check the rows of the segments that are not dropped.
 
         Args:
-            columns: the rows; the rewards of lost segments are set to 0.
+            columns: the rows; the rewards of dropped segments are finite.
             first: first row of the fragment, after the rows of running episodes, for messages.
             num_rows: number of rows, with those of running episodes.
             finals: final observations of the episodes that ended, [k, …].
@@ -55,11 +55,7 @@ class StepChecks:
             columns.part("raw_obs", 0, num_rows + 1),
             columns.part("rewards", 0, num_rows),
         )
-        lost = segments.events == Event.LOST
-        if not segments.are_open and lost.any():
-            lost_segments = segments.select(lost)
-            lost_rows, segment = lost_segments.rows()
-            rewards[lost_rows, lost_segments.lanes[segment]] = 0
+        dropped = segments.events == Event.DROPPED
         has_finals = not segments.are_open and bool((segments.finals >= 0).any())
         fits = check.in_bounds(raw) and (not has_finals or check.in_bounds(finals))
         if not fits and self._warn_only and check.is_usable(raw) and check.is_usable(finals):
@@ -71,7 +67,7 @@ class StepChecks:
         invalid_finals = check.invalid_rows(finals, 1, self._warn_only)
         invalid_rewards = ~np.isfinite(rewards)
         problems = []  # row of the step, environment, description
-        for index in np.flatnonzero(~lost).tolist():
+        for index in np.flatnonzero(~dropped).tolist():
             env, begin = int(segments.lanes[index]), int(segments.begins[index])
             end, final = int(segments.ends[index]), int(segments.finals[index])
             is_open = segments.events[index] == Event.OPEN

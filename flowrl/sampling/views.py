@@ -1,4 +1,5 @@
-"""Views: what a policy's view requirements show in train batches and at the ends of segments."""
+"""Views: what a policy's view requirements show when it acts, in train batches and at the ends of
+segments."""
 
 from __future__ import annotations
 
@@ -90,18 +91,18 @@ class Views(ActingViews):
             shift = shifts if views["obs"].is_window else shifts[0]
             views["new_obs"] = ViewRequirement("obs", views["obs"].space, shift)
         self._training = {n: View(n, v) for n, v in views.items() if v.used_for_training}
-        self.acts_on_obs_only = list(self._acting) == ["obs"] and not views and not self.of_agents
+        self.acts_on_obs_only = list(self._acting) == ["obs"] and not views and not self.agent_views
         check_repeats(self._training)
-        of_agents = self.of_agents
+        agent_views = self.agent_views
         self.agents_acting = {
             name: view
-            for name, view in of_agents.items()
+            for name, view in agent_views.items()
             if requirements[name].known_for_actions(name)
         }
         self.agents_training = {
-            name: view for name, view in of_agents.items() if requirements[name].used_for_training
+            name: view for name, view in agent_views.items() if requirements[name].used_for_training
         }
-        self._use([*self._acting.values(), *self._training.values(), *of_agents.values()])
+        self._use([*self._acting.values(), *self._training.values(), *agent_views.values()])
 
     @property
     def defers_values(self) -> bool:
@@ -196,7 +197,7 @@ class Views(ActingViews):
 
     # -- training ----------------------------------------------------------------------------------
 
-    def columns(
+    def training_columns(
         self, columns: FragmentColumns, num_rows: int, segments: Segments, observations: Any
     ) -> dict[str, Any]:
         """Return the views for training, [rows, …] each, in the order of the segments.

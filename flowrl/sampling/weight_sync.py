@@ -14,7 +14,7 @@ INLINE_BYTES = 100_000  # larger weights go through the object store, one object
 
 
 class _Versions(NamedTuple):
-    """The versions of weights and filters, by policy id; the lag of a batch counts weights only."""
+    """The versions of weights and filters, by policy id."""
 
     weights: dict[str, int]
     filters: dict[str, int]
@@ -116,7 +116,8 @@ class WeightSync:
         )
 
     def _observed(self) -> _Snapshot | None:
-        """Return the published copy; None if there is none."""
+        """Return the published copy; None if there is none. In a replay, let the learner make the
+        recorded steps first."""
         published = self._published
         if published is None or self.learner_thread is None or current_metrics() is None:
             return published
@@ -166,7 +167,7 @@ class WeightSync:
     def take_payload(self, index: int, from_node: str | None, to_node: str | None) -> Any | None:
         """Return what a worker must load before it samples, and mark it as sent.
 
-        Times `update`: the preparation of each new version of the weights.
+        Adds the preparation of each new version of the weights to the timer `update`.
 
         Args:
             index: the worker.
