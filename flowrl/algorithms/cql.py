@@ -26,6 +26,7 @@ from flowrl.trainer.config import PlanSetting, PlanSource
 
 log = logging.getLogger("flowrl")
 
+MAX_WEIGHT = 1e6  # of the penalty
 COLUMNS = ("obs", "new_obs", "actions", "rewards", "terminateds")
 
 
@@ -116,10 +117,14 @@ class CQLTorchPolicy(SACTorchPolicy):
             return super().critic_loss(batch) + self.config.min_q_weight * gaps.sum()
         log_weight: Any = self.model.log_min_q_weight
         excess = gaps - self.config.lagrangian_thresh
-        weight = log_weight.exp().clamp(max=1e6)
-        self.stats["min_q_weight"] = weight.detach()
-        penalty = weight.detach() * excess.sum()
-        return super().critic_loss(batch) + penalty - weight * excess.detach().sum()
+        weight = log_weight.detach().exp().clamp(max=MAX_WEIGHT)
+        self.stats["min_q_weight"] = weight
+        penalty = weight * excess.sum()
+        # the weight rises by the gradient of weight * excess; at its maximum, it only falls
+        gain = weight * excess.detach().sum()
+        slope = torch.where(weight < MAX_WEIGHT, gain, gain.clamp(max=0.0))
+        gain = gain + (log_weight - log_weight.detach()) * slope
+        return super().critic_loss(batch) + penalty - gain
 
     def gaps(self, batch: TensorBatch) -> torch.Tensor:
         """Return the mean of log sum exp Q(s, a) - Q(s, a of the batch) of each critic, [critics].

@@ -11,6 +11,7 @@ import torch
 from flowrl.algorithms.dqn import DQN, DQNConfig, DQNTorchPolicy
 from flowrl.data import SampleBatch
 from flowrl.policies.config import ModelConfig
+from flowrl.policies.exploration import FORBIDDEN
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.policies.views import ViewRequirement
 from flowrl.settings import ConfigError, Count, Positive, check_of_settings
@@ -179,18 +180,23 @@ class R2D2TorchPolicy(DQNTorchPolicy):
         """
         gamma, eps = self.config.gamma, self.config.h_function_epsilon
         rewards = batch.array("rewards").astype(np.float64)
-        remaining = np.repeat(np.cumsum(lens), lens) - np.arange(len(rewards))  # in the sequence
-        steps = np.minimum(self.config.n_step, remaining)
+        number = np.arange(len(rewards))
+        remaining = np.repeat(np.cumsum(lens), lens) - number  # in the sequence
+        is_terminated = batch.array("terminateds").astype(bool)
+        # rows up to the next terminated one, which may be inside a sequence if a life was lost
+        terminated_rows = np.append(np.flatnonzero(is_terminated), len(rewards))
+        to_terminated = terminated_rows[np.searchsorted(terminated_rows, number)] - number
+        steps = np.minimum(self.config.n_step, np.minimum(remaining, to_terminated + 1))
         returns = np.zeros(len(rewards))
         for k in range(int(steps.max(initial=0))):
             rows = np.flatnonzero(steps > k)
             returns[rows] += gamma**k * rewards[rows + k]
         next_rows = _unrolled_rows(lens) + steps
         next_values = target_q[next_rows, scores[next_rows].argmax(1)].astype(np.float64)
+        next_values[next_values <= FORBIDDEN] = 0.0  # all actions are masked
         if self.config.use_h_function:
             next_values = unscaled(next_values, eps)
-        is_terminated = np.repeat(batch.array("terminateds")[np.cumsum(lens) - 1], lens)
-        is_terminal = is_terminated & (steps == remaining)
+        is_terminal = is_terminated[number + steps - 1]
         targets = returns + np.where(is_terminal, 0.0, gamma**steps * next_values)
         return (scaled(targets, eps) if self.config.use_h_function else targets).astype(np.float32)
 

@@ -231,7 +231,8 @@ class VTracePolicy(TorchPolicy):
             values: values of the observations, [B].
         """
         config = self.config
-        ends = trajectory_ends(batch)
+        # a row inside an episode may be terminated, too, if a life was lost
+        ends = trajectory_ends(batch) | batch.array("terminateds").astype(bool)
         end_rows = np.flatnonzero(ends)
         next_values = np.empty_like(values)
         next_values[:-1] = values[1:]
@@ -253,7 +254,7 @@ class VTracePolicy(TorchPolicy):
 
     def _next_values(self, batch: TensorBatch, rows: np.ndarray) -> np.ndarray:
         """Return the values of the states after these rows, 0 where they terminated."""
-        is_alive = ~batch.array("terminateds")[rows]
+        is_alive = ~batch.array("terminateds")[rows].astype(bool)
         if BOOTSTRAP in batch:
             next_values = batch.array(BOOTSTRAP)[rows]
         else:
@@ -267,17 +268,19 @@ class VTracePolicy(TorchPolicy):
 
 
 def trajectory_ends(batch: Any) -> np.ndarray:
-    """Return a bool array [B], True for the last row of each trajectory: the next row is not its
-    next step."""
+    """Return a bool array [B], True for the last row of each trajectory.
+
+    The next row continues a trajectory if it is of the same agent and episode, and of the next env
+    step. If agents take turns, it may be of a later env step of the same unroll.
+    """
     column = batch.array if isinstance(batch, TensorBatch) else batch.__getitem__
     episodes, agents, times = column("eps_id"), column("agent_index"), column("t")
-    ends = np.ones(len(times), bool)
-    ends[:-1] = (
-        (times[1:] != times[:-1] + 1)
-        | (episodes[1:] != episodes[:-1])
-        | (agents[1:] != agents[:-1])
-    )
-    return ends
+    steps = np.diff(times)
+    continues = steps == 1
+    if "unroll_id" in batch:
+        continues |= (steps > 1) & (np.diff(column("unroll_id")) == 0)
+    continues &= (np.diff(episodes) == 0) & (np.diff(agents) == 0)
+    return np.append(~continues, True)
 
 
 def vtrace_of_rows(

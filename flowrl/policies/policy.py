@@ -449,9 +449,11 @@ class Policy(ActsOnObservations):
 
     def load_learned_state(self, state: dict[str, Any]) -> None:
         """Load another process's `get_state`, but keep what belongs to the sampling of this
-        process: the random stream of actions, reward sums and the noise of the exploration."""
-        acting = self.acting_state_dict()
+        process: the random stream of actions, reward sums, the noise of the exploration, and the
+        statistics of the filters, which come from the rollouts."""
+        acting, filters = self.acting_state_dict(), self.filter_state_dict()
         self.set_state(state)
+        self.load_filter_state_dict(filters)
         learned = {key: state[key] for key in ("version", "timestep", "shuffle_rng")}
         self.load_acting_state_dict({**acting, **learned})
         self.total_timesteps = state["total_timesteps"] or self.total_timesteps

@@ -277,9 +277,10 @@ def split_final_observations(
     obs = list(map(dict.__getitem__, batches, itertools.repeat(OBS)))
     if set(map(type, next_obs)) == {NextRows} and set(map(type, obs)) == {np.ndarray}:
         bases = [rows.base for rows in next_obs]
-        if all(column.base is base for column, base in zip(obs, bases, strict=True)):
-            # fragments of our samplers
-            cuts = [rows.cuts for rows in next_obs]
+        cuts = [rows.cuts for rows in next_obs]
+        is_plain = all(column.base is base for column, base in zip(obs, bases, strict=True))
+        if is_plain and not any(map(_has_done_between_cuts, batches, cuts)):
+            # fragments of our samplers, in which no life was lost
             finals = [base[count:] for base, count in zip(bases, counts, strict=True)]
             if len(batches) == 1:
                 return batches, cuts[0], finals
@@ -291,6 +292,14 @@ def split_final_observations(
     ends = np.concatenate([end + at for (_, end, _), at in zip(parts, offsets, strict=False)])
     leaves = zip(*(leaves for _, _, leaves in parts), strict=True)
     return [batch for batch, _, _ in parts], ends, [np.concatenate(leaf) for leaf in leaves]
+
+
+def _has_done_between_cuts(batch: SampleBatch, cuts: np.ndarray) -> bool:
+    """Return whether a row is done although the next row has its next observation."""
+    flags = (dict.get(batch, name) for name in DONE_FLAGS)
+    return any(
+        flag is not None and np.count_nonzero(flag) > np.count_nonzero(flag[cuts]) for flag in flags
+    )
 
 
 def _split_batch(batch: SampleBatch) -> tuple[SampleBatch, np.ndarray, list[np.ndarray]]:

@@ -17,6 +17,7 @@ from flowrl.iter.metrics import MetricsContext
 from flowrl.ops import ParallelRollouts, UpdateTargetNetwork
 from flowrl.policies import ConfigError
 from flowrl.policies.config import ModelConfig
+from flowrl.policies.distributions import SquashedGaussian
 from flowrl.policies.learning.flat_parameters import FlatAdam, FlatParameters
 from flowrl.policies.models.fcnet import FullyConnectedNetwork
 from flowrl.policies.models.numpy_forward import outputs_by_numpy
@@ -710,3 +711,35 @@ def test_further_columns_of_a_subclass_are_recorded(kind):
 
     _, _, extra = make(WithColumn).compute_actions(np.zeros((4, 3), np.float32))
     assert extra["my_column"].shape == (4,)
+
+
+def test_kernels_of_actor_critics_are_used_only_for_shipped_distributions():
+    class OtherDistribution(SquashedGaussian):
+        pass
+
+    class OtherSAC(SACTorchPolicy):
+        def make_distribution(self):
+            return OtherDistribution.for_space(self.action_space)
+
+    class OtherSamples(SACTorchPolicy):
+        def _sample_actions(self, outputs):
+            actions, logp = super()._sample_actions(outputs)
+            return 0.5 * actions, logp
+
+    class OtherTD3(TD3TorchPolicy):
+        def make_distribution(self):
+            return super().make_distribution()
+
+    for kind, is_used in (
+        (SACTorchPolicy, True), (TD3TorchPolicy, True), (OtherSAC, False), (OtherSamples, False),
+        (OtherTD3, False),
+    ):  # fmt: skip
+        assert (make(kind).learner.kernel is not None) == is_used
+
+
+def test_sac_learns_with_a_temperature_that_underflows():
+    policy = make()
+    with torch.no_grad():
+        policy.model.log_alpha.fill_(-200.0)
+    assert policy.alpha == 0.0
+    assert math.isfinite(policy.learn_on_batch(rows())["total_loss"])

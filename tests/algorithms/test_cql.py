@@ -244,3 +244,22 @@ def test_unsupported_spaces_settings_and_data_are_rejected(pendulum, tmp_path):
         algorithm.train()
     with pytest.raises(ConfigError, match="input_"):
         CQLConfig(**base, action_space=BOUNDS).build().train()
+
+
+def test_lagrange_weight_falls_from_its_maximum_and_does_not_rise_above_it():
+    config = {**SMALL, "lagrangian": True, "lr": 1e-2, "min_q_weight": 1.1e6}
+
+    def log_weights(threshold):
+        policy = CQLTorchPolicy(BOX, THREE, {**config, "lagrangian_thresh": threshold})
+        weights = []
+        for _ in range(20):
+            stats = policy.learn_on_batch(rows(64, actions=THREE))
+            assert stats["min_q_weight"] <= 1e6
+            weights.append(float(policy.model.log_min_q_weight))
+        return weights
+
+    falling = log_weights(1000.0)  # the gap is below
+    assert falling[-1] < falling[0]
+    assert falling[-1] < math.log(1e6)
+    constant = log_weights(1e-3)
+    assert constant[-1] == constant[0] == pytest.approx(math.log(1.1e6))

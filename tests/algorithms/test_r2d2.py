@@ -31,6 +31,33 @@ def test_unscaled_inverts_scaled():
     assert scaled(np.array([3.0, -3.0]), 0.01).tolist() == pytest.approx([1.03, -1.03])
 
 
+@pytest.mark.parametrize("lost", [[], [2], [1, 4], [3, 6]])
+def test_targets_end_at_lost_lives_inside_of_a_sequence(lost):
+    lens, gamma, n_step = np.array([5, 3]), 0.9, 3
+    observations, actions = spaces.Box(-1, 1, (2,), np.float32), spaces.Discrete(2)
+    config = {"seed": 0, "gamma": gamma, "n_step": n_step, "use_h_function": False}
+    policy = R2D2TorchPolicy(observations, actions, {**config, "model": SMALL})
+    rewards = np.arange(1.0, 9, dtype=np.float32)
+    terminateds = np.isin(np.arange(8), lost)
+    batch = policy.tensors(SampleBatch(rewards=rewards, terminateds=terminateds))
+    values = np.random.default_rng(0).standard_normal(10).astype(np.float32)
+    q = np.repeat(values[:, None], 2, 1)  # of each sequence's observations, with the last one
+    targets = policy._sequence_targets(batch, lens, q, q)
+    expected = []
+    for start, length, shift in ((0, 5, 0), (5, 3, 1)):
+        for row in range(start, start + length):
+            total, discount, at = 0.0, 1.0, row
+            for _ in range(n_step):
+                total += discount * rewards[at]
+                discount *= gamma
+                at += 1
+                if terminateds[at - 1] or at == start + length:
+                    break
+            bootstrap = 0.0 if terminateds[at - 1] else discount * values[at + shift]
+            expected.append(total + bootstrap)
+    np.testing.assert_allclose(targets, expected, rtol=1e-5)
+
+
 def sampled(policy_config, rows=34, length=11):
     """Return a worker of CountEnv (episodes of `length` steps), its policy, and a fragment."""
     worker = RolloutWorker(

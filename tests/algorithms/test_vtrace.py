@@ -50,6 +50,38 @@ def test_trajectory_ends_where_the_next_row_is_not_the_next_step():
     assert trajectory_ends(batch).tolist() == [0, 1, 1, 0, 1, 0, 1]
 
 
+def test_trajectory_of_an_agent_that_takes_turns_ends_with_its_unroll():
+    batch = SampleBatch(
+        eps_id=[1] * 7,
+        agent_index=[0, 0, 0, 0, 0, 1, 1],
+        t=[1, 3, 6, 8, 2, 4, 5],
+        unroll_id=[5, 5, 5, 6, 6, 6, 6],
+    )
+    assert trajectory_ends(batch).tolist() == [0, 0, 1, 1, 1, 0, 1]
+
+
+@pytest.mark.parametrize("kind", [IMPALAConfig, APPOConfig])
+@pytest.mark.parametrize("dtype", [bool, np.uint8, np.float32])
+def test_value_after_a_lost_life_is_zero(kind, dtype):
+    """A row inside of an episode may be terminated: its target has no later reward or value."""
+    with kind(env="CartPole-v1", num_workers=0, seed=0, gamma=0.9).build() as algorithm:
+        policy = algorithm.get_policy()
+        rows = {
+            "obs": np.zeros((6, 4), np.float32),
+            "new_obs": np.zeros((6, 4), np.float32),
+            "actions": np.zeros(6, np.int64),
+            "rewards": np.array([0, 0, 0, 0, 1, 0], np.float32),
+            "action_logp": np.full(6, -0.5, np.float32),
+            "eps_id": np.zeros(6, np.int64),
+            "agent_index": np.zeros(6, np.int64),
+            "t": np.arange(6),
+        }
+        lost = np.isin(np.arange(6), [2, 5]).astype(dtype)
+        batch = policy.tensors(SampleBatch(rows, terminateds=lost))
+        targets, _ = policy.vtrace_targets(batch, batch.array("action_logp"), np.zeros(6, "f4"))
+    np.testing.assert_allclose(targets, [0, 0, 0, 0.9, 1, 0], atol=1e-6)
+
+
 def small(kind, **changes):
     base = {"env": "CartPole-v1", "num_envs_per_worker": 3, "rollout_fragment_length": 17}
     base |= {"seed": 5, "plan": "impala", "train_batch_size": 51, "vtrace_clip_c_threshold": 0.7}
@@ -195,7 +227,7 @@ def test_parts_of_recurrent_batches_contain_whole_trajectories(burn_in):
         for parts in (
             list(learner.minibatches(prepared, size)),
             list(learner.microbatches(prepared, size)),
-            [learner.share_of(prepared, rank, 3) for rank in range(3)],
+            [learner.rows_of_process(prepared, rank, 3) for rank in range(3)],
         ):
             assert len(parts) > 2
             rows = [policy.tensors(part) for part in parts]

@@ -118,6 +118,20 @@ def test_two_learners_equal_one(case):
             np.testing.assert_allclose(other_adam[index]["exp_avg"], slot["exp_avg"], atol=1e-6)
 
 
+@pytest.mark.parametrize("num_learners", [0, 1])
+def test_running_normalization_has_all_sampled_rows(num_learners):
+    settings = {"rollout_fragment_length": 50, "sgd_minibatch_size": 50, "seed": 0}
+    filters = {"normalize_observations": True, "normalize_rewards": True}
+    with PPO("CartPole-v1", **settings, **filters) as algorithm:
+        workers, policy = algorithm.workers, algorithm.get_policy()
+        train = MultiGPUTrainOneStep(workers, num_sgd_iter=1, num_learners=num_learners)
+        with ParallelRollouts(workers).for_each(train) as rounds:
+            for number in range(1, 4):
+                next(rounds)
+                assert policy.observation_filter.stats.count == 50 * number
+                assert policy.reward_scaler.stats.count == 50 * number
+
+
 @pytest.mark.slow
 def test_three_learners_update_target_networks():
     config = make_config(DQNConfig, rollout_fragment_length=50, dueling=False, tau=0.3)

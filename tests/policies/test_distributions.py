@@ -217,3 +217,13 @@ def test_deterministic_distribution():
     for zero in (logp, dist.logp(actions), dist.entropy(), dist.kl(dist)):
         assert zero.shape == (64,)
         assert not zero.any()
+
+
+@pytest.mark.parametrize("log_std", [-10.0, -14.0, -18.0])
+def test_squashed_log_probability_of_a_sample_is_exact_for_small_deviations(log_std):
+    noise = torch.randn(256, 1, generator=torch.Generator().manual_seed(0))
+    inputs = torch.tensor([[1.5, log_std]]).repeat(256, 1)
+    _, logp = SquashedGaussian(inputs).sample_and_logp(noise)
+    np.testing.assert_allclose(
+        logp, SquashedGaussian.from_noise(inputs.numpy(), noise.numpy())[2], rtol=1e-5
+    )

@@ -115,3 +115,21 @@ def test_td_targets_add_the_discounted_value_of_the_best_action(kind):
     expected = [0 + 0.9 * values[0, 2], 1 + 0.5 * values[1, 1], 2, 3]
     np.testing.assert_allclose(targets, expected, rtol=1e-5)
     assert targets.dtype == np.float32
+
+
+@pytest.mark.parametrize("dueling", [False, True])
+def test_value_of_a_state_without_allowed_actions_is_zero(dueling):
+    """A truncated episode may end with a mask that allows no action."""
+    q_function = QValues(3, dueling=dueling)
+    outputs = np.array([[1.0, 2.0, 0.0], [MASKED] * 3], np.float32)
+    state = np.array([0.5, 0.5], np.float32) if dueling else None
+    best, rewards = np.array([1, 0]), np.array([1.0, 3.0], np.float32)
+    discounts = np.full(2, 0.9, np.float32)
+    targets = td_targets(q_function, outputs, state, best, rewards, discounts)
+    next_value = 0.5 + 2 - 1 if dueling else 2.0
+    np.testing.assert_allclose(targets, [1 + 0.9 * next_value, 3.0], rtol=1e-6)
+    tensors = [None if a is None else torch.from_numpy(a) for a in (outputs, state, best)]
+    expected = q_function.td_targets(
+        *tensors, torch.from_numpy(rewards), torch.from_numpy(discounts)
+    )
+    np.testing.assert_allclose(targets, expected, rtol=1e-6)

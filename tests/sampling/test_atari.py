@@ -15,6 +15,7 @@ require_extra("atari")
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 
 from flowrl import DQN, PPO
+from flowrl.algorithms.dqn import DQNConfig
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.cli.flags import settings_from_flags
 from flowrl.envs import make_atari
@@ -201,6 +202,26 @@ def test_episodes_continue_after_lost_lives(mode):
     inner = [end for end in ends if not last[end]]
     expected = batch["rewards"][inner] - batch["vf_preds"][inner]
     assert np.allclose(batch["advantages"][inner], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("frame_stack", [1, 4])
+def test_n_step_returns_end_at_lost_lives(frame_stack):
+    settings = {**SMALL, "num_envs_per_worker": 1, "rollout_fragment_length": 200}
+    atari_settings = {"frame_stack": frame_stack, "screen_size": 42}
+    config = DQNConfig(
+        env=BREAKOUT, n_step=3, atari=atari_settings, prioritized_replay=False, **settings
+    )
+    with config.build() as algorithm:
+        batch = algorithm.workers.local_worker().sample()
+        buffer = config.new_buffer()
+        buffer.add(batch)
+        replayed = buffer.rows_by_id(np.arange(batch.count))
+    last = np.append(batch["eps_id"][1:] != batch["eps_id"][:-1], True)
+    lost = np.flatnonzero(batch["terminateds"] & ~last)
+    assert len(lost) > 0
+    for row in lost.tolist():
+        assert replayed["n_steps"][row - 2 : row + 1].tolist() == [3, 2, 1]
+        assert replayed["terminateds"][row - 2 : row + 1].all()
 
 
 def test_settings_switch_the_steps_off():

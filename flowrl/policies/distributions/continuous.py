@@ -142,11 +142,11 @@ class SquashedGaussian(DiagGaussian):
         Args:
             noise: standard normal noise [B, d]; None samples it.
         """
-        raw = (
-            self._sample_normal() if noise is None else self.mean + torch.exp(self.log_std) * noise
-        )
+        if noise is None:
+            noise = torch.randn_like(self.mean)
+        raw = self.mean + torch.exp(self.log_std) * noise
         actions: torch.Tensor = self._as_actions(torch.tanh(raw))
-        return actions, self._logp_of_raw(raw)
+        return actions, self._logp_of_raw(raw, noise)
 
     def sample(self) -> torch.Tensor:
         return self.sample_and_logp()[0]
@@ -157,12 +157,12 @@ class SquashedGaussian(DiagGaussian):
 
     def logp(self, actions: torch.Tensor) -> torch.Tensor:
         squashed = self._flatten(actions).clamp(-_MAX_SQUASHED, _MAX_SQUASHED)
-        return self._logp_of_raw(torch.atanh(squashed))
+        raw = torch.atanh(squashed)
+        return self._logp_of_raw(raw, (raw - self.mean) * torch.exp(-self.log_std))
 
-    def _logp_of_raw(self, raw: torch.Tensor) -> torch.Tensor:
-        """Return the log-probabilities of tanh(raw)."""
+    def _logp_of_raw(self, raw: torch.Tensor, scaled: torch.Tensor) -> torch.Tensor:
+        """Return the log-probabilities of tanh(raw), raw being mean + std * scaled."""
         log_slope = 2 * (math.log(2) - raw - F.softplus(-2 * raw))
-        scaled = (raw - self.mean) * torch.exp(-self.log_std)
         return (-0.5 * (scaled * scaled + _LOG_2PI) - self.log_std - log_slope).sum(-1)
 
     def entropy(self) -> torch.Tensor:

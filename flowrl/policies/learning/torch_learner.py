@@ -351,11 +351,11 @@ class TorchLearner:
 
     def standardize(self, values: torch.Tensor) -> torch.Tensor:
         """Scale the values [B] of a minibatch, over all processes, to mean 0 and standard
-        deviation 1."""
+        deviation 1; a single value becomes 0."""
         if self.process_group is not None:
             std, mean = self.process_group.std_mean(values)
         elif len(values) < 2:
-            return values
+            return torch.zeros_like(values)
         else:
             std, mean = torch.std_mean(values)
         return (values - mean) / (std + 1e-8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -117,8 +116,9 @@ class SACKernel(ActorCriticKernel):
         if policy.target_entropy is None:
             return loss
         excess = entropy - policy.target_entropy
-        policy.model.log_alpha.grad.fill_(excess)
-        return loss + math.log(alpha) * excess
+        log_alpha = policy.model.log_alpha
+        log_alpha.grad.fill_(excess)
+        return loss + float(log_alpha) * excess
 
 
 class TD3Kernel(ActorCriticKernel):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flowrl.policies.categorical_q import CategoricalQ, softmax
+from flowrl.policies.exploration import FORBIDDEN
 from flowrl.policies.learning.kernels.backprop import Backprop
 from flowrl.policies.models.fcnet import uses_numpy
 from flowrl.policies.models.tensor_batch import TensorBatch
@@ -92,7 +93,8 @@ def td_targets(
         probs = softmax(q_function.logits(outputs)[rows, best_actions])
         return project(q_function, probs, rewards, discounts)
     next_q = outputs if state_values is None else dueling_numpy(outputs, state_values)
-    discounted = discounts * next_q[rows, best_actions]
+    best = next_q[rows, best_actions]
+    discounted = discounts * np.where(best > FORBIDDEN, best, 0)
     return np.where(discounts > 0, rewards + discounted, rewards).astype(np.float32)
 
 

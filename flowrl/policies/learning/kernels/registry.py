@@ -21,6 +21,7 @@ class _Entry(NamedTuple):
 
 _ACTOR_CRITIC_METHODS = (
     "loss", "critic_loss", "td_targets", "discounts", "next_values", "action_values", "actor_loss",
+    "make_distribution",
 )  # fmt: skip
 _KERNELS = {
     "flowrl.algorithms.a2c.A2CTorchPolicy": _Entry(a2c_kernel, ("loss",)),
@@ -28,7 +29,9 @@ _KERNELS = {
     "flowrl.algorithms.dqn.DQNTorchPolicy": _Entry(
         q_learning_kernel, ("loss", "td_targets", "discounts", "_mean_loss", "record_td_loss")
     ),
-    "flowrl.algorithms.sac.SACTorchPolicy": _Entry(sac_kernel, _ACTOR_CRITIC_METHODS),
+    "flowrl.algorithms.sac.SACTorchPolicy": _Entry(
+        sac_kernel, (*_ACTOR_CRITIC_METHODS, "_sample_actions")
+    ),
     "flowrl.algorithms.td3.TD3TorchPolicy": _Entry(td3_kernel, _ACTOR_CRITIC_METHODS),
 }
 
