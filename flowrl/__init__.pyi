@@ -379,7 +379,7 @@ class _OnPolicyConfigTraining(_AlgorithmConfigTraining, total=False):
     )
     """Weight of the value loss: a number, or a schedule as for `lr`."""
     standardize_advantages: bool
-    """Standardize the advantages of each minibatch to mean 0 and standard deviation 1."""
+    """Standardize the advantages of each minibatch to mean 0 and standard deviation 1. In a minibatch of one row, the advantage becomes 0."""
     allow_off_policy: bool
     """Allow batches from a replay buffer, although the loss assumes samples of the current policy."""
 

@@ -32,7 +32,8 @@ class OnPolicyConfig(AlgorithmConfig):
     vf_loss_coeff: Schedule = 0.5
     """Weight of the value loss: a number, or a schedule as for `lr`."""
     standardize_advantages: bool = False
-    """Standardize the advantages of each minibatch to mean 0 and standard deviation 1."""
+    """Standardize the advantages of each minibatch to mean 0 and standard deviation 1. In a
+    minibatch of one row, the advantage becomes 0."""
     allow_off_policy: bool = False
     """Allow batches from a replay buffer, although the loss assumes samples of the current
     policy."""

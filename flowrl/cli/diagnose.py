@@ -72,7 +72,9 @@ def _stage_row(stage: StageActivity, seconds: float, shows_line: bool) -> tuple[
 
 
 def _worker_row(worker: WorkerActivity) -> tuple[str, ...]:
-    parts = (f"{worker.share_of(worker.seconds.get(part, 0.0)):.0%}" for part in _PARTS)
+    seconds = {part: worker.seconds.get(part, 0.0) for part in _PARTS}
+    seconds["env_step_s"] = max(seconds["env_step_s"] - seconds["reset_s"], 0.0)  # contains resets
+    parts = (f"{worker.share_of(value):.0%}" for value in seconds.values())
     rate = worker.env_steps / worker.period_s if worker.period_s > 0 else 0.0
     return str(worker.index), f"{rate:,.0f}", f"{worker.busy:.0%}", *parts
 

@@ -115,7 +115,8 @@ def _print_metrics(name: str, metrics: dict[str, Any]) -> None:
         print(f"         dropped, because the environment failed: {dropped} more")
     if unfinished := metrics["num_unfinished_episodes"]:
         print(f"         did not end: {unfinished} more")
-    for policy_id, value in metrics["policy_reward_mean"].items():
+    by_policy = metrics["policy_reward_mean"]
+    for policy_id, value in by_policy.items() if len(by_policy) > 1 else ():
         print(f"         policy {policy_id}: mean return {format_number(value)} per agent")
 
 

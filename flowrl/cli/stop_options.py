@@ -32,17 +32,20 @@ def add_stop_options(
     group.add_argument(
         "--stop-reward",
         type=finite_float,
+        metavar="RETURN",
         help="mean return of the last episodes (metrics_num_episodes_for_smoothing, default: 100)",
     )
     group.add_argument(
         "--stop-timesteps",
         type=count,
-        help="env steps; schedules in percent follow them",
+        metavar="N",
+        help="env steps; schedules in percent reach 100%% there",
     )
-    group.add_argument("--stop-iters", type=count, help="iterations")
+    group.add_argument("--stop-iters", type=count, metavar="N", help="iterations")
     group.add_argument(
         "--stop-time-s",
         type=positive_float,
+        metavar="SECONDS",
         help="seconds since start or resume; stops after the first iteration that ends later",
     )
     group.add_argument(

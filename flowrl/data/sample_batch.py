@@ -290,7 +290,8 @@ class SampleBatch(Columns):
     def concat_samples(batches: Iterable[Any]) -> Any:
         """Concatenate the rows and sources of batches; empty batches are skipped.
 
-        A column that some batches lack is filled with zeros there, with a warning.
+        A column that some batches lack is dropped if it is lazy in another batch; otherwise, it is
+        filled with zeros (warns once per column).
 
         Raises:
             ValueError: the batches differ in padding, or only some have sequences.

@@ -104,16 +104,16 @@ def values_equal(first: Any, second: Any) -> bool:
     return bool(structure == other_structure) and all(map(values_equal, leaves, other_leaves))
 
 
-def have_same_values(space: spaces.Space, other: spaces.Space) -> bool:
-    """Return whether two spaces are equal, except for the bounds of Boxes."""
+def are_compatible(space: spaces.Space, other: spaces.Space) -> bool:
+    """Return whether two spaces are equal, except for the bounds and the precision of Boxes."""
     if isinstance(space, spaces.Box) and isinstance(other, spaces.Box):
         return space.shape == other.shape and space.dtype.kind == other.dtype.kind
     if isinstance(space, spaces.Dict) and isinstance(other, spaces.Dict):
         return space.keys() == other.keys() and all(
-            have_same_values(space[key], other[key]) for key in space
+            are_compatible(space[key], other[key]) for key in space
         )
     if isinstance(space, spaces.Tuple) and isinstance(other, spaces.Tuple):
-        return len(space) == len(other) and all(map(have_same_values, space, other))
+        return len(space) == len(other) and all(map(are_compatible, space, other))
     return bool(space == other)
 
 

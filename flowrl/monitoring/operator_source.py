@@ -10,7 +10,6 @@ from typing import Any
 
 _CHANGING_METHODS = {
     "append", "clear", "extend", "fill", "insert", "pop", "popitem", "remove", "reverse", "sort",
-    "update",
 }  # fmt: skip
 
 
@@ -48,7 +47,8 @@ def returns_nothing(operator: Any) -> bool:
 def in_place_change(operator: Any) -> str | None:
     """Return the code with which an operator of the user changes its first argument in place.
 
-    Assigning a column, `batch["x"] = …`, is allowed and not reported.
+    Changes of the mapping itself, `batch["x"] = …` and `batch.update(…)`, are not reported: each
+    branch of a plan has its own, and only arrays are shared.
 
     Returns:
         the code of the first change; None if there is none, the source is unknown, or the operator

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flowrl.data.spaces import have_same_values
+from flowrl.data.spaces import are_compatible
 from flowrl.envs.registry import NO_ENV_MESSAGE, EnvContext
 from flowrl.iter import ray_health
 from flowrl.iter.ray_runtime import death_errors
@@ -376,7 +376,7 @@ def check_evaluation_env(config: AlgorithmConfig, policies: dict[str, Policy]) -
             for name in ("observation_space", "action_space"):
                 space = getattr(policy, name)
                 env_space = getattr(worker.policy_map[policy_id], name)
-                if not have_same_values(space, env_space):
+                if not are_compatible(space, env_space):
                     raise ConfigError(
                         f"evaluation_config: its environment has the {name} {env_space}, but "
                         f"policy {policy_id!r} has {space}"

@@ -143,10 +143,10 @@ def test_tuned_settings_apply_to_their_environment_alone(cli, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "stop", "batch_size"),
     [
-        ([], "a mean return of 475, and 100,000 env steps", 512),
-        (["--env", "FrozenLake-v1"], "a mean return of 0.7, and 500,000 env steps", 4000),
+        ([], "a mean return of 475, or 100,000 env steps", 512),
+        (["--env", "FrozenLake-v1"], "a mean return of 0.7, or 500,000 env steps", 4000),
         (["--env", "CliffWalking-v1", "--total-timesteps", "9"], "Default: 9 env steps", 4000),
-        (["--config", '{"env": "FrozenLake-v1", "total_timesteps": 9}'], "and 9 env steps", 4000),
+        (["--config", '{"env": "FrozenLake-v1", "total_timesteps": 9}'], "or 9 env steps", 4000),
     ],
 )
 def test_help_shows_the_defaults_that_apply(cli, flags, stop, batch_size):

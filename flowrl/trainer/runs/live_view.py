@@ -173,7 +173,7 @@ def _operators(activity: Activity) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("operator", no_wrap=True, overflow="ellipsis")
     table.add_column("items/s", justify="right", no_wrap=True)
-    table.add_column("busy █ waiting ▒ blocked", no_wrap=True, min_width=BAR_WIDTH)
+    table.add_column("█ busy ▒ waiting · blocked", no_wrap=True, min_width=BAR_WIDTH)
     table.add_column("busy", justify="right", no_wrap=True)
     table.add_column("queue", no_wrap=True)
     for stage in activity.stages:
@@ -205,4 +205,4 @@ def _workers(activity: Activity, result: Mapping[str, Any]) -> RenderableType:
     working = " ".join(f"{one.busy:.0%}" for one in activity.workers)
     restarts = format_count(result["num_remote_worker_restarts"], "restart")
     healthy = result["num_healthy_workers"]
-    return Text(f"{format_count(healthy, 'worker')} healthy, {restarts}; working {working}")
+    return Text(f"{format_count(healthy, 'worker')} healthy, {restarts}; busy: {working}")

@@ -28,7 +28,8 @@ class ProgressTable:
     The first result has a row, too, unless a terminal shows it in the line below the table. The
     distance between rows is the smallest of 1, 2, 5, 10, 20, … env steps that takes at least
     ROW_INTERVAL_S. On a terminal, a line below the table shows the newest result. If no result
-    arrives for MAX_INTERVAL_S, a row shows the env steps sampled so far.
+    arrives for MAX_INTERVAL_S, this line (or a row, without a terminal) shows the env steps sampled
+    so far.
 
     Args:
         stop: the run's stop rules, for the time that is left.

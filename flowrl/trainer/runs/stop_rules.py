@@ -174,7 +174,7 @@ def _reward_threshold(env: Any) -> float | None:
 def describe_defaults(config: Any) -> str:
     """Describe the stop rules of a run without stop options, for the help text."""
     rules = StopRules().with_defaults(config)
-    reward = "" if rules.reward is None else f"a mean return of {rules.reward:g}, and "
+    reward = "" if rules.reward is None else f"a mean return of {rules.reward:g}, or "
     return f"{reward}{rules.timesteps:,} env steps"
 
 

@@ -89,7 +89,8 @@ def train_until(
         display: how to show the progress.
 
     Raises:
-        Exception: the training failed; the last result and a checkpoint were written.
+        Exception: the training failed. With `run`, the last result and a checkpoint were written,
+            as far as there was a result and the state could be saved.
     """
     config = algorithm.config
     progress: ProgressTable | LiveView | None = None

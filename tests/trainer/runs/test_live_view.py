@@ -80,7 +80,7 @@ def test_operators_workers_and_the_diagnosis_are_shown(view):
     lines = text_of(view).splitlines()
     (row,) = [line.split() for line in lines if line.startswith("Slow")]
     assert row == ["Slow", "3", "██████████▒▒▒▒▒·····", "50%", "7"]
-    assert "2 workers healthy, 1 restart; working 90% 90%" in lines
+    assert "2 workers healthy, 1 restart; busy: 90% 90%" in lines
     assert "It is Slow." in lines
 
 
