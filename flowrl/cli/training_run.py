@@ -18,18 +18,17 @@ from flowrl.settings import ConfigError
 from flowrl.trainer.checkpointing import OtherPlanError
 from flowrl.trainer.runs.continuing import ways_to_continue
 from flowrl.trainer.runs.formatting import format_path
-from flowrl.trainer.runs.run_directory import REPORT, RunDirectory, default_run_dir
-from flowrl.trainer.runs.saved_run import last_intact_checkpoint, read_command
-from flowrl.trainer.runs.stop_rules import StopRules
-from flowrl.trainer.runs.training_loop import (
-    Display,
-    describe_end,
+from flowrl.trainer.runs.resuming import (
     prepare_to_resume,
     reached_limit,
     saved_stop_rules,
     total_of_resumed,
-    train_until,
 )
+from flowrl.trainer.runs.run_directory import REPORT, RunDirectory, default_run_dir
+from flowrl.trainer.runs.run_end import describe_end
+from flowrl.trainer.runs.saved_run import last_intact_checkpoint, read_command
+from flowrl.trainer.runs.stop_rules import StopRules
+from flowrl.trainer.runs.training_loop import Display, train_until
 from flowrl.trainer.trust import untrusted_code
 
 

@@ -47,7 +47,8 @@ from flowrl.trainer.plan_files import (
     plan_of_module,
 )
 from flowrl.trainer.plan_settings import plan_config
-from flowrl.trainer.runs.training_loop import Display, learn
+from flowrl.trainer.runs.learn import learn
+from flowrl.trainer.runs.training_loop import Display
 from flowrl.trainer.start_checks import check_start, warn_of_unused_policies
 
 log = logging.getLogger("flowrl")

@@ -8,28 +8,18 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from flowrl.iter.ray_health import RayLostError
-from flowrl.iter.stage import walk
 from flowrl.monitoring.trace import Tracer
-from flowrl.ops import WriteParquet
-from flowrl.setting_values import whole_number
-from flowrl.settings import ConfigError
-from flowrl.trainer.runs.activity_log import ActivityLog, truncate_activities
-from flowrl.trainer.runs.continuing import ways_to_continue
+from flowrl.trainer.runs.activity_log import ActivityLog
 from flowrl.trainer.runs.formatting import format_count, format_path
 from flowrl.trainer.runs.progress import ProgressTable
-from flowrl.trainer.runs.recording import Recording, end_recording_at
-from flowrl.trainer.runs.run_directory import (
-    TRACE,
-    RunDirectory,
-    default_run_dir,
-    name_of_env_setting,
-)
-from flowrl.trainer.runs.saved_run import read_config, read_stop_rules, result_at
+from flowrl.trainer.runs.recording import Recording
+from flowrl.trainer.runs.resuming import experience_writers
+from flowrl.trainer.runs.run_directory import TRACE, RunDirectory, name_of_env_setting
+from flowrl.trainer.runs.run_end import RunEnd
 from flowrl.trainer.runs.signal_handler import (
     INTERRUPTED,
     OUTPUT_CLOSED,
@@ -40,7 +30,7 @@ from flowrl.trainer.runs.signal_handler import (
     discard_lost_output,
     is_output_closed,
 )
-from flowrl.trainer.runs.stop_rules import TIME_LIMIT, PendingMetrics, StopRules, metric_rules
+from flowrl.trainer.runs.stop_rules import PendingMetrics, StopRules
 
 if TYPE_CHECKING:
     from flowrl.trainer.runs.live_view import LiveView
@@ -50,31 +40,6 @@ log = logging.getLogger("flowrl")
 Display = Literal["auto", "live", "line", "none"]
 """How the progress of a run is shown: "live" and "auto" are the LiveView on a terminal, and "line"
 elsewhere; "line" is a table with a row every few seconds; "none" shows nothing."""
-
-
-@dataclass
-class RunEnd:
-    """How a run ended.
-
-    Attributes:
-        reason: the limit that was reached, "interrupted", "terminated", "terminal closed" or
-            "output closed".
-        exit_code: 0; INTERRUPTED after Ctrl-C; TERMINATED after SIGTERM; TERMINAL_CLOSED after
-            SIGHUP; OUTPUT_CLOSED if the reader of the output closed it, as `head` does.
-        checkpoint: the last checkpoint; None if none was written.
-        seconds: duration of the training.
-    """
-
-    reason: str
-    exit_code: int
-    checkpoint: Path | None
-    seconds: float
-
-    @property
-    def needs_limit(self) -> bool:
-        """Whether a resumed run needs a larger limit, because it would end at once otherwise.
-        Limits of time start again when a run is resumed."""
-        return not self.exit_code and not self.reason.startswith(TIME_LIMIT)
 
 
 def train_until(
@@ -158,7 +123,7 @@ def _open_files(algorithm: Any, run: RunDirectory, files: ExitStack) -> Recordin
     Returns:
         the journal.
     """
-    run.add_writer_tags([writer.tag for writer in _writers(algorithm)])
+    run.add_writer_tags([writer.tag for writer in experience_writers(algorithm)])
     recording = Recording(algorithm, run.path)
     listeners, activity_log = algorithm.monitor.listeners, ActivityLog(run.path)
     listeners.append(activity_log.append)
@@ -317,206 +282,3 @@ def _write_last_result(
     if run is not None:
         run.write(last)
     return last
-
-
-def reached_limit(algorithm: Any, stop: StopRules, run_dir: Path | None) -> str | None:
-    """Return the limit that a training has already reached, or None.
-
-    Args:
-        algorithm: the algorithm.
-        stop: the limits.
-        run_dir: the run directory that the training continues; None if there is none.
-    """
-    if not algorithm.iteration:
-        return None
-    result = algorithm.last_result
-    if run_dir is not None:
-        result = result_at(run_dir, algorithm.iteration)
-    if result is None or result.get("training_iteration") != algorithm.iteration:
-        result = {}  # it was not written: the checkpoint has the counters only
-    result = {
-        "episodes_in_window": 0,
-        "episode_reward_mean": math.nan,
-        "timesteps_total": algorithm.env_steps,
-        "training_iteration": algorithm.iteration,
-        **result,
-    }
-    return stop.reached(result, algorithm.config.metrics_num_episodes_for_smoothing, 0.0)
-
-
-def prepare_to_resume(algorithm: Any, run: RunDirectory, stop: StopRules, total: Any) -> None:
-    """Make a run directory ready for a resumed training.
-
-    What the run wrote after the algorithm's iteration is removed, because it is written again; if
-    there are newer checkpoints, they are kept with their results in another folder. Experience that
-    a copy of the run directory, or the original of a copy, has recorded is not removed. The new
-    limits replace the old ones.
-
-    Args:
-        algorithm: the algorithm, with the state of a checkpoint.
-        run: its run directory.
-        stop: the limits.
-        total: the setting `total_timesteps`.
-    """
-    run.note_resumption(algorithm.config.updated(total_timesteps=total), asdict(stop))
-    kept = run.truncate(algorithm.iteration)
-    truncate_activities(run.path, algorithm.iteration)
-    end_recording_at(run.path, algorithm.iteration)
-    if kept is not None:
-        print(
-            f"the checkpoints and results after iteration {algorithm.iteration} are kept in {kept}"
-        )
-    for writer in _writers(algorithm):
-        writer.remove_newer_files(run.writer_tags())
-
-
-def _writers(algorithm: Any) -> list[WriteParquet]:
-    """Return the operators of a plan that write experience."""
-    operators = [getattr(stage, "fn", None) for stage in walk(algorithm.plan.stage)]
-    return [operator for operator in operators if isinstance(operator, WriteParquet)]
-
-
-def saved_stop_rules(run_dir: Path, config: Any) -> StopRules:
-    """Return the limits of a run, which apply if it is resumed without new ones.
-
-    Raises:
-        ConfigError: stop.json is missing or damaged.
-    """
-    stop = StopRules.from_saved(read_stop_rules(run_dir))
-    return stop if config.samples else replace(stop, reward=None)  # offline: no returns
-
-
-def total_of_resumed(before: int | None, stop: StopRules, saved: StopRules) -> int | None:
-    """Return the `total_timesteps` of a resumed run.
-
-    If it was the limit on env steps, it follows the new limit; otherwise it only grows.
-
-    Args:
-        before: the saved `total_timesteps` of the run.
-        stop: the new limits.
-        saved: the saved limits of the run.
-    """
-    if stop.env_steps is None or before is None:
-        return stop.env_steps or before
-    return stop.env_steps if before == saved.env_steps else max(before, stop.env_steps)
-
-
-def learn(
-    algorithm: Any,
-    total_timesteps: float | None,
-    stop: Mapping[str, float] | None,
-    run_dir: Path | str | None,
-    command: list[str],
-    display: Display,
-) -> None:
-    """Implement `Algorithm.learn`.
-
-    Args:
-        algorithm: the algorithm.
-        total_timesteps, stop, run_dir: see `Algorithm.learn`.
-        command: the user's program, for the run directory.
-        display: how to show the progress.
-    """
-    config = algorithm.config
-    steps = whole_number(total_timesteps)
-    is_text = isinstance(total_timesteps, str)
-    if total_timesteps is not None and (is_text or steps is None or steps < 1):
-        raise ConfigError(
-            f"learn: total_timesteps must be a positive whole number, got {total_timesteps!r}"
-        )
-    path = _path_of_run(algorithm, run_dir)
-    resume = algorithm.run_dir is not None and path == algorithm.run_dir
-    unique = run_dir == "auto" and not resume
-    rules = StopRules(timesteps=steps, metrics=[] if stop is None else metric_rules(stop))
-    total = None
-    if path is not None and resume:
-        before = read_config(path)[0].get("total_timesteps")
-        saved = saved_stop_rules(path, config)
-        total = total_of_resumed(before, rules, saved)
-        rules = rules if rules.is_set() else saved
-    rules.check(config)
-    rules = rules.with_defaults(config)
-    total = total or rules.env_steps
-    algorithm.workers.local_worker()  # errors of environments and plan appear before files
-    if total is not None:
-        algorithm.workers.set_total_timesteps(total)
-    algorithm.check_start()
-    reached = reached_limit(algorithm, rules, path if resume else None)
-    if reached is not None:
-        print(f"already reached: {reached}; pass a larger total_timesteps or limit")
-        return
-    run = None
-    if path is not None:
-        run = RunDirectory(path, config.logged_names, resume, unique)
-    end = _train_in_run(algorithm, rules, run, resume, total, command, display)
-    if end.exit_code == INTERRUPTED:
-        raise KeyboardInterrupt
-    if end.exit_code:
-        raise SystemExit(end.exit_code)
-
-
-def _path_of_run(algorithm: Any, run_dir: Path | str | None) -> Path | None:
-    """Return the run directory of `learn`: exactly `algorithm.run_dir` if the run continues."""
-    if run_dir is None:
-        return None
-    if run_dir == "auto":
-        name = type(algorithm).__name__.lower()
-        return algorithm.run_dir or default_run_dir(name, algorithm.config.env).absolute()
-    path, current = Path(run_dir).expanduser().absolute(), algorithm.run_dir
-    return current if current is not None and path.resolve() == current.resolve() else path
-
-
-def _train_in_run(
-    algorithm: Any,
-    stop: StopRules,
-    run: RunDirectory | None,
-    resume: bool,
-    total: int | None,
-    command: list[str],
-    display: Display,
-) -> RunEnd:
-    """Train in a run directory that is new or continues, and close it; or without one."""
-    if run is None:
-        end = train_until(algorithm, stop, None, display)
-        if display != "none":
-            print(describe_end(end, algorithm))
-        return end
-    path = run.path
-    try:
-        if resume:
-            prepare_to_resume(algorithm, run, stop, total)
-        else:
-            run.write_setup(algorithm, total, command, asdict(stop))
-        algorithm.run_dir = path
-        end = train_until(algorithm, stop, run, display)
-    finally:
-        run.close()
-    if display != "none":
-        end_text = describe_end(end, algorithm)
-        print(f"{end_text}; run directory: {format_path(path)}")
-        if end.checkpoint is not None:
-            for way in ways_to_continue(algorithm, path, end.checkpoint, "flowrl", end.needs_limit):
-                print(f"continue: {way}")
-    return end
-
-
-def describe_end(end: RunEnd, algorithm: Any) -> str:
-    """Return how a run of an algorithm ended, in words."""
-    result = algorithm.last_result
-    ended = "stopped" if end.exit_code else "reached"
-    text = f"{ended}: {end.reason}, after {end.seconds:.1f} s"
-    if result is None:
-        return text
-    restarts = result.get("num_env_restarts", 0)
-    if restarts:
-        failures = format_count(restarts, "environment failure")
-        text += f". {failures}: see the warnings above"
-    elif not algorithm.config.samples:
-        if (mean := result.get("evaluation", {}).get("episode_reward_mean")) is not None:
-            text += f". Mean return of the last evaluation: {mean:,.1f}"
-    elif result.get("episodes_total") == 0 and not end.exit_code:
-        text += (
-            ". No episode has ended, so there are no returns: train longer, or set horizon if the "
-            "environment has no limit"
-        )
-    return text

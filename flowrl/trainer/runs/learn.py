@@ -1,0 +1,124 @@
+"""`Algorithm.learn`: train in a run directory that is new or continues, or without one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from flowrl.setting_values import whole_number
+from flowrl.settings import ConfigError
+from flowrl.trainer.runs.continuing import ways_to_continue
+from flowrl.trainer.runs.formatting import format_path
+from flowrl.trainer.runs.resuming import (
+    prepare_to_resume,
+    reached_limit,
+    saved_stop_rules,
+    total_of_resumed,
+)
+from flowrl.trainer.runs.run_directory import RunDirectory, default_run_dir
+from flowrl.trainer.runs.run_end import RunEnd, describe_end
+from flowrl.trainer.runs.saved_run import read_config
+from flowrl.trainer.runs.signal_handler import INTERRUPTED
+from flowrl.trainer.runs.stop_rules import StopRules, metric_rules
+from flowrl.trainer.runs.training_loop import Display, train_until
+
+
+def learn(
+    algorithm: Any,
+    total_timesteps: float | None,
+    stop: Mapping[str, float] | None,
+    run_dir: Path | str | None,
+    command: list[str],
+    display: Display,
+) -> None:
+    """Implement `Algorithm.learn`.
+
+    Args:
+        algorithm: the algorithm.
+        total_timesteps, stop, run_dir: see `Algorithm.learn`.
+        command: the user's program, for the run directory.
+        display: how to show the progress.
+    """
+    config = algorithm.config
+    steps = whole_number(total_timesteps)
+    is_text = isinstance(total_timesteps, str)
+    if total_timesteps is not None and (is_text or steps is None or steps < 1):
+        raise ConfigError(
+            f"learn: total_timesteps must be a positive whole number, got {total_timesteps!r}"
+        )
+    path = _path_of_run(algorithm, run_dir)
+    resume = algorithm.run_dir is not None and path == algorithm.run_dir
+    unique = run_dir == "auto" and not resume
+    rules = StopRules(timesteps=steps, metrics=[] if stop is None else metric_rules(stop))
+    total = None
+    if path is not None and resume:
+        before = read_config(path)[0].get("total_timesteps")
+        saved = saved_stop_rules(path, config)
+        total = total_of_resumed(before, rules, saved)
+        rules = rules if rules.is_set() else saved
+    rules.check(config)
+    rules = rules.with_defaults(config)
+    total = total or rules.env_steps
+    algorithm.workers.local_worker()  # errors of environments and plan appear before files
+    if total is not None:
+        algorithm.workers.set_total_timesteps(total)
+    algorithm.check_start()
+    reached = reached_limit(algorithm, rules, path if resume else None)
+    if reached is not None:
+        print(f"already reached: {reached}; pass a larger total_timesteps or limit")
+        return
+    run = None
+    if path is not None:
+        run = RunDirectory(path, config.logged_names, resume, unique)
+    end = _train_in_run(algorithm, rules, run, resume, total, command, display)
+    if end.exit_code == INTERRUPTED:
+        raise KeyboardInterrupt
+    if end.exit_code:
+        raise SystemExit(end.exit_code)
+
+
+def _path_of_run(algorithm: Any, run_dir: Path | str | None) -> Path | None:
+    """Return the run directory of `learn`: exactly `algorithm.run_dir` if the run continues."""
+    if run_dir is None:
+        return None
+    if run_dir == "auto":
+        name = type(algorithm).__name__.lower()
+        return algorithm.run_dir or default_run_dir(name, algorithm.config.env).absolute()
+    path, current = Path(run_dir).expanduser().absolute(), algorithm.run_dir
+    return current if current is not None and path.resolve() == current.resolve() else path
+
+
+def _train_in_run(
+    algorithm: Any,
+    stop: StopRules,
+    run: RunDirectory | None,
+    resume: bool,
+    total: int | None,
+    command: list[str],
+    display: Display,
+) -> RunEnd:
+    """Train in a run directory that is new or continues, and close it; or without one."""
+    if run is None:
+        end = train_until(algorithm, stop, None, display)
+        if display != "none":
+            print(describe_end(end, algorithm))
+        return end
+    path = run.path
+    try:
+        if resume:
+            prepare_to_resume(algorithm, run, stop, total)
+        else:
+            run.write_setup(algorithm, total, command, asdict(stop))
+        algorithm.run_dir = path
+        end = train_until(algorithm, stop, run, display)
+    finally:
+        run.close()
+    if display != "none":
+        end_text = describe_end(end, algorithm)
+        print(f"{end_text}; run directory: {format_path(path)}")
+        if end.checkpoint is not None:
+            for way in ways_to_continue(algorithm, path, end.checkpoint, "flowrl", end.needs_limit):
+                print(f"continue: {way}")
+    return end

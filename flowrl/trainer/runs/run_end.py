@@ -1,0 +1,57 @@
+"""RunEnd: how a run ended, as data and in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowrl.trainer.runs.formatting import format_count
+from flowrl.trainer.runs.stop_rules import TIME_LIMIT
+
+
+@dataclass
+class RunEnd:
+    """How a run ended.
+
+    Attributes:
+        reason: the limit that was reached, "interrupted", "terminated", "terminal closed" or
+            "output closed".
+        exit_code: 0; INTERRUPTED after Ctrl-C; TERMINATED after SIGTERM; TERMINAL_CLOSED after
+            SIGHUP; OUTPUT_CLOSED if the reader of the output closed it, as `head` does.
+        checkpoint: the last checkpoint; None if none was written.
+        seconds: duration of the training.
+    """
+
+    reason: str
+    exit_code: int
+    checkpoint: Path | None
+    seconds: float
+
+    @property
+    def needs_limit(self) -> bool:
+        """Whether a resumed run needs a larger limit, because it would end at once otherwise.
+        Limits of time start again when a run is resumed."""
+        return not self.exit_code and not self.reason.startswith(TIME_LIMIT)
+
+
+def describe_end(end: RunEnd, algorithm: Any) -> str:
+    """Return how a run of an algorithm ended, in words."""
+    result = algorithm.last_result
+    ended = "stopped" if end.exit_code else "reached"
+    text = f"{ended}: {end.reason}, after {end.seconds:.1f} s"
+    if result is None:
+        return text
+    restarts = result.get("num_env_restarts", 0)
+    if restarts:
+        failures = format_count(restarts, "environment failure")
+        text += f". {failures}: see the warnings above"
+    elif not algorithm.config.samples:
+        if (mean := result.get("evaluation", {}).get("episode_reward_mean")) is not None:
+            text += f". Mean return of the last evaluation: {mean:,.1f}"
+    elif result.get("episodes_total") == 0 and not end.exit_code:
+        text += (
+            ". No episode has ended, so there are no returns: train longer, or set horizon if the "
+            "environment has no limit"
+        )
+    return text
