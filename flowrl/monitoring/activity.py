@@ -132,10 +132,12 @@ class Activity:
         seconds: length of the period.
         iteration: number of results at the end.
         env_steps_total: env steps sampled at the end.
-        counters: differences of the plan's counters.
+        counters: increases of the plan's counters. Those of `Monitor.activity` and activity.jsonl
+            are since the measurement before, so that they add up.
         stages: the stages, end of the plan first.
         workers: the workers that returned something.
-        usage: of this process: differences of `ProcessUsage.read`, and the newest `rss_bytes`.
+        usage: of this process: differences of `ProcessUsage.read`, the newest `rss_bytes`, and
+            `rss_bytes_added`, the growth of the memory (of a Monitor: the lasting growth).
         weights_s: seconds of preparing weights for the workers.
         outside_s: seconds outside the plan, between two results.
         policy_lag_mean, policy_lag_max: age of the weights that sampled the newest trained

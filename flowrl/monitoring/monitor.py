@@ -116,7 +116,7 @@ class Monitor:
             window = activity_between(self._first, snapshot)
         window.usage["rss_bytes_added"] = self._growth_bytes()
         self.diagnosis = diagnose(window, self._facts)
-        window.counters = activity_between(last, snapshot).counters
+        window.counters = activity_between(last, snapshot).counters  # see Activity
         window.diagnosis = self.diagnosis.text
         self.activity = window
         for listener in self.listeners:
