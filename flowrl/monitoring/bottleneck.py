@@ -82,7 +82,7 @@ def _sampling(activity: Activity, facts: PlanFacts) -> Finding | None:
     what, remedy = _describe(cause, facts, can_add)
     if what.startswith(LEARNING_ON_SHARDS):
         text = f"Training limits this run: {what} takes {part:.0%} of the workers' time"
-        return Finding(*_cause_and_remedy(text, what, share, facts))
+        return _training_finding(text, what, share, facts)
     sampling = f"Sampling limits this run ({share:.0%} of the time)"
     return Finding(
         cause.partition(":")[0],
@@ -222,7 +222,7 @@ def _outside(activity: Activity, facts: PlanFacts) -> Finding:
 
 def _training(stage: StageActivity, activity: Activity, facts: PlanFacts) -> Finding:
     share, replay = stage.busy, facts.replay
-    draws = any(other.kind == "replay" for other in _before(stage, activity))
+    draws = any(other.kind == "replay" for other in _upstream(stage, activity))
     if draws and replay is not None and replay.updates_per_row >= MANY_UPDATES:
         blocked = max((one.blocked for one in activity.stages_of("store")), default=0.0)
         return Finding(
@@ -244,10 +244,10 @@ def _training(stage: StageActivity, activity: Activity, facts: PlanFacts) -> Fin
     if len(activity.stages_of("training")) > 1:
         name += f", chained at {stage.line},"
     text = f"Training limits this run: {name} takes {share:.0%} of the time"
-    return Finding(*_cause_and_remedy(text, stage.name, share, facts), stage.line)
+    return _training_finding(text, stage.name, share, facts, stage.line)
 
 
-def _before(stage: StageActivity, activity: Activity) -> list[StageActivity]:
+def _upstream(stage: StageActivity, activity: Activity) -> list[StageActivity]:
     """Return the stages that a stage pulls, directly or not."""
     by_id = {other.id: other for other in activity.stages}
     found, open_ids = [], list(stage.parents)
@@ -266,17 +266,17 @@ def _learner_thread(stage: StageActivity, activity: Activity, facts: PlanFacts) 
     if full > 0.1:
         text += f", its queue is full {full:.0%} of it"
         share = max(share, MIN_SHARE_OF_FULL_QUEUE)  # sampling waits for it
-    return Finding(*_cause_and_remedy(text, "learner", share, facts), stage.line)
+    return _training_finding(text, "learner", share, facts, stage.line)
 
 
-def _cause_and_remedy(
-    text: str, operator: str, share: float, facts: PlanFacts
-) -> tuple[str, str, float, str]:
-    """Return cause, operator, share and the text with a remedy, of training."""
+def _training_finding(
+    text: str, operator: str, share: float, facts: PlanFacts, line: str = ""
+) -> Finding:
+    """Return the finding that training limits a run; a remedy is added to the text."""
     size = facts.minibatch_size
     if size is not None and size <= SMALL_MINIBATCH:
         remedy = f" with minibatches of {size} rows. Increase sgd_minibatch_size."
-        return "small_minibatches", operator, share, text + remedy
+        return Finding("small_minibatches", operator, share, text + remedy, line)
     remedies = ["a smaller model"]
     if size is not None:
         remedies.append("larger minibatches (sgd_minibatch_size)")
@@ -287,7 +287,7 @@ def _cause_and_remedy(
     if facts.has_learners:
         remedies.append("several learners (num_learners)")
     remedy = f". Use {_joined(remedies)}."
-    return "training", operator, share, text + remedy
+    return Finding("training", operator, share, text + remedy, line)
 
 
 def _joined(parts: list[str]) -> str:

@@ -49,14 +49,14 @@ class PlanFacts:
         num_envs: environments of each worker.
         num_threads: threads of numerical libraries in each process; None: as many as they choose.
         samples: whether the plan samples.
-        horizon: the setting.
+        horizon: maximum env steps of an episode; None: no limit.
         callbacks: name of the class of the callbacks.
         minibatch_size: the smallest number of rows per update that is set; None if every update
             uses its whole batch.
         num_passes: the largest number of passes over a batch.
         has_learners: whether the algorithm has the setting `num_learners`.
         queue_size: capacity of the queue of a learner thread; None without one.
-        replay: of the first replay buffer; None without one.
+        replay: of the first replay buffer; None without one, or if its buffer has no ratio.
     """
 
     num_cores: int
@@ -82,8 +82,8 @@ def facts_of(plan: LocalIterator[Any], workers: WorkerSet, settings: Collection[
         settings: names of the algorithm's settings.
     """
     config = workers.config
-    threads = [operator_of(stage) for stage in walk(plan.stage)]
-    queues = [one.inqueue.maxsize for one in threads if isinstance(one, LearnerThread)]
+    operators = [operator_of(stage) for stage in walk(plan.stage)]
+    queue_sizes = [one.inqueue.maxsize for one in operators if isinstance(one, LearnerThread)]
     replays = [stage for stage in walk(plan.stage) if isinstance(stage, ReplayStage)]
     return PlanFacts(
         num_cores=_cores_of_workers(),
@@ -96,11 +96,11 @@ def facts_of(plan: LocalIterator[Any], workers: WorkerSet, settings: Collection[
         horizon=config.horizon,
         callbacks=(config.callbacks_class or object).__name__,
         minibatch_size=min(
-            filter(None, _learning(plan, workers, "sgd_minibatch_size")), default=None
+            filter(None, _values_of_setting(plan, workers, "sgd_minibatch_size")), default=None
         ),
-        num_passes=max(_learning(plan, workers, "num_sgd_iter"), default=1),
+        num_passes=max(_values_of_setting(plan, workers, "num_sgd_iter"), default=1),
         has_learners="num_learners" in settings,
-        queue_size=queues[0] if queues else None,
+        queue_size=queue_sizes[0] if queue_sizes else None,
         replay=_replay_facts(replays[0].buffer, workers) if replays else None,
     )
 
@@ -113,15 +113,15 @@ def _cores_of_workers() -> int:
     return num_cores()
 
 
-def _learning(plan: LocalIterator[Any], workers: WorkerSet, setting: str) -> list[int]:
+def _values_of_setting(plan: LocalIterator[Any], workers: WorkerSet, setting: str) -> list[int]:
     """Return the values of a setting of learning, of each operator that trains and its policies."""
     policies = workers.local_worker().policy_map
     values = []
     for operator in training_operators(plan.stage):
-        own = getattr(getattr(operator, "learner", None), setting, None)
+        value = getattr(getattr(operator, "learner", None), setting, None)
         for policy_id in policies if operator.policies is None else operator.policies:
-            of_policy = getattr(getattr(policies[policy_id], "config", None), setting, 0)
-            values.append(of_policy if own is None else own)
+            policy_value = getattr(getattr(policies[policy_id], "config", None), setting, 0)
+            values.append(policy_value if value is None else value)
     return values
 
 
