@@ -15,7 +15,7 @@ from flowrl.benchmark.rows import BenchmarkRow
 from flowrl.errors import ConfigError
 
 REQUIREMENTS = ("stable-baselines3==2.9.2", "sb3-contrib==2.9.2")
-ENVIRONMENT = "sb3-environment"  # folder of the virtual environment, among those of the rows
+VENV_FOLDER = "sb3-environment"  # the virtual environment, beside the folders of the rows
 # Packages that both environments have in the same versions, where they are installed.
 PACKAGES = (
     "numpy", "gymnasium", "box2d", "pygame", "pygame-ce", "mujoco", "imageio", "ale-py",
@@ -87,7 +87,7 @@ def train_sb3(row: BenchmarkRow, seed: int, run_dir: Path, episodes: int) -> dic
         })
     )  # fmt: skip
     script = Path(__file__).with_name("sb3_script.py")
-    python = run_dir.parents[1] / ENVIRONMENT / "bin" / "python"
+    python = run_dir.parents[1] / VENV_FOLDER / "bin" / "python"
     run_training([str(python), str(script), str(spec), str(outcome)])
     values: dict[str, Any] = json.loads(outcome.read_text(encoding="utf-8"))
     return values

@@ -56,7 +56,7 @@ def benchmark_command(arguments: list[str]) -> int:
     libraries = ["flowrl"]
     if options.against:
         check_settings(rows, options.against)
-        sb3.install(options.runs / sb3.ENVIRONMENT)
+        sb3.install(options.runs / sb3.VENV_FOLDER)
         libraries.append(options.against)
     for row in benchmark_rows(tables):  # which the tables at the end contain
         for library in LIBRARIES:

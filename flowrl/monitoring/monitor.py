@@ -52,8 +52,8 @@ class Monitor:
         self.activity: Activity | None = None
         self.listeners: list[Callable[[Activity], None]] = []
 
-    def of_plan(self, plan: LocalIterator[Any]) -> Monitor:
-        """Return a monitor of another plan with the same listeners; stop this one."""
+    def moved_to(self, plan: LocalIterator[Any]) -> Monitor:
+        """Stop, and return a monitor of another plan with the same listeners."""
         self.stop()
         other = Monitor(plan, self._workers, self._settings)
         other.listeners = self.listeners

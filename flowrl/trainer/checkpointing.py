@@ -240,7 +240,7 @@ class Checkpointing:
         self.last_result, self._operator_times = None, OperatorTimes()
         self._evaluator.discard()
         if self._monitor is not None:
-            self._monitor = self._monitor.of_plan(plan)
+            self._monitor = self._monitor.moved_to(plan)
         if old_plan is not None:
             old_plan.stop()
 

@@ -28,11 +28,11 @@ TABLE = (
     "training_iteration", "timesteps_total", "episode_reward_mean", "episode_len_mean",
     "time_total_s", "timers/env_steps_per_s",
 )  # fmt: skip
-_EVENT_COUNTERS = {
-    "num_shard_restarts": "restart of a worker",
-    "num_learner_restarts": "restart of a learner",
-    "num_env_steps_dropped": "env steps dropped",
-    "num_shards_failed": "worker failed permanently",
+_EVENT_COUNTERS = {  # counter -> kind and text of an event
+    "num_shard_restarts": ("restart", "restart of a worker"),
+    "num_learner_restarts": ("restart", "restart of a learner"),
+    "num_env_steps_dropped": ("dropped", "env steps dropped"),
+    "num_shards_failed": ("worker", "worker failed permanently"),
 }
 
 
@@ -178,9 +178,8 @@ class RunData:
                 }
             )
         for activity in activities:
-            for counter, text in _EVENT_COUNTERS.items():
+            for counter, (kind, text) in _EVENT_COUNTERS.items():
                 if number := activity.counters.get(counter, 0):
-                    kind = text.split()[0]
                     events.append(
                         {"time": activity.time, "kind": kind, "text": f"{number}: {text}"}
                     )
@@ -212,12 +211,12 @@ def _history(activities: Sequence[Activity]) -> dict[str, Any]:
     return {"time": [activity.time for activity in shown], "stages": stages}
 
 
-def _thinned(values: list[Any], most: int) -> list[Any]:
-    """Return at most about `most` of the values, with the first and the last one."""
-    if len(values) <= most:
+def _thinned(values: list[Any], max_count: int) -> list[Any]:
+    """Return at most `max_count` of the values, with the first and the last one."""
+    if len(values) <= max_count:
         return values
-    step = len(values) / (most - 1)
-    return [values[int(i * step)] for i in range(most - 1)] + values[-1:]
+    step = len(values) / (max_count - 1)
+    return [values[int(i * step)] for i in range(max_count - 1)] + values[-1:]
 
 
 def _read_events(path: Path) -> list[dict[str, Any]]:

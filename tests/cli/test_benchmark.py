@@ -129,7 +129,7 @@ echo '{"curve": [[128, 20.0, 1.0, 6], [256, 30.0, 2.0, 12]], "score": 77.5, "sco
 def test_other_library_is_trained_beside(cli, tmp_path, monkeypatch):
     require_extra("plot")
     (tmp_path / "tables.yaml").write_text(TABLES.replace("a2c", "ppo"))
-    environment = tmp_path / "runs" / "benchmark" / sb3.ENVIRONMENT
+    environment = tmp_path / "runs" / "benchmark" / sb3.VENV_FOLDER
     (environment / "bin").mkdir(parents=True)
     (environment / "ready").touch()
     python = environment / "bin" / "python"
@@ -153,7 +153,7 @@ def test_row_without_settings_of_the_other_library_is_rejected(cli, tiny_table, 
     code, _, err = cli("benchmark", "--against", "sb3", *tiny_table)
     assert code == 2
     assert "--against sb3 has no settings for a2c/CartPole-v1" in err
-    assert not (tmp_path / "runs" / "benchmark" / sb3.ENVIRONMENT).exists()
+    assert not (tmp_path / "runs" / "benchmark" / sb3.VENV_FOLDER).exists()
 
 
 def test_shipped_rows_have_settings_of_the_other_library():

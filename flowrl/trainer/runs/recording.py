@@ -26,18 +26,19 @@ class Recording:
         self._journal: JournalWriter | None = None
         self._algorithm = algorithm
         stages = list(walk(algorithm.plan.stage))
-        # a thread samples ahead with sample_async, and it is not recorded
         is_asynchronous = any(stage.is_asynchronous for stage in stages)
+        # the order of the threads of sample_async is not recorded
         if is_asynchronous and _is_new(algorithm, stages) and not algorithm.config.sample_async:
             total = algorithm.workers.global_vars["total_timesteps"]
             self._journal = JournalWriter(run_dir / JOURNAL, {"total_timesteps": total})
             algorithm.plan.metrics.journal = self._journal
 
-    def add(self, saved: bool) -> None:
+    def end_iteration(self, saved: bool) -> None:
         """Write the order of the last iteration; an error of the file system ends the recording.
 
         Args:
-            saved: whether the iteration ended with a checkpoint, which requests replies.
+            saved: whether it ended with a checkpoint. A checkpoint collects the pending replies of
+                the workers, so a replay must do so, too.
         """
         if self._journal is None:
             return

@@ -105,7 +105,7 @@ class Replay:
             try:
                 result = self._algorithm.train()
                 if self._journal.plan_log.observe("saved", 0):
-                    self._algorithm.plan.state_dict()  # a checkpoint waits for replies
+                    self._algorithm.plan.state_dict()  # a checkpoint collects the pending replies
             except ReplayEnded as end:
                 self.end = str(end)
                 return

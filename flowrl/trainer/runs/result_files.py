@@ -33,11 +33,11 @@ class ResultFiles:
 
     Args:
         folder: the run directory.
-        names: names of metrics in progress.csv and TensorBoard, see the setting `logged_names`.
+        naming: how metrics are named in progress.csv and TensorBoard: the setting `logged_names`.
     """
 
-    def __init__(self, folder: Path, names: str):
-        self._folder, self._names = folder, names
+    def __init__(self, folder: Path, naming: str):
+        self._folder, self._naming = folder, naming
         self._columns: list[str] = []
         self._events: Path | None = None
         self._failed: set[str] = set()  # files whose write error was reported
@@ -54,7 +54,7 @@ class ResultFiles:
             OSError: a file cannot be written; it is unchanged.
         """
         write_whole(self._folder / "result.json", b"".join(map(_json_line, results)))
-        rows = [logged_scalars(result, self._names) for result in results]
+        rows = [logged_scalars(result, self._naming) for result in results]
         columns = list(dict.fromkeys(column for row in rows for column in row))
         write_whole(self._folder / "progress.csv", _csv_table(columns, rows))
         self._columns = columns
@@ -70,7 +70,7 @@ class ResultFiles:
 
         The first failure to write a file is printed, and the first success after it.
         """
-        row = logged_scalars(result, self._names)
+        row = logged_scalars(result, self._naming)
         json_line = _json_line(result)
         self._try("result.json", lambda: _append(self._folder / "result.json", json_line))
         self._try("progress.csv", lambda: self._append_row(row))

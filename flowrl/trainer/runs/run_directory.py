@@ -59,7 +59,7 @@ class RunDirectory:
 
     Args:
         path: created if it does not exist.
-        names: names of metrics in progress.csv and TensorBoard, see the setting `logged_names`.
+        naming: how metrics are named in progress.csv and TensorBoard: the setting `logged_names`.
         resume: continue the run in `path`; an incomplete last line of result.json is dropped.
         unique: add a number to `path` if it exists, for example because another process has chosen
             the same name.
@@ -69,7 +69,7 @@ class RunDirectory:
     """
 
     def __init__(
-        self, path: Path, names: str = "classic", resume: bool = False, unique: bool = False
+        self, path: Path, naming: str = "classic", resume: bool = False, unique: bool = False
     ):
         # absolute: the program may change its folder
         self.path = path = Path(os.path.abspath(path.expanduser()))
@@ -96,7 +96,7 @@ class RunDirectory:
                 if not resume:
                     for file in filter(Path.is_file, (path / name for name in _REMOVED_FILES)):
                         file.unlink()
-                self._results = ResultFiles(path, names)
+                self._results = ResultFiles(path, naming)
                 results = read_results(path) if resume else []
                 self._results.rewrite(results, with_events=not resume)
             except BlockingIOError as error:
@@ -287,13 +287,13 @@ class RunDirectory:
             the folder that keeps newer checkpoints with the results; None if there are none.
         """
         newer = [path for path in list_checkpoints(self.path) if int(path.name) > iteration]
-        kept = self._keep(newer) if newer else None
+        kept = self._move_aside(newer) if newer else None
         results = results_until(self.path, iteration)
         with_events = len(results) < len(read_results(self.path))
         self._results.rewrite(results, with_events)
         return kept
 
-    def _keep(self, checkpoints: list[Path]) -> Path:
+    def _move_aside(self, checkpoints: list[Path]) -> Path:
         """Move checkpoints, and copy the results, to a new folder of the run directory."""
         numbers = (path.name.removeprefix("replaced-") for path in self.path.glob("replaced-*"))
         number = 1 + max((int(text) for text in numbers if text.isdecimal()), default=0)

@@ -88,7 +88,7 @@ def train_until(
                     run.save(algorithm, result)
                     saved = time.perf_counter()
                 if recording is not None:
-                    recording.add(is_due)
+                    recording.end_iteration(is_due)
             signals.raise_pending()
         except BaseException as error:
             stopped = _stopped_by(error, signals)
