@@ -484,7 +484,7 @@ MAX_INT = 2**63 - 1  # of a signed 64-bit integer
 _NUMBER = BeforeValidator(_not_bool)
 Finite = Annotated[float, _NUMBER, Field(allow_inf_nan=False)]
 Fraction = Annotated[float, _NUMBER, Field(ge=0, le=1)]
-NotNegative = Annotated[float, _NUMBER, Field(ge=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, _NUMBER, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, _NUMBER, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, _NUMBER, Field(ge=1, le=MAX_INT)]
-NotNegativeInt = Annotated[int, _NUMBER, Field(ge=0, le=MAX_INT)]
+NonNegativeInt = Annotated[int, _NUMBER, Field(ge=0, le=MAX_INT)]

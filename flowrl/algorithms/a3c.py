@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field
 
 from flowrl.algorithms.a2c import A2C, A2CConfig, A2CTorchPolicy
-from flowrl.settings import Count, NotNegativeInt, check_of_settings
+from flowrl.settings import Count, NonNegativeInt, check_of_settings
 from flowrl.trainer.config import PlanSetting, PlanSource
 
 
@@ -27,11 +27,11 @@ class A3CConfig(A2CConfig):
     max_requests_in_flight_per_worker: Annotated[Count, Field(le=1000)] = 2
     """Gradient requests in flight per worker. With 2, a worker does not wait for the update with
     its last gradient; its next gradient is computed with weights that lack this update."""
-    max_policy_lag: NotNegativeInt | None = None
+    max_policy_lag: NonNegativeInt | None = None
     """Maximum age of a gradient's weights, in updates; None for no limit."""
     stale_policy: Literal["drop", "wait"] = "drop"
     """Drop gradients that exceed `max_policy_lag`, or make workers wait so that none does."""
-    min_sample_timesteps_per_iteration: NotNegativeInt = 1000
+    min_sample_timesteps_per_iteration: NonNegativeInt = 1000
 
     def staleness(self) -> dict[str, Any]:
         """Return the options of AsyncGradients that limit the age of gradients."""

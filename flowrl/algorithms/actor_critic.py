@@ -20,7 +20,7 @@ from flowrl.policies.schedules import Schedule, initial_value
 from flowrl.policies.target_network import TargetNetworkPolicy
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
 from flowrl.seeding import random_stream
-from flowrl.settings import ConfigError, Count, Fraction, NotNegativeInt, Positive
+from flowrl.settings import ConfigError, Count, Fraction, NonNegativeInt, Positive
 from flowrl.trainer.config import AlgorithmConfig
 
 ACTOR = 0  # index of the actor's parameter group in the optimizer
@@ -45,7 +45,7 @@ class ActorCriticSettings(AlgorithmConfig):
     """Train two critics and use the smaller value (Fujimoto et al. 2018, section 4.2)."""
     tau: Fraction = 0.005
     """Polyak coefficient of target updates: target = tau * online + (1 - tau) * target."""
-    target_network_update_freq: NotNegativeInt = 0
+    target_network_update_freq: NonNegativeInt = 0
     """Env steps sampled between updates of the target networks; 0 updates them after every train
     batch."""
 
@@ -71,7 +71,7 @@ class ActorCriticConfig(ActorCriticSettings, OffPolicyConfig):
 
     rollout_fragment_length: Count | Literal["auto"] = 1
     replay_buffer_capacity: Count = 100_000
-    min_sample_timesteps_per_iteration: NotNegativeInt = 1000
+    min_sample_timesteps_per_iteration: NonNegativeInt = 1000
 
 
 class ActorCriticLearner(TorchLearner):

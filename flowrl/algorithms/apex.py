@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from flowrl.algorithms.async_learner import AsyncLearnerConfig
 from flowrl.algorithms.dqn import DQN, DQNConfig, DQNTorchPolicy
 from flowrl.policies.config import ExplorationConfig
-from flowrl.settings import Count, NotNegativeInt
+from flowrl.settings import Count, NonNegativeInt
 from flowrl.trainer.config import PlanSetting, PlanSource
 
 
@@ -21,12 +21,12 @@ class APEXConfig(DQNConfig, AsyncLearnerConfig):
     train_batch_size: Count = 512
     n_step: Count = 3
     prioritized_replay: bool = True
-    target_network_update_freq: NotNegativeInt = 500
+    target_network_update_freq: NonNegativeInt = 500
     """Rows trained on between updates of the target network; 0 updates it after every train
     batch."""
     exploration_config: ExplorationConfig = ExplorationConfig(type="PerWorkerEpsilonGreedy")
     learner_queue_size: Count = 4
-    max_weight_sync_delay: NotNegativeInt = 400
+    max_weight_sync_delay: NonNegativeInt = 400
     """Env steps that a worker samples between two updates of its weights."""
 
     def greedy_workers(self) -> list[int]:

@@ -15,7 +15,7 @@ from flowrl.algorithms.vtrace import VTraceConfig, VTracePolicy
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.target_network import TargetNetworkPolicy
 from flowrl.policies.torch_policy import TensorBatch
-from flowrl.settings import Fraction, NotNegativeInt, Positive, check_of_settings
+from flowrl.settings import Fraction, NonNegativeInt, Positive, check_of_settings
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import PlanSetting, PlanSource
 
@@ -37,7 +37,7 @@ class APPOConfig(VTraceConfig):
     0 disables the penalty."""
     kl_target: Positive = 0.01
     """Target KL divergence in nats, to which the weight of the penalty adapts."""
-    target_network_update_freq: NotNegativeInt = 0
+    target_network_update_freq: NonNegativeInt = 0
     """Rows trained on between updates of the target network; 0 updates it after every train
     batch."""
     tau: Fraction = 1.0

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from flowrl.ops import LearnerThread
 from flowrl.sampling.worker_set import WorkerSet
-from flowrl.settings import Count, NotNegativeInt
+from flowrl.settings import Count, NonNegativeInt
 from flowrl.trainer.config import AlgorithmConfig
 
 
@@ -21,10 +21,10 @@ class AsyncLearnerConfig(AlgorithmConfig):
     """Maximum number of train batches that wait in the learner's queue."""
     minibatch_buffer_size: Count = 1
     """Train batches that the learner alternates between while it uses each `num_sgd_iter` times."""
-    num_learners: NotNegativeInt = 0
+    num_learners: NonNegativeInt = 0
     """Number of Ray actors that each learn from a part of every train batch; 0 learns in a thread
     of this process."""
-    num_gpus: NotNegativeInt = 0
+    num_gpus: NonNegativeInt = 0
     """Like `num_learners`, with one GPU per actor. Set only one of the two."""
 
     def learner(self, workers: WorkerSet) -> LearnerThread:

@@ -20,7 +20,7 @@ from flowrl.data import SampleBatch
 from flowrl.ops import ReadMinari, ReadParquet
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.sampling.worker_set import WorkerSet
-from flowrl.settings import Count, NotNegative, NotNegativeInt, Positive, check_of_settings
+from flowrl.settings import Count, NonNegative, NonNegativeInt, Positive, check_of_settings
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import PlanSetting, PlanSource
 
@@ -36,8 +36,8 @@ class CQLConfig(SACSettings, OfflineConfig):
     algorithm: ClassVar[str] = "flowrl.algorithms.cql:CQL"
 
     plan: PlanSetting = "cql"
-    min_sample_timesteps_per_iteration: NotNegativeInt = 10_000
-    min_q_weight: NotNegative = 5.0
+    min_sample_timesteps_per_iteration: NonNegativeInt = 10_000
+    min_q_weight: NonNegative = 5.0
     """Weight of the penalty on the values of actions that were not recorded (alpha in the
     paper)."""
     temperature: Positive = 1.0
@@ -45,7 +45,7 @@ class CQLConfig(SACSettings, OfflineConfig):
     num_actions: Count = 10
     """For continuous actions, number of actions drawn from each of three distributions to estimate
     the soft maximum."""
-    bc_iters: NotNegativeInt = 0
+    bc_iters: NonNegativeInt = 0
     """Number of initial updates in which the actor imitates the recorded actions (behavior
     cloning)."""
     lagrangian: bool = False

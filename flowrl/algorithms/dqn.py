@@ -35,7 +35,7 @@ from flowrl.settings import (
     ConfigError,
     Count,
     Fraction,
-    NotNegativeInt,
+    NonNegativeInt,
     Positive,
     check_of_settings,
 )
@@ -70,7 +70,7 @@ class DQNConfig(OffPolicyConfig):
     sigma0: Positive = 0.5
     """Initial scale of the noise of noisy layers."""
     prioritized_replay: bool = True
-    target_network_update_freq: NotNegativeInt = 500
+    target_network_update_freq: NonNegativeInt = 500
     """Env steps sampled between updates of the target network; 0 updates it after every train
     batch."""
     tau: Fraction = 1.0

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from flowrl.policies.torch_policy import TorchPolicy
-from flowrl.settings import NotNegative
+from flowrl.settings import NonNegative
 from flowrl.state_schema import Amount, Fields, check_state
 
 MAX_KL_COEFF = 1e6
-KLCoeff = Annotated[NotNegative, Field(le=MAX_KL_COEFF)]
+KLCoeff = Annotated[NonNegative, Field(le=MAX_KL_COEFF)]
 
 _FIELDS: Fields = {"kl_coeff": Annotated[Amount, Field(le=MAX_KL_COEFF)]}
 

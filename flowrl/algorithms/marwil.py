@@ -21,8 +21,8 @@ from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import (
     ConfigError,
     Count,
-    NotNegative,
-    NotNegativeInt,
+    NonNegative,
+    NonNegativeInt,
     Positive,
     check_of_settings,
 )
@@ -42,11 +42,11 @@ class MARWILConfig(OfflineConfig):
     plan: PlanSetting = "marwil"
     train_batch_size: Count = 512
     """Rows per train batch."""
-    min_sample_timesteps_per_iteration: NotNegativeInt = 10_000
-    beta: NotNegative = 1.0
+    min_sample_timesteps_per_iteration: NonNegativeInt = 10_000
+    beta: NonNegative = 1.0
     """Scale of the exponent in the weights of rows, exp(beta * normalized advantage); 0 weights all
     rows equally."""
-    vf_coeff: NotNegative = 1.0
+    vf_coeff: NonNegative = 1.0
     """Weight of the value loss; unused if `beta` is 0."""
     moving_average_sqd_adv_norm_start: Positive = 100.0
     """Initial value of the moving average of squared advantages, which normalizes advantages."""
@@ -81,7 +81,7 @@ class BCConfig(MARWILConfig):
     algorithm: ClassVar[str] = "flowrl.algorithms.marwil:BC"
 
     plan: PlanSetting = "bc"
-    beta: NotNegative = 0.0
+    beta: NonNegative = 0.0
     """Must be 0; use MARWIL for weighted rows."""
 
     @check_of_settings

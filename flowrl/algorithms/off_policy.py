@@ -17,8 +17,8 @@ from flowrl.seeding import derive_seed
 from flowrl.settings import (
     ConfigError,
     Count,
-    NotNegative,
-    NotNegativeInt,
+    NonNegative,
+    NonNegativeInt,
     Positive,
     check_of_settings,
 )
@@ -41,12 +41,12 @@ class OffPolicyConfig(AlgorithmConfig):
     replay_mode: Literal["independent", "lockstep"] = "independent"
     """Draw the rows of each policy independently, or draw env steps with the rows of all policies.
     A row of an agent that did not act in every step belongs to the step that completed it."""
-    num_replay_shards: NotNegativeInt = 2
+    num_replay_shards: NonNegativeInt = 2
     """Number of Ray actors that share the replay buffer, in plans with replay actors; 0 keeps the
     buffer in the process of the plan."""
     replay_buffer_shards_colocated_with_driver: bool = True
     """Place the replay actors on the node of the driver; if False, on any node."""
-    learning_starts: NotNegativeInt = 1000
+    learning_starts: NonNegativeInt = 1000
     """Rows stored before training begins."""
     training_intensity: Annotated[Positive, Field(le=10_000)] | None = None
     """Rows trained on per row stored after `learning_starts`; None trains on one batch per stored
@@ -56,14 +56,14 @@ class OffPolicyConfig(AlgorithmConfig):
     prioritized_replay: bool = False
     """Draw rows by their last TD error (prioritized experience replay, Schaul et al. 2016, arXiv
     1511.05952); if False, uniformly."""
-    prioritized_replay_alpha: NotNegative = 0.6
+    prioritized_replay_alpha: NonNegative = 0.6
     """Prioritization exponent alpha; 0 draws uniformly."""
     prioritized_replay_beta: LinearSchedule = 0.4
     """Exponent beta of the importance weights: a number, or points [(rows stored, value), …]; 1
     corrects the bias of prioritization fully. Rows may be percentages of `total_timesteps`."""
-    prioritized_replay_eps: NotNegative = 1e-6
+    prioritized_replay_eps: NonNegative = 1e-6
     """Added to absolute TD errors, so that every row can be drawn."""
-    min_sample_timesteps_per_iteration: NotNegativeInt = 1000
+    min_sample_timesteps_per_iteration: NonNegativeInt = 1000
 
     @check_of_settings
     def _check_replay_settings(self) -> Self:

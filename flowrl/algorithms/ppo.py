@@ -12,7 +12,7 @@ from flowrl.algorithms.on_policy import OnPolicyConfig, OnPolicyPolicy
 from flowrl.policies.config import MAX_SGD_ITER
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch
-from flowrl.settings import Count, NotNegativeInt, Positive
+from flowrl.settings import Count, NonNegativeInt, Positive
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import PlanSetting, PlanSource
 
@@ -24,7 +24,7 @@ class PPOConfig(OnPolicyConfig):
 
     plan: PlanSetting = "ppo"
     num_sgd_iter: Annotated[Count, Field(le=MAX_SGD_ITER)] = 10
-    sgd_minibatch_size: NotNegativeInt = 128
+    sgd_minibatch_size: NonNegativeInt = 128
     clip_param: Schedule = 0.2
     """Clip the probability ratio to 1 ± this; a number, or a schedule as for `lr`."""
     vf_clip_param: Positive | None = None

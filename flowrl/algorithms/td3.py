@@ -15,7 +15,7 @@ from flowrl.policies.config import ExplorationConfig
 from flowrl.policies.distributions import SquashedDeterministic
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch
-from flowrl.settings import Count, NotNegative
+from flowrl.settings import Count, NonNegative
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import PlanSetting, PlanSource
 
@@ -29,10 +29,10 @@ class TD3Config(ActorCriticConfig):
     lr: Schedule = 1e-3
     policy_delay: Count = 2
     """Critic updates per update of the actor and the target networks (section 5.2)."""
-    target_noise: NotNegative = 0.2
+    target_noise: NonNegative = 0.2
     """Standard deviation of the noise on target actions, for actions in [-1, 1] (section 5.3); 0
     adds none."""
-    target_noise_clip: NotNegative = 0.5
+    target_noise_clip: NonNegative = 0.5
     """Clip the noise on target actions to ± this."""
     exploration_config: ExplorationConfig = ExplorationConfig(
         type="GaussianNoise", scale=0.1, random_timesteps=1000
@@ -49,7 +49,7 @@ class DDPGConfig(TD3Config):
 
     twin_q: bool = False
     policy_delay: Count = 1
-    target_noise: NotNegative = 0.0
+    target_noise: NonNegative = 0.0
     exploration_config: ExplorationConfig = ExplorationConfig(
         type="OrnsteinUhlenbeckNoise", scale=0.1, random_timesteps=1000
     )

@@ -21,8 +21,8 @@ from flowrl.settings import (
     ConfigError,
     Count,
     Fraction,
-    NotNegative,
-    NotNegativeInt,
+    NonNegative,
+    NonNegativeInt,
     Positive,
     check_of_settings,
 )
@@ -35,7 +35,7 @@ class VTraceConfig(AsyncLearnerConfig):
 
     train_batch_size: Count = 500
     rollout_fragment_length: Count | Literal["auto"] = 50
-    min_sample_timesteps_per_iteration: NotNegativeInt = 1000
+    min_sample_timesteps_per_iteration: NonNegativeInt = 1000
     lambda_: Fraction = 1.0
     """Discount of temporal differences of later steps in V-trace targets (lambda in remark 2 of the
     paper)."""
@@ -49,18 +49,18 @@ class VTraceConfig(AsyncLearnerConfig):
     """Weight of the entropy bonus: a number, or a schedule as for `lr`."""
     vf_loss_coeff: Schedule = 0.5
     """Weight of the value loss: a number, or a schedule as for `lr`."""
-    max_policy_lag: NotNegativeInt | None = None
+    max_policy_lag: NonNegativeInt | None = None
     """Maximum age of a fragment's weights, in updates (optimizer steps); None for no limit."""
     stale_policy: Literal["drop", "wait"] = "drop"
     """Drop fragments that exceed `max_policy_lag`, or make workers wait so that none does."""
     broadcast_interval: Count = 1
     """Number of fragments after which the workers that sampled them get new weights."""
-    num_aggregation_workers: NotNegativeInt = 0
+    num_aggregation_workers: NonNegativeInt = 0
     """Number of Ray tasks that concatenate fragments to train batches, so that the driver only
     receives train batches; 0 concatenates them in the driver."""
-    replay_proportion: NotNegative = 0.0
+    replay_proportion: NonNegative = 0.0
     """Replayed fragments per new fragment; fractions accumulate."""
-    replay_buffer_num_slots: NotNegativeInt = 0
+    replay_buffer_num_slots: NonNegativeInt = 0
     """Capacity of the buffer of fragments to replay, in fragments."""
 
     def staleness(self) -> dict[str, Any]:

@@ -330,8 +330,8 @@ def _groups(flags: list[str], annotations: dict[str, Any]) -> list[_Group]:
         groups.append(_Group(flag, [value] if equals else [], annotation, [full]))
     for group in groups:
         leaves = _leaves(group.annotation)
-        takes_none = bool in leaves or get_origin(group.annotation) is list
-        if bool in leaves if group.values else not takes_none:
+        needs_value = bool not in leaves and get_origin(group.annotation) is not list
+        if (not group.values and needs_value) or (group.values and bool in leaves):
             raise ConfigError(group.problem())
         if {int, float} & leaves and not all(map(str.isascii, group.values)):
             raise ConfigError(group.problem())  # digits of other scripts

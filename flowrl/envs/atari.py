@@ -15,7 +15,7 @@ import gymnasium as gym
 from gymnasium.wrappers import AtariPreprocessing
 
 from flowrl.errors import ConfigError, check_installed
-from flowrl.settings import Count, Fraction, NotNegativeInt, Settings
+from flowrl.settings import Count, Fraction, NonNegativeInt, Settings
 
 FIRE = 1  # index of the action in the action sets that have it
 _IDS = re.compile(r"ALE/|\w+(NoFrameskip|Deterministic)-v\d")
@@ -28,7 +28,7 @@ class AtariSettings(Settings):
     frame_skip: Count = 4
     """Frames per env step; the action is repeated, the rewards are added, and the observation is
     the maximum of the last two frames."""
-    noop_max: NotNegativeInt = 30
+    noop_max: NonNegativeInt = 30
     """An episode starts with up to this number of frames without an action, chosen at random."""
     fire_on_reset: bool = True
     """Press FIRE at the start of an episode and after a lost life, in games that have it."""

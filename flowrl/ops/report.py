@@ -19,7 +19,7 @@ from flowrl.sampling.episode import EpisodeMetrics, returns_by_policy
 from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.setting_aliases import INFO_COUNTERS
-from flowrl.settings import NotNegative, NotNegativeInt, Positive, Settings, setting
+from flowrl.settings import NonNegative, NonNegativeInt, Positive, Settings, setting
 from flowrl.state_schema import Fields, Natural, check_state
 
 Result = dict[str, Any]
@@ -28,10 +28,10 @@ Result = dict[str, Any]
 class ReportingConfig(Settings):
     """Settings of StandardMetricsReporting."""
 
-    min_time_s_per_iteration: NotNegative | None = setting(None, group="reporting", le=86_400)
+    min_time_s_per_iteration: NonNegative | None = setting(None, group="reporting", le=86_400)
     """Minimum seconds between reports; None ignores time, so that the reports of seeded runs are
     reproducible."""
-    min_sample_timesteps_per_iteration: NotNegativeInt = setting(0, group="reporting")
+    min_sample_timesteps_per_iteration: NonNegativeInt = setting(0, group="reporting")
     """Minimum env steps between reports."""
     metrics_num_episodes_for_smoothing: int = setting(100, group="reporting", ge=1, le=1_000_000)
     """Number of most recent episodes that episode statistics are computed over."""

@@ -15,8 +15,8 @@ from flowrl.settings import (
     Count,
     Finite,
     Fraction,
-    NotNegative,
-    NotNegativeInt,
+    NonNegative,
+    NonNegativeInt,
     Positive,
     Settings,
     check_of_settings,
@@ -76,7 +76,7 @@ class ModelConfig(Settings):
     """Also feed the previous reward to the cell."""
     max_seq_len: Count = 20
     """Maximum rows per training sequence of networks with memory."""
-    burn_in: NotNegativeInt = 0
+    burn_in: NonNegativeInt = 0
     """Rows before each training sequence that only warm up the recurrent state."""
 
     use_attention: bool = False
@@ -167,20 +167,20 @@ class ExplorationConfig(Settings):
     takes the best action, except for a share of random ones; "PerWorkerEpsilonGreedy" has another
     share on each worker. "GaussianNoise" and "OrnsteinUhlenbeckNoise" add independent or
     correlated noise to the best action. "Random" acts uniformly at random."""
-    random_timesteps: NotNegativeInt = 0
+    random_timesteps: NonNegativeInt = 0
     """Env steps of random actions at the start."""
     epsilon: Schedule = Field(default=cast(ScheduleValue, [(0, 1.0), (10_000, 0.05)]))
     """EpsilonGreedy: share of random actions."""
     epsilon_base: Fraction = 0.4
     """PerWorkerEpsilonGreedy: worker i = 1 … N explores with epsilon_base ** (1 + (i - 1) / (N - 1)
     * epsilon_exponent) (Horgan et al. 2018)."""
-    epsilon_exponent: NotNegative = 7.0
+    epsilon_exponent: NonNegative = 7.0
     """PerWorkerEpsilonGreedy: exponent of the spread of epsilon over workers; 0 makes all
     equal."""
     scale: Schedule = 0.1
     """Standard deviation of GaussianNoise, for actions in [-1, 1]; of OrnsteinUhlenbeckNoise, the
     standard deviation of the change per step."""
-    ou_theta: NotNegative = 0.15
+    ou_theta: NonNegative = 0.15
     """OrnsteinUhlenbeckNoise: rate at which the noise returns to 0, per step."""
 
     def check_has_probabilities(self) -> None:
@@ -232,7 +232,7 @@ class PolicyConfig(Settings):
     grad_clip_by: Literal["global_norm", "norm", "value"] = "global_norm"
     """Clip the norm of all gradients together, the norm of each parameter's gradient, or each
     number."""
-    microbatch_size: NotNegativeInt = 0
+    microbatch_size: NonNegativeInt = 0
     """Rows whose gradient is computed at once; larger updates average the gradients of their
     parts. 0 computes all rows at once. With `standardize_advantages`, each part is standardized by
     itself; IMPALA and APPO cut only between trajectories."""
@@ -268,11 +268,11 @@ class PolicyConfig(Settings):
     """Scale continuous actions from [-1, 1] to the bounds of the action space."""
     clip_actions: bool = setting(True, group="rollouts")
     """Clip continuous actions to the bounds before they reach the environment."""
-    seed: NotNegativeInt | None = setting(None, group="debugging")
+    seed: NonNegativeInt | None = setting(None, group="debugging")
     """Seed of every random stream; None uses entropy of the machine."""
     num_sgd_iter: Annotated[Count, Field(le=MAX_SGD_ITER)] = 1
     """Passes over each train batch."""
-    sgd_minibatch_size: NotNegativeInt = 0
+    sgd_minibatch_size: NonNegativeInt = 0
     """Rows per update; 0 makes one update of the whole batch. The last minibatch may be
     smaller."""
 

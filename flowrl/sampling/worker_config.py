@@ -20,8 +20,8 @@ from flowrl.setting_values import nearest
 from flowrl.settings import (
     ConfigError,
     Count,
-    NotNegative,
-    NotNegativeInt,
+    NonNegative,
+    NonNegativeInt,
     Positive,
     check_of_settings,
     setting,
@@ -39,7 +39,7 @@ def _on_or_off(value: Any) -> Any:
 class WorkerConfig(PolicyConfig):
     """Settings of workers, and the default settings of their policies."""
 
-    num_workers: NotNegativeInt = setting(0, group="rollouts")
+    num_workers: NonNegativeInt = setting(0, group="rollouts")
     """Number of workers on Ray actors; 0 samples in this process, without Ray."""
     num_envs_per_worker: Count = setting(1, group="rollouts", in_evaluation=True, le=100_000)
     """Number of environments that each worker steps together; a gymnasium VectorEnv that the
@@ -117,10 +117,10 @@ class WorkerConfig(PolicyConfig):
     output_rows_per_file: Count = setting(50_000, group="offline_data")
     """Rows of one policy per file; the last file may have fewer."""
 
-    num_cpus_per_worker: NotNegative = setting(1.0, group="resources")
+    num_cpus_per_worker: NonNegative = setting(1.0, group="resources")
     """CPUs that Ray reserves per worker; fewer if the cluster has too few. Evaluation workers share
     what the training workers leave, which may be 0."""
-    num_gpus_per_worker: NotNegative = setting(0.0, group="resources")
+    num_gpus_per_worker: NonNegative = setting(0.0, group="resources")
     """GPUs, or fractions of one, that Ray reserves per worker."""
     custom_resources_per_worker: dict[str, Positive] = setting({}, group="resources")
     """Custom cluster resources that each worker takes: name -> amount."""
@@ -143,7 +143,7 @@ class WorkerConfig(PolicyConfig):
     recreate_failed_workers: bool = setting(True, group="fault_tolerance")
     """Replace workers whose process died or hangs; if False, the run raises one error and can
     continue with the other workers."""
-    num_spare_workers: NotNegativeInt = setting(0, group="fault_tolerance")
+    num_spare_workers: NonNegativeInt = setting(0, group="fault_tolerance")
     """Number of processes that are started in addition, and become the replacement of a worker that
     dies: a new process needs several seconds to import its packages."""
     wait_for_replaced_workers: bool = setting(False, group="fault_tolerance")
@@ -153,7 +153,7 @@ class WorkerConfig(PolicyConfig):
     """Resident memory of a worker's process, in megabytes (2^20 bytes), above which it is replaced
     after its current fragment, for environments that leak memory; None for no limit. Its episodes
     start again."""
-    max_num_env_restarts: NotNegativeInt = setting(5, group="fault_tolerance", in_evaluation=True)
+    max_num_env_restarts: NonNegativeInt = setting(5, group="fault_tolerance", in_evaluation=True)
     """Consecutive failures of one environment after which its error stops the run. The count
     restarts when an episode or a fragment is completed, unless the next failure after a fragment is
     at the same step as the last one. For failures after step 100 of an episode, the limit is 100
@@ -164,9 +164,9 @@ class WorkerConfig(PolicyConfig):
     that react to signals; use `sample_timeout_s` for other calls."""
     env_reset_timeout_s: Positive | None = setting(None, group="fault_tolerance")
     """Seconds that a reset of one environment may take; see `env_step_timeout_s`."""
-    max_num_worker_restarts: NotNegativeInt = setting(1000, group="fault_tolerance")
+    max_num_worker_restarts: NonNegativeInt = setting(1000, group="fault_tolerance")
     """Restarts of one worker, after which it counts as failed."""
-    delay_between_worker_restarts_s: NotNegative = setting(0.1, group="fault_tolerance")
+    delay_between_worker_restarts_s: NonNegative = setting(0.1, group="fault_tolerance")
     """Seconds before a dead worker is replaced; doubles with each consecutive death, up to
     30."""
     sample_timeout_s: Positive | None = setting(None, group="fault_tolerance")

@@ -24,7 +24,7 @@ from flowrl.setting_values import nearest
 from flowrl.settings import (
     ConfigError,
     Count,
-    NotNegativeInt,
+    NonNegativeInt,
     Positive,
     check_of_settings,
     contains_search,
@@ -106,7 +106,7 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
     their end. If no episode ends in 200,000 steps of each environment, the evaluation stops with a
     warning and reports `num_unfinished_episodes`: set `horizon` for an environment without a time
     limit."""
-    evaluation_num_workers: NotNegativeInt = setting(0, group="evaluation")
+    evaluation_num_workers: NonNegativeInt = setting(0, group="evaluation")
     """Number of Ray actors that share an evaluation; 0 evaluates in this process."""
     evaluation_parallel_to_training: bool = setting(False, group="evaluation")
     """Continue training during an evaluation. The result of the iteration in which it finishes
@@ -122,7 +122,7 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
     evaluation_video_episodes: Count = setting(1, group="evaluation")
     """Episodes recorded per evaluation, from its first environment."""
 
-    checkpoint_frequency: NotNegativeInt = setting(0, group="checkpointing")
+    checkpoint_frequency: NonNegativeInt = setting(0, group="checkpointing")
     """Iterations between checkpoints of a run; 0 uses `checkpoint_every_s` only."""
     checkpoint_every_s: Positive | None = setting(60.0, group="checkpointing")
     """Approximate seconds between checkpoints of a run; None uses `checkpoint_frequency` only.
