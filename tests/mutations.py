@@ -29,6 +29,8 @@ RETURNS = "policies/returns.py"
 PPO = "algorithms/ppo.py"
 KL_PENALTY = "algorithms/kl_penalty.py"
 DQN = "algorithms/dqn.py"
+VTRACE = "algorithms/vtrace.py"
+R2D2 = "algorithms/r2d2.py"
 KERNELS = "policies/learning/kernels/"
 SUM_TREE = "replay/sum_tree.py"
 RING = "replay/ring_buffer.py"
@@ -53,6 +55,8 @@ TESTS = {
     PPO: ["algorithms/test_ppo.py"],
     KL_PENALTY: ["algorithms/test_ppo.py", "algorithms/test_kl_penalty.py"],
     DQN: ["algorithms/test_dqn.py"],
+    VTRACE: ["algorithms/test_vtrace.py"],
+    R2D2: ["algorithms/test_r2d2.py"],
     KERNELS + "policy_gradient.py": ["policies/test_kernels.py"],
     KERNELS + "q_learning.py": ["algorithms/test_dqn.py", "policies/test_categorical_q.py"],
     CAPTURED: ["policies/test_captured_update.py"],
@@ -61,7 +65,7 @@ TESTS = {
     "policies/learning/flat_parameters.py": ["policies/test_torch_policy.py"],
     SUM_TREE: ["replay/test_prioritized.py"],
     RING: ["replay/test_buffers.py"],
-    TRAJECTORIES: ["replay/test_buffers.py"],
+    TRAJECTORIES: ["replay/test_buffers.py", "sampling/test_atari.py"],
     RATIO: ["replay", "ops/test_replay.py"],
     PRIORITIZED: ["replay/test_prioritized.py"],
     BUFFERS: ["replay/test_buffers.py"],
@@ -163,7 +167,7 @@ MUTATIONS = [
     Mutation("PPO: clip interval on one side", PPO,
              "ratio.clamp(1 - clip, 1 + clip)", "ratio.clamp(1 - clip, 1 + 2 * clip)"),
     Mutation("PPO: sign of the entropy bonus", PPO,
-             "loss = loss - bonus * entropy", "loss = loss + bonus * entropy"),
+             "loss = loss - entropy_coeff * entropy", "loss = loss + entropy_coeff * entropy"),
     Mutation("PPO: smaller value loss", PPO,
              "torch.maximum((values - targets) ** 2, (clipped - targets) ** 2)",
              "torch.minimum((values - targets) ** 2, (clipped - targets) ** 2)"),
@@ -178,8 +182,8 @@ MUTATIONS = [
              "d_outputs += np.float32(policy.kl_coeff / count)",
              "d_outputs -= np.float32(policy.kl_coeff / count)"),
     Mutation("A2C kernel: sign of the entropy bonus", KERNELS + "policy_gradient.py",
-             "loss = policy_loss + weight * vf_loss - bonus * entropy",
-             "loss = policy_loss + weight * vf_loss + bonus * entropy"),
+             "loss = policy_loss + vf_loss_coeff * vf_loss - entropy_coeff * entropy",
+             "loss = policy_loss + vf_loss_coeff * vf_loss + entropy_coeff * entropy"),
     Mutation("DQN kernel: errors are not clipped", KERNELS + "q_learning.py",
              "gradients = np.clip(errors, -1.0, 1.0)", "gradients = errors"),
     Mutation("SAC kernel: gradient of the temperature term", KERNELS + "actor_critic.py",
@@ -262,6 +266,17 @@ MUTATIONS = [
     Mutation("ring: next observation of the row itself", RING,
              "next_slots = self._successors.next_slots.take(ends, mode=\"clip\")",
              "next_slots = self._successors.next_slots.take(slots, mode=\"clip\")"),
+    Mutation("V-trace: a lost life is not the end", VTRACE,
+             'trajectory_ends(batch) | batch.array("terminateds").astype(bool)',
+             "trajectory_ends(batch)"),
+    Mutation("V-trace: rows of agents that take turns are single", VTRACE,
+             "continues |= (steps > 1)", "continues |= (steps > 9)"),
+    Mutation("R2D2: returns cross a lost life", R2D2,
+             "np.minimum(remaining, to_terminated + 1)", "remaining"),
+    Mutation("trajectories: n-step returns cross a lost life", TRAJECTORIES,
+             "is_plain and not any(map(_has_done_between_cuts, batches, cuts))", "is_plain"),
+    Mutation("values: masked states have the value of their mask", "policies/q_values.py",
+             "torch.where(next_q > FORBIDDEN, next_q, 0.0)", "next_q"),
     Mutation("trajectories: link over an end", TRAJECTORIES,
              "adjacent = unfinished[part] & (first_steps[next_part] == last_steps[part] + 1)",
              "adjacent = first_steps[next_part] == last_steps[part] + 1"),

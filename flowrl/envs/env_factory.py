@@ -125,7 +125,7 @@ class EnvFactory:
             env = apply_horizon(env, self._horizon, self._soft_horizon)
         return self._call_limits.apply(env)
 
-    def make_vector_env(self) -> SingleAgentAdapter | DirectMultiAgentVectorEnv:
+    def make_agent_envs(self) -> SingleAgentAdapter | DirectMultiAgentVectorEnv:
         """Create all environments of the worker.
 
         Raises:

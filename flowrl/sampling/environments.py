@@ -62,7 +62,7 @@ class WorkerEnvironments:
         self._open()
 
     def _open(self) -> None:
-        self.agent_envs: MultiAgentVectorEnv = self._envs.make_vector_env()
+        self.agent_envs: MultiAgentVectorEnv = self._envs.make_agent_envs()
         self.vector_env: VectorEnv | None = None
         if isinstance(self.agent_envs, SingleAgentAdapter):
             self.vector_env = self.agent_envs.vector_env

@@ -22,11 +22,15 @@ from flowrl.settings import ConfigError
 from flowrl.state_schema import Fields, Natural, check_state
 
 # kind in saved states -> name of the class
-_SAMPLERS = {"columns": "ColumnSampler", "agents": "MultiAgentSampler", "rows": "CollectorSampler"}
+_SAMPLERS = {
+    "single_agent": "ColumnSampler",
+    "multi_agent": "MultiAgentSampler",
+    "collector": "CollectorSampler",
+}
 
 _STATE: Fields = {
     "num_envs": Natural,
-    "source": dict[str, Any] | None,
+    "env_sampler": dict[str, Any] | None,
     "kind": str,
     "batch_mode": str,
     "next_unroll": Natural,
@@ -115,31 +119,30 @@ class FragmentSampler:
         counts_lives = bool(
             envs.is_atari and settings.atari and settings.atari.terminal_on_life_loss
         )
-        if counts_lives and kind != "columns":
+        if counts_lives and kind != "single_agent":
             raise ConfigError(
                 "atari.terminal_on_life_loss: not supported with a sample_collector, several "
                 "policies, views of other agents or on_postprocess_trajectory: set it to False"
             )
-        if kind == "rows":
+        if kind == "collector":
             collector: Any = settings.sample_collector
             return CollectorSampler(collector, envs.agent_envs, worker, settings, *ids)
-        if kind == "agents":
+        if kind == "multi_agent":
             return MultiAgentSampler(envs.agent_envs, worker, settings, *ids)
         assert envs.vector_env is not None
         return ColumnSampler(envs.vector_env, worker, settings, envs.agent_envs, *ids, counts_lives)
 
     def _kind(self) -> str:
-        """Return which sampler is used: "rows" (CollectorSampler), "agents" (MultiAgentSampler) or
-        "columns" (ColumnSampler)."""
+        """Return which sampler is used, a key of _SAMPLERS."""
         worker = self._worker
         if self._settings.sample_collector is not None:
-            return "rows"
+            return "collector"
         by_agent = (
             worker.is_multi_agent
             or has_agent_views(worker.policy_map)
             or overrides(worker.callbacks, "on_postprocess_trajectory")
         )
-        return "agents" if by_agent else "columns"
+        return "multi_agent" if by_agent else "single_agent"
 
     def sample(self) -> SampleBatch | MultiAgentBatch:
         """Return one fragment; with `complete_episodes`, whole episodes of at least its length."""
@@ -212,7 +215,7 @@ class FragmentSampler:
             returned[0] = self._env_sampler.env_steps  # includes the items that are lost
         return {
             "num_envs": self._envs.agent_envs.num_envs,
-            "source": None if self._env_sampler is None else self._env_sampler.state_dict(),
+            "env_sampler": None if self._env_sampler is None else self._env_sampler.state_dict(),
             "kind": self._kind(),
             "batch_mode": self._settings.batch_mode,
             "next_unroll": self.unroll_ids.next_id,
@@ -233,7 +236,7 @@ class FragmentSampler:
                 f"the state has {state['num_envs']} environments, this worker {num_envs} "
                 "(num_envs_per_worker)"
             )
-        if state["source"] is None:
+        if state["env_sampler"] is None:
             return
         if state["batch_mode"] != batch_mode:
             raise ValueError(
@@ -245,7 +248,7 @@ class FragmentSampler:
                 f"the state is of a {_SAMPLERS.get(state['kind'], state['kind'])}, this worker "
                 f"has a {_SAMPLERS[kind]}: sample_collector, callbacks_class or policies differ"
             )
-        running = state["source"].get("open")
+        running = state["env_sampler"].get("open")
         if running is not None:
             check_vector_env_state(running["envs"])
 
@@ -261,9 +264,9 @@ class FragmentSampler:
         unroll_ids, self.unroll_ids = self.unroll_ids, IdCounter(state["next_unroll"])
         env_sampler, restarted = None, 0
         try:
-            if state["source"] is not None:
+            if state["env_sampler"] is not None:
                 env_sampler = self._make_env_sampler()
-                restarted = env_sampler.load_state_dict(state["source"])
+                restarted = env_sampler.load_state_dict(state["env_sampler"])
             elif self._env_sampler is not None:
                 self._envs.reopen()
         except Exception:

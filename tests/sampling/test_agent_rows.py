@@ -215,7 +215,7 @@ def test_memory_of_past_agents_with_views_is_released():
     sizes = []
     for _ in range(8):
         w.sample()
-        sizes.append(len(w.sampling_state_dict()["source"]["open"]["trajectories"]))
+        sizes.append(len(w.sampling_state_dict()["env_sampler"]["open"]["trajectories"]))
     assert max(sizes[4:]) <= max(sizes[:4]) + 8
 
 

@@ -308,7 +308,7 @@ from flowrl.envs.atari import AtariSettings
 from flowrl.envs.env_factory import EnvFactory
 creator = pickle.loads(sys.stdin.buffer.read())
 factory = EnvFactory(creator, {}, 2, vectorization_mode=sys.argv[1], atari=AtariSettings())
-vector_env = factory.make_vector_env()
+vector_env = factory.make_agent_envs()
 print([result[0]["agent0"].shape for result in vector_env.reset()])
 vector_env.close()
 """

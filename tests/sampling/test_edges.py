@@ -555,7 +555,7 @@ def test_memory_of_ended_agents_is_released():
     w = worker(lambda: ChangingAgents(()), {"p": Idle}, rollout_fragment_length=60)
     for _ in range(5):
         w.sample()
-    assert len(w.sampling_state_dict()["source"]["open"]["trajectories"]) <= 2
+    assert len(w.sampling_state_dict()["env_sampler"]["open"]["trajectories"]) <= 2
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,9 @@ def test_num_envs_must_be_that_of_a_vector_environment():
     def two(context):
         return gym.make_vec("CartPole-v1", 2, vectorization_mode="sync")
 
-    assert [EnvFactory(two, {}, n).make_vector_env().num_envs for n in (1, 2)] == [2, 2]
+    assert [EnvFactory(two, {}, n).make_agent_envs().num_envs for n in (1, 2)] == [2, 2]
     with pytest.raises(ConfigError, match=r"num_envs_per_worker=5.* of 2 environments"):
-        EnvFactory(two, {}, 5).make_vector_env()
+        EnvFactory(two, {}, 5).make_agent_envs()
 
 
 def test_async_vector_environments_are_rejected_before_they_are_copied():
@@ -226,7 +226,7 @@ def test_counters_of_gymnasiums_time_limit_are_read_and_set():
 
 
 def test_every_entry_of_a_saved_state_is_checked():
-    state = EnvFactory(lambda context: CountEnv(), {}, 2).make_vector_env().state_dict()
+    state = EnvFactory(lambda context: CountEnv(), {}, 2).make_agent_envs().state_dict()
     check_vector_env_state(state)
     for name in state:
         with pytest.raises(KeyError, match=name):
@@ -391,7 +391,7 @@ def test_recreated_vector_environment_is_passed_to_the_callback():
         return Fails([lambda: gym.make("CartPole-v1")], autoreset_mode=mode)
 
     factory = EnvFactory(create, {}, 1, on_env_created=lambda index, env: created.append(env))
-    env = factory.make_vector_env()
+    env = factory.make_agent_envs()
     env.reset()
     with pytest.raises(OSError, match="crashed"):
         env.step([{"agent0": 0}])

@@ -208,7 +208,7 @@ def test_new_process_has_other_seeds(tmp_path):
 def test_restored_environments_continue_in_both_modes():
     def factory(mode):
         creator = env_creator_for("CartPole-v1")
-        return EnvFactory(creator, {}, 2, seed=3, vectorization_mode=mode).make_vector_env()
+        return EnvFactory(creator, {}, 2, seed=3, vectorization_mode=mode).make_agent_envs()
 
     def played(env, steps):
         actions = np.random.default_rng(0).integers(2, size=(200, 2))

@@ -465,7 +465,7 @@ def test_restored_envpool_starts_with_other_seeds(seed):
     first, second = (
         EnvFactory(
             env_creator_for("CartPole-v1"), {}, 2, seed=seed, vectorization_mode="envpool"
-        ).make_vector_env()
+        ).make_agent_envs()
         for _ in range(2)
     )
     starts = [np.zeros((2, 4), np.float32) for _ in range(3)]
