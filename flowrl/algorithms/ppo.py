@@ -115,7 +115,7 @@ class PPOTorchPolicy(KLPenalty, OnPolicyPolicy):
         is_split = 0 < size < batch.count
         parts = self.learner.microbatches(batch, size) if is_split else [batch]
         with torch.inference_mode(self.model.has_only_known_modules), torch.no_grad():
-            by_part = [self._row_stats(self.tensors(part)) for part in parts]
+            by_part = [self._values_by_row(self.tensors(part)) for part in parts]
             kl, entropy, targets, residuals = map(torch.cat, zip(*by_part, strict=True))
             variance = float(targets.var(correction=0))
             residual = float(residuals.var(correction=0))
@@ -125,7 +125,7 @@ class PPOTorchPolicy(KLPenalty, OnPolicyPolicy):
             "vf_explained_var": 1 - residual / variance if variance else float("nan"),
         }
 
-    def _row_stats(self, rows: TensorBatch) -> tuple[torch.Tensor, ...]:
+    def _values_by_row(self, rows: TensorBatch) -> tuple[torch.Tensor, ...]:
         """Return KL divergences, entropies, value targets and errors of the values, [B] each."""
         inputs, _ = self.model.from_batch(rows, is_training=False)
         values = self.model.value_function()

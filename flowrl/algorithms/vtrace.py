@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal, Self
 
 import numpy as np
+import optree
 
 from flowrl.algorithms.async_learner import AsyncLearnerConfig
 from flowrl.data import SampleBatch
@@ -271,16 +272,34 @@ def trajectory_ends(batch: Any) -> np.ndarray:
     """Return a bool array [B], True for the last row of each trajectory.
 
     The next row continues a trajectory if it is of the same agent and episode, and of the next env
-    step. If agents take turns, it may be of a later env step of the same unroll.
+    step. If agents take turns, it is of a later env step, and has the next observation of the row
+    before.
     """
     column = batch.array if isinstance(batch, TensorBatch) else batch.__getitem__
     episodes, agents, times = column("eps_id"), column("agent_index"), column("t")
-    steps = np.diff(times)
-    continues = steps == 1
-    if "unroll_id" in batch:
-        continues |= (steps > 1) & (np.diff(column("unroll_id")) == 0)
-    continues &= (np.diff(episodes) == 0) & (np.diff(agents) == 0)
+    is_same = (episodes[1:] == episodes[:-1]) & (agents[1:] == agents[:-1])
+    continues = is_same & (times[1:] == times[:-1] + 1)
+    (later,) = (is_same & (times[1:] > times[:-1] + 1)).nonzero()
+    if len(later) and "new_obs" in batch:
+        continues[later] = _is_followed(batch, later)
     return np.append(~continues, True)
+
+
+def _is_followed(batch: Any, rows: np.ndarray) -> np.ndarray:
+    """Return whether the next observations of rows are the observations of the rows after them."""
+
+    def leaves(name: str, index: np.ndarray) -> list[np.ndarray]:
+        if isinstance(batch, TensorBatch):
+            nest = batch.array_rows(name, index)
+        else:
+            nest = optree.tree_map(lambda leaf: np.asarray(leaf[index]), batch[name])
+        found: Any = optree.tree_leaves(nest)
+        return found
+
+    is_equal = np.ones(len(rows), bool)
+    for following, leaf in zip(leaves("new_obs", rows), leaves("obs", rows + 1), strict=True):
+        is_equal &= (following == leaf).reshape(len(rows), -1).all(1)
+    return is_equal
 
 
 def vtrace_of_rows(

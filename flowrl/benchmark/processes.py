@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
-from flowrl.trainer.runs.signal_handler import INTERRUPTED
+from flowrl.trainer.runs.signal_handler import ENDED_BY_SIGNAL, INTERRUPTED
 
 
 class Processes:
@@ -70,12 +70,12 @@ def run_training(command: list[str]) -> None:
 
     Raises:
         subprocess.CalledProcessError: the training failed.
-        SystemExit: a signal ended it, or this process.
+        SystemExit: Ctrl-C, SIGTERM or SIGHUP ended it; the training has saved a checkpoint.
     """
     processes = Processes()
     with processes.ended_by_signals():
         code = processes.run(command)
-    if processes.exit_code or code == INTERRUPTED:
+    if code in ENDED_BY_SIGNAL:
         raise SystemExit(code)
     if code:
         raise subprocess.CalledProcessError(code, command)

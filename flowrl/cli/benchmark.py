@@ -29,7 +29,7 @@ from flowrl.cli.arguments import Parser, count
 from flowrl.errors import check_installed
 from flowrl.settings import ConfigError
 from flowrl.trainer.runs.formatting import format_count
-from flowrl.trainer.runs.signal_handler import INTERRUPTED
+from flowrl.trainer.runs.signal_handler import ENDED_BY_SIGNAL, INTERRUPTED
 
 
 def benchmark_command(arguments: list[str]) -> int:
@@ -178,11 +178,13 @@ def _train(
     print(f"{name}: training for {row.env_steps:,} env steps, log: {log}", flush=True)
     with open(log, "a") as output:
         code = processes.run(command, output)
-    if code > 128:  # a signal ended it
+    if code in ENDED_BY_SIGNAL:
         processes.exit_code = code
         return False
     if code:
         last = (log.read_text(errors="replace").strip().splitlines() or [""])[-1]
+        if code < 0:
+            last = f"killed by signal {-code}"
         print(f"{name}: failed, see {log}: {last}\n  {shlex.join(command)}", flush=True)
         return False
     (result,) = [one for one in read_results(row, results, library) if one["seed"] == seed]

@@ -58,7 +58,7 @@ def format_activity(activity: Activity) -> str:
         lines += [
             "",
             *_table(
-                ("worker", "env steps/s", "working", *names),
+                ("worker", "env steps/s", "busy", *names),
                 map(_worker_row, activity.workers),
             ),
         ]

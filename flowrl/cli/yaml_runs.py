@@ -98,7 +98,7 @@ def _parse_run(
     Args:
         entry: the entry.
         stop_options: rules of the command line, which replace those of the entry. If they do not
-            limit the env steps, schedules in percent still end at the entry's limit.
+            limit the env steps, a run with schedules in percent still ends at the entry's limit.
         trust: import and execute the code that the entry names.
     """
     unknown = sorted(str(key) for key in entry if key not in RUN_KEYS)

@@ -43,7 +43,7 @@ class MemmapArrays:
         memory = mmap.mmap(file.fileno(), size)
         array = np.frombuffer(memory, dtype).reshape(shape)
         self._files[array.ctypes.data] = file
-        weakref.finalize(memory, _close, self._files, array.ctypes.data)
+        weakref.finalize(memory, _close, self._files, array.ctypes.data, file)
         return array
 
     def reserve(self, array: np.ndarray, first: int, count: int) -> None:
@@ -69,6 +69,8 @@ class MemmapArrays:
             ) from error
 
 
-def _close(files: dict[int, Any], address: int) -> None:
-    """Close the file of an array that was deleted."""
-    files.pop(address).close()
+def _close(files: dict[int, Any], address: int, file: Any) -> None:
+    """Close the file of an array that was deleted; another thread may use its address already."""
+    if files.get(address) is file:
+        del files[address]
+    file.close()

@@ -210,7 +210,9 @@ class GymnasiumVectorEnv:
         self._is_seeded = False
         if self._make_restored is not None and self._num_restores:
             close_quietly(self.env, "the vector environment")
+            self._failed = True  # it is closed, if its replacement cannot be created
             self.env = self._make_restored(self._num_restores)
+            self._failed = False
         self.reset(observations)
         return list(range(self.num_envs))
 

@@ -116,6 +116,6 @@ def learning_state(policies: dict[str, Any]) -> bytes:
 
 
 def load_learning_state(policies: dict[str, Any], state: bytes) -> None:
-    """Load a state from `learning_state`; each policy keeps its random stream for acting."""
+    """Load a state from `learning_state`; see `Policy.load_learned_state`."""
     for policy_id, learned in pickle.loads(state).items():
         policies[policy_id].load_learned_state(learned)

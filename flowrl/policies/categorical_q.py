@@ -55,6 +55,12 @@ class CategoricalQ(QValues):
         mean = where(allowed, of_actions, 0.0).sum(1) / allowed.sum(1).clip(1)
         return of_actions + (outputs[:, split:] - mean)[:, None]
 
+    def first_atoms(self, outputs: Any) -> Any:
+        """Return the outputs of each action's first atom, [B, actions]; of at most FORBIDDEN for
+        masked actions."""
+        split = self.num_actions * self.num_atoms
+        return outputs[:, :split].reshape(-1, self.num_actions, self.num_atoms)[..., 0]
+
     def greedy_scores(self, outputs: np.ndarray) -> np.ndarray:
         """Return the mean returns [B, actions]; forbidden actions score far below all others."""
         logits = self.logits(outputs)
@@ -76,8 +82,10 @@ class CategoricalQ(QValues):
         rewards: torch.Tensor,
         discounts: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the target distributions of the actions, [B, atoms]."""
+        """Return the target distributions of the actions, [B, atoms]; see QValues.td_targets."""
         probs = self._logits_of(outputs, best_actions).softmax(1)
+        first_atoms = self.first_atoms(outputs).gather(1, best_actions[:, None])[:, 0]
+        discounts = torch.where(first_atoms <= FORBIDDEN, 0.0, discounts)
         return self.project(probs, rewards, discounts)
 
     def td_loss(

@@ -79,7 +79,8 @@ class QValues:
     ) -> torch.Tensor:
         """Return the targets of the actions' values, R + d Q(s', best action), [B].
 
-        The value of a state in which all actions are masked counts as 0.
+        The value of a state in which all actions are masked counts as 0, and so does any value of
+        at most FORBIDDEN.
 
         Args:
             outputs, state_values: of the target network at the next observations.
@@ -87,7 +88,7 @@ class QValues:
             rewards, discounts: [B]; a discount is 0 at a terminal state.
         """
         next_q = self.values(outputs, state_values).gather(1, best_actions[:, None])[:, 0]
-        next_q = torch.where(next_q > FORBIDDEN, next_q, 0.0)
+        next_q = torch.where(next_q <= FORBIDDEN, 0.0, next_q)  # NaN stays
         return torch.where(discounts > 0, rewards + discounts * next_q, rewards).float()
 
     def values(self, outputs: torch.Tensor, state_values: torch.Tensor | None) -> torch.Tensor:

@@ -149,7 +149,7 @@ class TrajectoryViews:
         check_repeats(self.training)
         resolved = [*self.training.values(), *self.acting.values()]
         self.lookback = max([0, *(-min(view.shifts) for view in resolved)])
-        self.agent_views = any(view.agents is not None for view in resolved)
+        self.has_agent_views = any(view.agents is not None for view in resolved)
         self.max_seq_len = max_seq_len(policy, self.training)
 
     def show(self, view: View, trajectory: CollectedTrajectory, row: int, end: int) -> Any:

@@ -234,13 +234,13 @@ class ColumnSampler:
         whole, nested, envs = self._whole, self._nested, vector_env.num_envs
         shows_dones = "dones" in views.sources
         lookback, first, t = columns.lookback, self._num_rows, self._num_rows
-        found = tracker.rows_closed  # env steps for the fragment
+        num_steps = tracker.rows_closed  # for the fragment
         stepping = acting = 0.0
         clock = time.perf_counter
         start = clock()
         raw, obs, rewards, terminateds, truncateds = self._step_columns()
         self._clear_flags(t)
-        while found < min_steps:
+        while num_steps < min_steps:
             if t == columns.length:
                 columns.resize(2 * t)
                 raw, obs, rewards, terminateds, truncateds = self._step_columns()
@@ -290,8 +290,8 @@ class ColumnSampler:
             if callbacks is not None:
                 callbacks.step(t, step, self._infos, soft, vector_env.resets_in_next_step)
             t += 1
-            found = tracker.rows_closed if whole else found + envs - len(step.skipped)
-            if whole and not found:
+            num_steps = tracker.rows_closed if whole else num_steps + envs - len(step.skipped)
+            if whole and not num_steps:
                 self._warn_without_data(t)
         if normalize is not None:
             columns["obs"][lookback + t] = normalize(columns["raw_obs"][lookback + t])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-IDS_PER_WORKER = 1 << 48  # of 2^63: for 32,768 workers
-IDS_PER_RESTART = 1 << 30  # for 262,144 restarts of a worker
+# 2^63 / 2^48 = 32,768 workers with 2^48 / 2^30 = 262,144 restarts; float64 rounds large ids
+IDS_PER_WORKER = 1 << 48
+IDS_PER_RESTART = 1 << 30
 
 
 def first_id(worker_index: int, restart_count: int) -> int:

@@ -243,7 +243,7 @@ class SimpleListCollector(SampleCollector):
 
     def _has_agent_views(self) -> bool:
         """Return whether a view shows other agents."""
-        return any(self._views_of(pid).agent_views for pid in self.policy_map)
+        return any(self._views_of(pid).has_agent_views for pid in self.policy_map)
 
     def get_inference_input_dict(self, model: Any) -> dict[str, Any]:
         policy_ids = [

@@ -40,9 +40,12 @@ def test_targets_end_at_lost_lives_inside_of_a_sequence(lost):
     rewards = np.arange(1.0, 9, dtype=np.float32)
     terminateds = np.isin(np.arange(8), lost)
     batch = policy.tensors(SampleBatch(rewards=rewards, terminateds=terminateds))
-    values = np.random.default_rng(0).standard_normal(10).astype(np.float32)
-    q = np.repeat(values[:, None], 2, 1)  # of each sequence's observations, with the last one
-    targets = policy._sequence_targets(batch, lens, q, q)
+    # of each sequence's observations, with the last one
+    scores, q = np.random.default_rng(0).standard_normal((2, 10, 2)).astype(np.float32)
+    q[3] = -1e9  # all actions are masked
+    values = q[np.arange(10), scores.argmax(1)]
+    values[3] = 0
+    targets = policy._sequence_targets(batch, lens, scores, q)
     expected = []
     for start, length, shift in ((0, 5, 0), (5, 3, 1)):
         for row in range(start, start + length):

@@ -50,14 +50,27 @@ def test_trajectory_ends_where_the_next_row_is_not_the_next_step():
     assert trajectory_ends(batch).tolist() == [0, 1, 1, 0, 1, 0, 1]
 
 
-def test_trajectory_of_an_agent_that_takes_turns_ends_with_its_unroll():
+def test_trajectory_of_an_agent_that_takes_turns():
     batch = SampleBatch(
         eps_id=[1] * 7,
         agent_index=[0, 0, 0, 0, 0, 1, 1],
-        t=[1, 3, 6, 8, 2, 4, 5],
-        unroll_id=[5, 5, 5, 6, 6, 6, 6],
+        t=np.array([1, 3, 6, 8, 2, 4, 5], np.uint32),
+        obs={"at": np.array([[1.0], [3], [6], [8], [2], [4], [5]])},
+        new_obs={"at": np.array([[3.0], [6], [7], [9], [4], [5], [6]])},
     )
-    assert trajectory_ends(batch).tolist() == [0, 0, 1, 1, 1, 0, 1]
+    expected = [0, 0, 1, 1, 1, 0, 1]  # rows between the steps 6 and 8 were dropped
+    assert trajectory_ends(batch).tolist() == expected
+    assert trajectory_ends(TensorBatch(batch)).tolist() == expected
+    without_next = batch.without_columns("new_obs")
+    assert trajectory_ends(without_next).tolist() == [1, 1, 1, 1, 1, 0, 1]
+
+
+def test_dropped_rows_end_a_trajectory():
+    with IMPALAConfig(env="CartPole-v1", num_workers=0, seed=0).build() as algorithm:
+        batch = algorithm.workers.local_worker().sample()
+        batch = batch.take_rows(np.array([0, 1, 2, 10, 11]))
+        assert trajectory_ends(batch).tolist() == [0, 0, 1, 0, 1]
+        assert trajectory_ends(algorithm.get_policy().tensors(batch)).tolist() == [0, 0, 1, 0, 1]
 
 
 @pytest.mark.parametrize("kind", [IMPALAConfig, APPOConfig])

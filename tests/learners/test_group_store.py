@@ -33,6 +33,8 @@ def test_entries_of_a_forgotten_group_are_removed(stores):
     worker.arrive("1")
     server.announce("2", [1], b"")
     server.forget("1")
+    for entry in ("state/1", "members/1", "arrived/1", "complete/1"):
+        assert not worker._store.check([entry])
     assert not worker.is_complete("1")
     worker.arrive("2")
     assert worker.is_complete("2")

@@ -454,7 +454,7 @@ def test_greedy_actions_of_a_custom_network_do_not_change_later_samples():
 
 
 @pytest.mark.parametrize("module", [DropoutModule, FunctionalNoise, StackedCells])
-def test_dropout_follows_the_seed_and_is_off_in_describe(module):
+def test_dropout_follows_the_seed_and_is_off_in_statistics(module):
     config = {"model": {"custom_model": module}, "seed": 0}
     with torch.random.fork_rng():  # modules may draw their initial weights
         policies = []

@@ -133,3 +133,27 @@ def test_value_of_a_state_without_allowed_actions_is_zero(dueling):
         *tensors, torch.from_numpy(rewards), torch.from_numpy(discounts)
     )
     np.testing.assert_allclose(targets, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dueling", [False, True])
+def test_distribution_of_a_state_without_allowed_actions_is_at_the_reward(dueling):
+    q_function = CategoricalQ(3, 5, 0.0, 8.0, dueling=dueling)
+    outputs = np.full((1, q_function.num_outputs), MASKED, np.float32)
+    if dueling:
+        outputs[:, 15:] = np.linspace(-1, 1, 5)
+    best, rewards, discounts = np.array([1]), np.array([4.0], "f4"), np.array([0.9], "f4")
+    expected = [[0, 0, 1, 0, 0]]
+    targets = td_targets(q_function, outputs, None, best, rewards, discounts)
+    np.testing.assert_allclose(targets, expected, atol=1e-6)
+    tensors = map(torch.from_numpy, (best, rewards, discounts))
+    of_tensors = q_function.td_targets(torch.from_numpy(outputs), None, *tensors)
+    np.testing.assert_allclose(of_tensors, expected, atol=1e-6)
+
+
+def test_values_that_are_not_numbers_stay_in_targets():
+    outputs = np.array([[np.nan, 1.0, 1.0]], np.float32)
+    best, rewards, discounts = np.array([0]), np.array([1.0], "f4"), np.array([0.9], "f4")
+    q_function = QValues(3, dueling=False)
+    assert np.isnan(td_targets(q_function, outputs, None, best, rewards, discounts)).all()
+    tensors = map(torch.from_numpy, (best, rewards, discounts))
+    assert q_function.td_targets(torch.from_numpy(outputs), None, *tensors).isnan().all()

@@ -161,6 +161,23 @@ def test_vector_environment_is_recreated_after_an_error_in_reset(failing):
     env.close()
 
 
+def test_restored_vector_environment_replaces_one_that_failed():
+    made = []
+
+    def make(*restores):
+        made.append(restores)
+        return gym.make_vec("CartPole-v1", 2, vectorization_mode="sync")
+
+    env = GymnasiumVectorEnv(make(), 3, make, make)
+    observations = np.zeros((2, 4), np.float32)
+    env.reset(observations)
+    with pytest.raises(AssertionError):
+        env.step(np.array([7, 7]), observations, *np.zeros((3, 2)))
+    env.load_state_dict({"num_restores": 0}, observations)
+    env.close()
+    assert made == [(), (1,)]
+
+
 @pytest.mark.parametrize("mode", ["sync", "vector_entry_point"])
 def test_restored_vector_environments_start_the_same_episodes(mode):
     def starts(*earlier):

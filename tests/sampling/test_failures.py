@@ -277,6 +277,30 @@ def invalid_worker(collector, wrong, at=4, **config):
     )
 
 
+def test_step_of_an_invalid_value_counts_from_the_start_of_the_fragment():
+    """A fragment of whole episodes keeps the rows of episodes that continue."""
+
+    class InvalidReward(CountEnv):
+        def step(self, action):
+            observation, reward, *rest = super().step(action)
+            return observation, float("nan") if self.episode == 3 else reward, *rest
+
+    worker = RolloutWorker(
+        lambda context: InvalidReward(2) if context.vector_index == 0 else CountEnv(50),
+        ObservedValue,
+        {
+            "num_envs_per_worker": 2,
+            "rollout_fragment_length": 1,
+            "batch_mode": "complete_episodes",
+            "on_invalid_step": "raise",
+        },
+    )
+    for _ in range(3):
+        assert worker.sample().count == 2
+    with pytest.raises(ValueError, match=r"not finite: nan, at step 0 of a fragment"):
+        worker.sample()
+
+
 @pytest.mark.parametrize("wrong", INVALID)
 def test_invalid_values_raise_with_their_origin(collector, wrong):
     worker = invalid_worker(collector, wrong, normalize_observations=True, on_invalid_step="raise")

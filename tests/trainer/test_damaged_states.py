@@ -145,7 +145,7 @@ def test_refused_state_changes_nothing(saved, monkeypatch):
     with config.build() as algorithm:
         algorithm.restore(path)
         before = algorithm.state_dict()
-        for name in ("plan/metrics/counters", "sampling/local/source", "worker"):
+        for name in ("plan/metrics/counters", "sampling/local/env_sampler", "worker"):
             mutated = replaced(state, name.split("/"), [1])
             monkeypatch.setattr(
                 checkpointing, "read_checkpoint", lambda *_, s=mutated: (s, manifest)

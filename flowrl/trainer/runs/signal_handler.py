@@ -15,6 +15,7 @@ TERMINAL_CLOSED = 128 + signal.SIGHUP
 INTERRUPTED = 128 + signal.SIGINT
 OUTPUT_CLOSED = 128 + signal.SIGPIPE
 TERMINATED = 128 + signal.SIGTERM
+ENDED_BY_SIGNAL = {TERMINAL_CLOSED, INTERRUPTED, TERMINATED}
 
 # a signal this soon after the first one is a duplicate, as `timeout -s INT` sends
 DUPLICATE_SIGNAL_S = 1.0

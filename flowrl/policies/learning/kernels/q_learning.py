@@ -91,10 +91,12 @@ def td_targets(
     rows = np.arange(len(best_actions))
     if isinstance(q_function, CategoricalQ):
         probs = softmax(q_function.logits(outputs)[rows, best_actions])
+        first_atoms = q_function.first_atoms(outputs)[rows, best_actions]
+        discounts = np.where(first_atoms <= FORBIDDEN, 0.0, discounts)
         return project(q_function, probs, rewards, discounts)
     next_q = outputs if state_values is None else dueling_numpy(outputs, state_values)
     best = next_q[rows, best_actions]
-    discounted = discounts * np.where(best > FORBIDDEN, best, 0)
+    discounted = discounts * np.where(best <= FORBIDDEN, 0, best)
     return np.where(discounts > 0, rewards + discounted, rewards).astype(np.float32)
 
 
