@@ -296,10 +296,13 @@ def split_final_observations(
 
 def _has_done_between_cuts(batch: SampleBatch, cuts: np.ndarray) -> bool:
     """Return whether a row is done although the next row has its next observation."""
-    flags = (dict.get(batch, name) for name in DONE_FLAGS)
-    return any(
-        flag is not None and np.count_nonzero(flag) > np.count_nonzero(flag[cuts]) for flag in flags
-    )
+    for name in DONE_FLAGS:
+        flag = dict.get(batch, name)
+        if flag is not None:
+            num_done = np.count_nonzero(flag)
+            if num_done and num_done > np.count_nonzero(flag[cuts]):
+                return True
+    return False
 
 
 def _split_batch(batch: SampleBatch) -> tuple[SampleBatch, np.ndarray, list[np.ndarray]]:

@@ -232,19 +232,17 @@ class ColumnSampler:
         normalize, acts_on_obs_only = policy.observation_filter, views.acts_on_obs_only
         act, act_on_views = self._acting_functions()
         whole, nested, envs = self._whole, self._nested, vector_env.num_envs
-        shows_dones = "dones" in views.sources
+        replaces, shows_dones = self._replaces, "dones" in views.sources
         lookback, first, t = columns.lookback, self._num_rows, self._num_rows
         num_steps = tracker.rows_closed  # for the fragment
         stepping = acting = 0.0
         clock = time.perf_counter
         start = clock()
-        raw, obs, rewards, terminateds, truncateds = self._step_columns()
-        self._clear_flags(t)
+        raw, obs, rewards, terminateds, truncateds = self._step_columns(t)
         while num_steps < min_steps:
             if t == columns.length:
                 columns.resize(2 * t)
-                raw, obs, rewards, terminateds, truncateds = self._step_columns()
-                self._clear_flags(t)
+                raw, obs, rewards, terminateds, truncateds = self._step_columns(t)
             at = lookback + t
             if normalize is not None:
                 obs[at] = normalize(raw[at])
@@ -275,9 +273,9 @@ class ColumnSampler:
                 )
                 raise
             stepping += clock() - step_start
-            if nested is not None or self._replaces:
+            if nested is not None or replaces:
                 self._complete_observations(t + 1)
-            if self._replaces:
+            if replaces:
                 self._repair(rewards[at], step)
             if shows_dones:
                 columns["dones"][at] = terminateds[at] | truncateds[at]
@@ -310,14 +308,12 @@ class ColumnSampler:
             return act, act_on_views
         return partial(act, explore=False), partial(act_on_views, explore=False)
 
-    def _step_columns(self) -> list[Any]:
-        """Return the columns that the environments write."""
-        return [self._columns[name] for name in STEP_COLUMNS]
-
-    def _clear_flags(self, t: int) -> None:
-        """Write False to the flags of ends from row t on."""
-        for name in ("terminateds", "truncateds"):
-            self._columns[name][self._columns.lookback + t :] = False
+    def _step_columns(self, t: int) -> tuple[Any, ...]:
+        """Return the columns that a step writes; write False to the flags of ends from row t on."""
+        raw, obs, rewards, terminateds, truncateds = (self._columns[name] for name in STEP_COLUMNS)
+        first = self._columns.lookback + t
+        terminateds[first:] = truncateds[first:] = False
+        return raw, obs, rewards, terminateds, truncateds
 
     def _record_ends(self, t: int, step: VectorStep, states: Any) -> Any:
         """Record which episodes ended after row t; return those that passed a soft horizon."""
@@ -393,12 +389,12 @@ class ColumnSampler:
 
     def _clear_dropped_rewards(self, segments: Segments) -> None:
         """Write 0 to the rewards of dropped segments, which may be invalid."""
-        is_dropped = segments.events == Event.DROPPED
-        if not segments.are_open and is_dropped.any():
-            dropped = segments.select(is_dropped)
-            rows, segment = dropped.rows()
-            rewards = self._columns.part("rewards", 0, self._num_rows)
-            rewards[rows, dropped.lanes[segment]] = 0
+        if segments.are_open:
+            return
+        dropped = segments.select(segments.events == Event.DROPPED)
+        rows, segment = dropped.rows()
+        rewards = self._columns.part("rewards", 0, self._num_rows)
+        rewards[rows, dropped.lanes[segment]] = 0
 
     def _update_filter(
         self, observation_filter: ObservationFilter, before: int, segments: Segments

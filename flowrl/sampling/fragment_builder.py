@@ -35,7 +35,7 @@ class FragmentBuilder:
         settings: the sampling settings.
         unroll_ids: the counter of the column `unroll_id`.
         by_segment: whether each segment is postprocessed on its own afterwards; batches then have
-            the column `next_values`.
+            the column `next_values`, if the policy records values.
     """
 
     def __init__(
@@ -210,32 +210,16 @@ class FragmentBuilder:
         last: Any,
         agent_inputs: Callable[[np.ndarray], dict[str, Any]] | None,
     ) -> dict[str, Any]:
-        """Return the columns that the policy adds, [rows, N, …]."""
+        """Return the columns that the policy adds, [rows, N, …]; if each segment is postprocessed
+        afterwards, only `next_values`."""
         policy = self.policy
-        fragment = {"obs": obs, **grid}
+        next_values = {}
         if "vf_preds" in grid:
-            values = grid["vf_preds"]
-            next_values = np.zeros_like(values)
-            next_values[:-1] = values[1:]
-            next_values[grid["terminateds"]] = 0.0  # also where a life was lost
-            # of the observations that the segments end with, unless they terminated
-            lanes, ends = segments.lanes, segments.ends
-            terminated = grid["terminateds"][ends - 1, lanes]
-            next_values[ends - 1, lanes] = 0.0
-            (cut,) = (~terminated).nonzero()
-            if len(cut):
-                observations = map_leaves(lambda array: array[cut], last)
-                if views.acts_on_obs_only:
-                    found = policy.compute_values(observations)
-                else:
-                    inputs = views.inputs_after(columns, segments.select(cut), observations)
-                    if agent_inputs is not None:
-                        inputs |= agent_inputs(cut)
-                    found = policy.compute_values_from_input_dict(inputs)
-                next_values[ends[cut] - 1, lanes[cut]] = found
-            fragment["next_values"] = next_values
+            values = self._next_values(columns, views, segments, grid, last, agent_inputs)
+            next_values = {"next_values": values}
         if self._by_segment:
-            return {"next_values": next_values} if "vf_preds" in grid else {}
+            return next_values
+        fragment = {"obs": obs, **grid, **next_values}
         if type(policy).postprocess_fragment is Policy.postprocess_fragment:
             return {}
         # estimates end where segments end and begin, even if the episode continues
@@ -245,6 +229,36 @@ class FragmentBuilder:
         dones[segments.begins[later] - 1, segments.lanes[later]] = True
         fragment["dones"] = dones
         return policy.postprocess_fragment(fragment)
+
+    def _next_values(
+        self,
+        columns: FragmentColumns,
+        views: Views,
+        segments: Segments,
+        grid: dict[str, Any],
+        last: Any,
+        agent_inputs: Callable[[np.ndarray], dict[str, Any]] | None,
+    ) -> np.ndarray:
+        """Return the value of each next observation, [rows, N]: 0 after terminated rows."""
+        values, terminateds = grid["vf_preds"], grid["terminateds"]
+        next_values = np.zeros_like(values)
+        next_values[:-1] = values[1:]
+        next_values[terminateds] = 0.0  # also where a life was lost
+        # the observations that the segments end with are in no row
+        lanes, ends = segments.lanes, segments.ends
+        next_values[ends - 1, lanes] = 0.0
+        (cut,) = (~terminateds[ends - 1, lanes]).nonzero()
+        if len(cut):
+            observations = map_leaves(lambda array: array[cut], last)
+            if views.acts_on_obs_only:
+                found = self.policy.compute_values(observations)
+            else:
+                inputs = views.inputs_after(columns, segments.select(cut), observations)
+                if agent_inputs is not None:
+                    inputs |= agent_inputs(cut)
+                found = self.policy.compute_values_from_input_dict(inputs)
+            next_values[ends[cut] - 1, lanes[cut]] = found
+        return next_values
 
 
 def values_of(policy: Policy, obs: Any, row_index: np.ndarray | None = None) -> np.ndarray:
