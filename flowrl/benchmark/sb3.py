@@ -15,7 +15,7 @@ from flowrl.benchmark.rows import BenchmarkRow
 from flowrl.errors import ConfigError
 
 REQUIREMENTS = ("stable-baselines3==2.9.2", "sb3-contrib==2.9.2")
-VENV_FOLDER = "sb3-environment"  # the virtual environment, beside the folders of the rows
+VENV_FOLDER = "sb3-environment"  # virtual environment of SB3, in the folder of the runs
 # Packages that both environments have in the same versions, where they are installed.
 PACKAGES = (
     "numpy", "gymnasium", "box2d", "pygame", "pygame-ce", "mujoco", "imageio", "ale-py",

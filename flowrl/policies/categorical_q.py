@@ -45,21 +45,24 @@ class CategoricalQ(QValues):
         Args:
             outputs: [B, num_outputs], an array or a tensor.
         """
-        split = self.num_actions * self.num_atoms
-        of_actions = outputs[:, :split].reshape(-1, self.num_actions, self.num_atoms)
+        of_actions = self._outputs_of_actions(outputs)
         if not self.dueling:
             return of_actions
         allowed = of_actions > FORBIDDEN
         # all actions may be forbidden at a terminal state
         where: Any = torch.where if isinstance(outputs, torch.Tensor) else np.where
         mean = where(allowed, of_actions, 0.0).sum(1) / allowed.sum(1).clip(1)
-        return of_actions + (outputs[:, split:] - mean)[:, None]
+        return of_actions + (outputs[:, -self.num_atoms :] - mean)[:, None]
 
     def first_atoms(self, outputs: Any) -> Any:
-        """Return the outputs of each action's first atom, [B, actions]; of at most FORBIDDEN for
+        """Return the outputs of each action's first atom, [B, actions]: at most FORBIDDEN for
         masked actions."""
+        return self._outputs_of_actions(outputs)[..., 0]
+
+    def _outputs_of_actions(self, outputs: Any) -> Any:
+        """Return the outputs [B, actions, atoms] without those of the state value."""
         split = self.num_actions * self.num_atoms
-        return outputs[:, :split].reshape(-1, self.num_actions, self.num_atoms)[..., 0]
+        return outputs[:, :split].reshape(-1, self.num_actions, self.num_atoms)
 
     def greedy_scores(self, outputs: np.ndarray) -> np.ndarray:
         """Return the mean returns [B, actions]; forbidden actions score far below all others."""
