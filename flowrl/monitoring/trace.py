@@ -23,6 +23,7 @@ MIN_SPAN_S = 20e-6  # shorter pulls of a stage are left out
 MAX_EVENTS = 200_000
 MAX_OVERHEAD = 0.01  # maximum share of the time that recording takes
 MAX_RECORD_S = 1e-4  # maximum seconds that recording one pull takes
+MAX_READ_S = 1e-4  # maximum seconds that reading the clocks takes
 BURST_S = 5e-3  # seconds of recording between two pauses; all stages pause together, so spans nest
 DRIVER, LEARNER, FIRST_WORKER = 1, 2, 10  # thread ids
 # part of sampling -> its name; shown one after the other, although they alternate
@@ -55,6 +56,18 @@ class Event(NamedTuple):
         source = self.source
         event["id"] = f"{source.origin}/{source.shard}/{source.incarnation}/{source.seq}"
         return event if self.phase == "s" else {**event, "bp": "e"}
+
+
+def clock_offset() -> float:
+    """Return `time.time` less `time.perf_counter`, in seconds.
+
+    The processor may go to another process between two reads, for milliseconds; such reads are
+    repeated.
+    """
+    while True:
+        before, since_1970, after = time.perf_counter(), time.time(), time.perf_counter()
+        if after - before < MAX_READ_S:
+            return since_1970 - before
 
 
 class Tracer:
@@ -93,8 +106,7 @@ class Tracer:
         if now < self._paused_until:
             return
         # workers use the clock of the system, which the system may adjust at any time
-        offset = time.time() - time.perf_counter()
-        self._record(stage, started + offset, seconds, has_item)
+        self._record(stage, started + clock_offset(), seconds, has_item)
         # this clock also runs while other threads have the processor
         self._burst_s += min(time.perf_counter() - now, MAX_RECORD_S)
         if self._burst_s > BURST_S:
