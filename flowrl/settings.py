@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from flowrl.errors import ConfigError as ConfigError  # part of this module's interface
+from flowrl.errors import ConfigError
 from flowrl.setting_aliases import nearest_setting, setting_hint
 from flowrl.setting_values import equal, is_search, type_text
 

@@ -18,10 +18,9 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from flowrl.data.checkpoint import read_manifest
-from flowrl.errors import install_hint
+from flowrl.errors import ConfigError, install_hint
 from flowrl.sampling.placement import MIN_BUNDLE_CPUS
 from flowrl.setting_aliases import canonical_names
-from flowrl.settings import ConfigError
 from flowrl.trainer.config import AlgorithmConfig, absolute_folders
 from flowrl.trainer.plan_files import is_plan_file
 from flowrl.trainer.registry import algorithm_class, algorithm_names

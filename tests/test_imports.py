@@ -13,8 +13,8 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 import flowrl
 from flowrl.algorithms.a2c import A2C, A2CConfig
+from flowrl.errors import ConfigError
 from flowrl.policies import Policy
-from flowrl.settings import ConfigError
 from flowrl.threads import limit_threads, num_free_cores
 from flowrl.trainer.registry import algorithm_class, algorithm_names, algorithm_path
 

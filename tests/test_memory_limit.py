@@ -5,8 +5,8 @@ import os
 import pytest
 
 from flowrl import memory_limit
+from flowrl.errors import ConfigError
 from flowrl.memory_limit import GIB, check_memory, machine_memory
-from flowrl.settings import ConfigError
 
 
 def test_memory_of_the_machine_is_at_most_what_the_system_reports():

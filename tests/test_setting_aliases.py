@@ -5,10 +5,10 @@ import re
 import pytest
 
 import flowrl
+from flowrl.errors import ConfigError
 from flowrl.policies.config import ExplorationConfig, ModelConfig
 from flowrl.setting_aliases import CLASS_HINTS, SETTING_ALIASES, setting_hint
 from flowrl.setting_hints import SETTING_HINTS
-from flowrl.settings import ConfigError
 from flowrl.trainer.registry import algorithm_class, algorithm_names
 
 CONFIGS = {

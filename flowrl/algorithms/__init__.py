@@ -4,7 +4,7 @@ import importlib
 import sys
 from typing import Any
 
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError
 
 __all__ = ["Algorithm", "AlgorithmConfig", "ConfigError"]
 

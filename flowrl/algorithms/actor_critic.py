@@ -10,6 +10,7 @@ from gymnasium import spaces
 from pydantic import model_validator
 
 from flowrl.algorithms.off_policy import OffPolicyConfig
+from flowrl.errors import ConfigError
 from flowrl.policies.action_scaling import is_bounded
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.learning.flat_parameters import FlatAdam
@@ -20,7 +21,7 @@ from flowrl.policies.schedules import Schedule, initial_value
 from flowrl.policies.target_network import TargetNetworkPolicy
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
 from flowrl.seeding import random_stream
-from flowrl.settings import ConfigError, Count, Fraction, NonNegativeInt, Positive
+from flowrl.settings import Count, Fraction, NonNegativeInt, Positive
 from flowrl.trainer.config import AlgorithmConfig
 
 ACTOR = 0  # index of the actor's parameter group in the optimizer

@@ -18,6 +18,7 @@ from gymnasium import spaces
 from pydantic import Field, FiniteFloat
 
 from flowrl.algorithms.off_policy import OffPolicyConfig
+from flowrl.errors import ConfigError
 from flowrl.policies.categorical_q import CategoricalQ
 from flowrl.policies.config import ExplorationConfig
 from flowrl.policies.exploration import Exploration
@@ -32,7 +33,6 @@ from flowrl.policies.target_network import TargetNetworkPolicy
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
 from flowrl.policies.views import find_input_problem
 from flowrl.settings import (
-    ConfigError,
     Count,
     Fraction,
     NonNegativeInt,

@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field
 
 from flowrl.data import DEFAULT_POLICY_ID
+from flowrl.errors import ConfigError
 from flowrl.ops import ReplayActors
 from flowrl.policies.policy_spec import specs_of
 from flowrl.policies.schedules import LinearSchedule, env_step
 from flowrl.replay import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer
 from flowrl.seeding import derive_seed
 from flowrl.settings import (
-    ConfigError,
     Count,
     NonNegative,
     NonNegativeInt,

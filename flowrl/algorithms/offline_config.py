@@ -12,13 +12,13 @@ from pydantic import SkipValidation
 
 from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
 from flowrl.envs.registry import SpacesOnlyEnv
-from flowrl.errors import check_installed
+from flowrl.errors import ConfigError, check_installed
 from flowrl.offline.minari import MinariDataset
 from flowrl.offline.parquet import OfflineDataError, parquet_files, read_policy_id
 from flowrl.offline.sources import ParquetSource
 from flowrl.ops import ReadMinari, ReadParquet
 from flowrl.sampling.worker_set import WorkerSet
-from flowrl.settings import ConfigError, check_of_settings, setting
+from flowrl.settings import check_of_settings, setting
 from flowrl.trainer.config import AlgorithmConfig
 
 T = TypeVar("T")

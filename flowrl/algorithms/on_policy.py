@@ -8,11 +8,12 @@ import numpy as np
 import torch
 
 from flowrl.data import SampleBatch
+from flowrl.errors import ConfigError
 from flowrl.policies.models.fcnet import acts_by_numpy
 from flowrl.policies.returns import discounted_returns, generalized_advantages
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TorchPolicy
-from flowrl.settings import ConfigError, Fraction, check_of_settings
+from flowrl.settings import Fraction, check_of_settings
 from flowrl.trainer.config import AlgorithmConfig
 
 _ONE_NUMBER_PER_ROW = ("advantages", "value_targets", "action_logp", "vf_preds")

@@ -10,11 +10,12 @@ import torch
 
 from flowrl.algorithms.dqn import DQN, DQNConfig, DQNTorchPolicy
 from flowrl.data import SampleBatch
+from flowrl.errors import ConfigError
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.exploration import FORBIDDEN
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.policies.views import ViewRequirement
-from flowrl.settings import ConfigError, Count, Positive, check_of_settings
+from flowrl.settings import Count, Positive, check_of_settings
 from flowrl.trainer.config import PlanSetting, PlanSource
 
 RAW_REWARDS = "raw_rewards"  # column: rewards before clipping and scaling, as `prev_rewards`

@@ -14,12 +14,13 @@ from flowrl.algorithms.actor_critic import (
     ActorCriticPolicy,
     ActorCriticSettings,
 )
+from flowrl.errors import ConfigError
 from flowrl.policies.config import ExplorationConfig
 from flowrl.policies.distributions import Categorical, SquashedGaussian
 from flowrl.policies.exploration import FORBIDDEN
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch
-from flowrl.settings import ConfigError, Finite, Positive
+from flowrl.settings import Finite, Positive
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import AlgorithmConfig, PlanSetting, PlanSource
 

@@ -12,6 +12,7 @@ import optree
 from flowrl.algorithms.async_learner import AsyncLearnerConfig
 from flowrl.data import SampleBatch
 from flowrl.data.sequences import loss_rows_of_sequences, take_sequences, without_masked_rows
+from flowrl.errors import ConfigError
 from flowrl.ops import StalenessLimit
 from flowrl.policies.learning.torch_learner import TorchLearner
 from flowrl.policies.models.fcnet import acts_by_numpy
@@ -19,7 +20,6 @@ from flowrl.policies.returns import vtrace
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
 from flowrl.settings import (
-    ConfigError,
     Count,
     Fraction,
     NonNegative,

@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
+from flowrl.errors import ConfigError
 from flowrl.setting_values import nearest
-from flowrl.settings import ConfigError
 from flowrl.trainer.plan_files import plan_path
 from flowrl.trainer.run_files import load_yaml
 from flowrl.trainer.tuned_examples import tuned_example, tuned_folder

@@ -20,8 +20,8 @@ from flowrl.benchmark.processes import run_training
 from flowrl.benchmark.rows import BenchmarkRow, rows_named
 from flowrl.benchmark.sb3 import PACKAGES, installed_version, train_sb3
 from flowrl.data.checkpoint import list_checkpoints
+from flowrl.errors import ConfigError
 from flowrl.process_usage import num_cores
-from flowrl.settings import ConfigError
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.runs.saved_run import read_results
 from flowrl.whole_files import write_whole

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.benchmark.rows import BenchmarkRow, benchmark_rows
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError
 from flowrl.trainer.runs.curve_drawing import draw_panels
 from flowrl.trainer.runs.learning_curves import Curve, mean_curve
 

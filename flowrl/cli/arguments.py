@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from flowrl.data.json_text import parse_json
+from flowrl.errors import ConfigError
 from flowrl.setting_values import nearest, whole_number
-from flowrl.settings import ConfigError
 from flowrl.trainer.registry import algorithms_with
 
 _STOP = ("--stop", "--stop-reward", "--stop-timesteps", "--stop-iters", "--stop-time-s")

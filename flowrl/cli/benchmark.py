@@ -26,8 +26,7 @@ from flowrl.benchmark.summary import (
     write_tables,
 )
 from flowrl.cli.arguments import Parser, count
-from flowrl.errors import check_installed
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError, check_installed
 from flowrl.trainer.runs.formatting import format_count
 from flowrl.trainer.runs.signal_handler import ENDED_BY_SIGNAL, INTERRUPTED
 

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from flowrl.cli.arguments import PLAN_HELP, Parser
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError
 from flowrl.trainer.plan_files import plan_path
 from flowrl.trainer.tuned_examples import tuned_examples
 

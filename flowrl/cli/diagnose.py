@@ -9,8 +9,8 @@ from pathlib import Path
 
 from flowrl.cli.arguments import Parser
 from flowrl.cli.display import printable
+from flowrl.errors import ConfigError
 from flowrl.monitoring.activity import Activity, StageActivity, WorkerActivity
-from flowrl.settings import ConfigError
 from flowrl.trainer.runs.activity_log import read_activities
 
 _PARTS = ("env_step_s", "reset_s", "inference_s", "collection_s", "postprocess_s", "weights_s")

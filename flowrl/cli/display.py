@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import flowrl
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError
 
 # files whose frames are not shown
 _HIDDEN = (f"{Path(flowrl.__file__).parent}{os.sep}", contextlib.__file__, "<frozen importlib")

@@ -12,9 +12,10 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from flowrl.cli.arguments import commands_with, with_flags
 from flowrl.cli.flag_values import record_or_none, value_rules
+from flowrl.errors import ConfigError
 from flowrl.setting_aliases import nearest_setting, setting_hint
 from flowrl.setting_values import nearest, whole_number
-from flowrl.settings import ConfigError, Settings
+from flowrl.settings import Settings
 from flowrl.trainer.registry import algorithms_with
 
 _NUMBERS = re.compile(r"\[ *\d+( *, *\d+)+ *\]|\d+(,\d+)+")  # [64, 64] or 64,64

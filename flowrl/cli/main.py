@@ -16,8 +16,9 @@ from collections.abc import Sequence
 import flowrl
 from flowrl.cli.arguments import Parser
 from flowrl.cli.display import print_failure, printable
+from flowrl.errors import ConfigError
 from flowrl.setting_values import nearest
-from flowrl.settings import ConfigError, imported
+from flowrl.settings import imported
 from flowrl.trainer.plan_files import is_shipped
 from flowrl.trainer.runs.signal_handler import (
     INTERRUPTED,

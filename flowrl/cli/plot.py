@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from flowrl.cli.arguments import Parser, add_runs
-from flowrl.errors import check_installed
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError, check_installed
 from flowrl.trainer.runs.curve_drawing import draw
 from flowrl.trainer.runs.formatting import format_count
 from flowrl.trainer.runs.learning_curves import find_runs, learning_curves

@@ -11,8 +11,8 @@ from typing import Any
 from flowrl.cli.arguments import Parser, add_trust_option, import_from_current_folder
 from flowrl.cli.display import print_failure, printable
 from flowrl.cli.saved_runs import open_run, settings_of
+from flowrl.errors import ConfigError
 from flowrl.iter.journal import ReplayError
-from flowrl.settings import ConfigError
 from flowrl.trainer.runs.formatting import format_number
 from flowrl.trainer.runs.replaying import NOT_REPLAYED, Replay, ReplayedResult, Until
 from flowrl.trainer.runs.saved_run import read_config, read_setup

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from flowrl.cli.arguments import Parser, add_runs
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError
 from flowrl.trainer.runs.learning_curves import find_runs
 from flowrl.trainer.runs.run_directory import REPORT
 from flowrl.whole_files import write_whole

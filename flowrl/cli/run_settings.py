@@ -10,8 +10,8 @@ from typing import Any
 
 from flowrl.cli.arguments import Parser, json_object, positive_float
 from flowrl.cli.stop_options import add_display_option, add_stop_options, stop_rules_of
+from flowrl.errors import ConfigError
 from flowrl.setting_aliases import canonical_names
-from flowrl.settings import ConfigError
 from flowrl.trainer.plan_settings import plan_config
 from flowrl.trainer.runs.stop_rules import describe_defaults
 from flowrl.trainer.trust import untrusted_code

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from flowrl.cli.arguments import import_from_current_folder
 from flowrl.cli.run_settings import absolute_plan
 from flowrl.data.checkpoint import CheckpointError, read_manifest, resolve_checkpoint, run_dir_of
+from flowrl.errors import ConfigError
 from flowrl.policies.code_references import UntrustedCodeError, code_path
 from flowrl.policies.json_codec import text_of_changes
 from flowrl.setting_values import equal_code
-from flowrl.settings import ConfigError
 from flowrl.trainer.config import AlgorithmConfig, absolute_folders
 from flowrl.trainer.plan_files import algorithm_in, load_plan
 from flowrl.trainer.plan_settings import plan_config

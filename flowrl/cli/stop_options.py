@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from flowrl.cli.arguments import count, finite_float, json_object, positive_float
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError
 from flowrl.trainer.runs.stop_rules import (
     DEFAULT_TIMESTEPS,
     MetricRule,

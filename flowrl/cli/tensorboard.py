@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 from flowrl.cli.arguments import Parser
-from flowrl.errors import check_installed
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError, check_installed
 
 
 def tensorboard_command(arguments: list[str]) -> int:

@@ -15,7 +15,7 @@ from flowrl.cli.run_settings import (
     parse_plan_run,
 )
 from flowrl.cli.stop_options import add_stop_options, stop_rules_of
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError
 from flowrl.trainer.plan_files import is_shipped
 from flowrl.trainer.tuned_examples import tuned_example
 

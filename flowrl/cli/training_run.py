@@ -14,7 +14,7 @@ from flowrl.cli.report import write_report
 from flowrl.cli.run_settings import CODE_SETTINGS, absolute_plan
 from flowrl.cli.saved_runs import SavedRun
 from flowrl.data.checkpoint import CheckpointError, list_checkpoints
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError
 from flowrl.trainer.checkpointing import OtherPlanError
 from flowrl.trainer.runs.continuing import ways_to_continue
 from flowrl.trainer.runs.formatting import format_path

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from flowrl.cli.arguments import Parser
+from flowrl.errors import ConfigError
 from flowrl.setting_values import nearest
-from flowrl.settings import ConfigError
 from flowrl.trainer.plan_files import is_shipped, shipped_plans
 from flowrl.trainer.tuned_examples import tuned_example, tuned_examples, tuned_folder
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from flowrl.cli.arguments import Parser, add_runs
-from flowrl.errors import check_installed
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError, check_installed
 
 DEFAULT_PORT = 6600
 

@@ -10,8 +10,8 @@ from flowrl.cli.arguments import Parser, add_trust_option, import_from_current_f
 from flowrl.cli.run_settings import absolute_plan, algorithm_config, check_trusted
 from flowrl.cli.stop_options import add_stop_options, stop_rules_of
 from flowrl.cli.training_run import start_run
+from flowrl.errors import ConfigError
 from flowrl.setting_values import nearest
-from flowrl.settings import ConfigError
 from flowrl.trainer.plan_files import is_shipped, plan_path
 from flowrl.trainer.plan_settings import plan_config
 from flowrl.trainer.run_files import RUN_KEYS, read_run_file

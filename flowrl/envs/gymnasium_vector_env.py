@@ -13,9 +13,8 @@ from gymnasium.vector.utils import batch_space, concatenate, create_empty_array,
 from flowrl.envs.restarting_envs import close_quietly
 from flowrl.envs.validation import ObservationCheck, space_of, unwrapped
 from flowrl.envs.vector_env import VectorStep
-from flowrl.errors import add_note
+from flowrl.errors import ConfigError, add_note
 from flowrl.seeding import derive_seed
-from flowrl.settings import ConfigError
 
 
 class GymnasiumVectorEnv:

@@ -11,7 +11,7 @@ import numpy as np
 from gymnasium import spaces
 
 from flowrl.envs.registry import EnvContext, env_creator_for
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError
 
 # observations, rewards, terminateds, truncateds, infos, each by agent id
 StepResult = tuple[

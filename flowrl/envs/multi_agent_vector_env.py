@@ -21,7 +21,7 @@ from flowrl.envs.validation import (
     check_reward,
     invalid_step_error,
 )
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError
 
 ResetResult = tuple[dict[Any, Any], dict[Any, dict[str, Any]]]  # observations and infos by agent
 

@@ -10,7 +10,7 @@ from typing import Any
 from gymnasium import spaces
 
 from flowrl.envs.multi_agent import MultiAgentEnv, StepResult, is_multi_agent
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError
 
 
 def _is_turn_based(env: Any) -> bool:

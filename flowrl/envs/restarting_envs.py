@@ -30,9 +30,8 @@ from flowrl.envs.env_state import (
     unpack_actions,
 )
 from flowrl.envs.validation import RESET_RESULTS, check_result, env_name, unwrapped
-from flowrl.errors import add_note
+from flowrl.errors import ConfigError, add_note
 from flowrl.seeding import derive_seed, restore_stream
-from flowrl.settings import ConfigError
 from flowrl.state_schema import Fields, Natural, check_state
 
 log = logging.getLogger("flowrl")

@@ -11,7 +11,7 @@ import optree
 from gymnasium import spaces
 
 from flowrl.data.spaces import copy_value, leaf_names, leaf_spaces, leaf_values
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError
 
 OnInvalidStep = Literal["warn", "raise", "drop", "replace"]
 

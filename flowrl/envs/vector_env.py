@@ -29,8 +29,7 @@ from flowrl.envs.validation import (
     check_reward,
     space_of,
 )
-from flowrl.errors import add_note
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError, add_note
 
 
 class VectorEnv(Protocol):

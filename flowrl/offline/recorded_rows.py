@@ -6,10 +6,10 @@ import numpy as np
 
 from flowrl.data import SampleBatch
 from flowrl.data.columns import FLAT_KINDS
+from flowrl.errors import ConfigError
 from flowrl.offline.parquet import OfflineDataError
 from flowrl.policies.observations import convert_observation
 from flowrl.policies.policy import Policy
-from flowrl.settings import ConfigError
 
 
 def rows_for_policy(rows: SampleBatch, policy: Policy) -> SampleBatch:

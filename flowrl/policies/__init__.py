@@ -6,12 +6,12 @@ Names that need torch are imported on first access.
 from importlib import import_module
 from typing import Any
 
+from flowrl.errors import ConfigError
 from flowrl.policies.config import ExplorationConfig, ModelConfig, PolicyConfig
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_runner import PolicyRunner
 from flowrl.policies.policy_spec import PolicySpec
 from flowrl.policies.views import ViewRequirement, ViewRequirements
-from flowrl.settings import ConfigError
 
 __all__ = [
     "ConfigError",

@@ -17,8 +17,8 @@ from gymnasium import spaces
 from flowrl.data.columns import map_leaves
 from flowrl.data.fragment_columns import FragmentColumns, write
 from flowrl.data.spaces import zeros_of
+from flowrl.errors import ConfigError
 from flowrl.policies.views import ViewRequirement
-from flowrl.settings import ConfigError
 
 DTYPES = {"rewards": np.float32, "terminateds": bool, "truncateds": bool, "dones": bool}
 

@@ -13,13 +13,13 @@ import torch
 from pydantic import create_model
 
 from flowrl.data import SampleBatch
+from flowrl.errors import ConfigError
 from flowrl.policies.config import ExplorationConfig, PolicyConfig
 from flowrl.policies.exploration import Exploration
 from flowrl.policies.learning.torch_learner import NONFINITE_GRADIENT
 from flowrl.policies.models.tensor_batch import TensorBatch
 from flowrl.policies.torch_policy import TorchPolicy
 from flowrl.policies.torch_random import torch_seed
-from flowrl.settings import ConfigError
 
 _ACTING_HOOKS = {"action_sampler_fn", "action_distribution_fn"}
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 from gymnasium import spaces
 
 from flowrl.data.checkpoint import DAMAGED, CheckpointError, read_checkpoint, resolve_checkpoint
+from flowrl.errors import ConfigError
 from flowrl.policies.code_references import (
     POLICY_CLASS,
     SETTINGS_CLASS,
@@ -25,7 +26,6 @@ from flowrl.policies.json_codec import (
     values_to_json,
 )
 from flowrl.setting_values import nearest
-from flowrl.settings import ConfigError
 
 
 class LoadablePolicy(Protocol):

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import Field, SkipValidation, model_validator
 from pydantic.functional_validators import AfterValidator
 
+from flowrl.errors import ConfigError
 from flowrl.policies.schedules import Schedule, ScheduleValue, values_between
 from flowrl.settings import (
-    ConfigError,
     Count,
     Finite,
     Fraction,

@@ -7,11 +7,11 @@ from typing import Any, Protocol
 import numpy as np
 from gymnasium import spaces
 
+from flowrl.errors import ConfigError
 from flowrl.policies.action_scaling import is_bounded
 from flowrl.policies.config import ExplorationConfig
 from flowrl.policies.distributions import Product
 from flowrl.policies.schedules import value_at
-from flowrl.settings import ConfigError
 
 FORBIDDEN = -1e8  # logits and values below this belong to masked actions
 MASKED_OUTPUT = 10 * FORBIDDEN  # of masked actions; exp of it is 0, differences of two are finite

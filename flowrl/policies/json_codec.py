@@ -12,6 +12,7 @@ import numpy as np
 from gymnasium import spaces
 
 from flowrl.data.checkpoint import DAMAGED, CheckpointError
+from flowrl.errors import ConfigError
 from flowrl.policies.code_references import (
     BASES,
     SETTINGS_CLASS,
@@ -20,7 +21,7 @@ from flowrl.policies.code_references import (
     code_path,
 )
 from flowrl.policies.policy_spec import PolicySpec
-from flowrl.settings import ConfigError, Settings, imported, within_record
+from flowrl.settings import Settings, imported, within_record
 
 # keys that mark encoded objects
 _CODE = "__code__"

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError
 
 
 def convert_observation(

@@ -8,6 +8,7 @@ import numpy as np
 from gymnasium import spaces
 
 from flowrl.data import SampleBatch
+from flowrl.errors import ConfigError
 from flowrl.policies import action_scaling
 from flowrl.policies.config import PolicyConfig
 from flowrl.policies.filters import ObservationFilter, RewardScaler
@@ -16,7 +17,6 @@ from flowrl.policies.prediction import ActsOnObservations
 from flowrl.policies.schedules import value_at
 from flowrl.policies.views import ViewRequirement, find_masked, find_mismatch, find_out_of_range
 from flowrl.seeding import random_stream, restore_stream, stream_state
-from flowrl.settings import ConfigError
 from flowrl.state_schema import Fields, Natural, check_state
 
 _ACTING_FIELDS: Fields = {

@@ -10,11 +10,11 @@ import optree
 from gymnasium import spaces
 
 from flowrl.data.fragment_columns import FragmentColumns, write
+from flowrl.errors import ConfigError
 from flowrl.policies.acting_views import ActingViews, InitialStates
 from flowrl.policies.filters import ObservationFilter
 from flowrl.policies.observations import convert_observation
 from flowrl.policies.views import ViewRequirement
-from flowrl.settings import ConfigError
 
 
 class ActingPolicy(Protocol):

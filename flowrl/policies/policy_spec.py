@@ -10,8 +10,7 @@ from typing import Any
 from gymnasium import spaces
 
 from flowrl.data import DEFAULT_POLICY_ID
-from flowrl.errors import add_note
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError, add_note
 
 
 @dataclass

@@ -8,9 +8,9 @@ import numpy as np
 import optree
 from gymnasium import spaces
 
+from flowrl.errors import ConfigError
 from flowrl.policies.observations import convert_observation, is_single_observation
 from flowrl.policies.policy_runner import ActingPolicy, PolicyRunner, preprocess
-from flowrl.settings import ConfigError
 
 State = list[np.ndarray]
 

@@ -14,6 +14,7 @@ from gymnasium import spaces
 
 from flowrl.data import SampleBatch
 from flowrl.data.spaces import has_image
+from flowrl.errors import ConfigError
 from flowrl.policies.acting_models import ActingModel, CPUCopy, make_acting_model
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.distributions import ActionDistribution, DiagGaussian, distribution_for
@@ -30,7 +31,6 @@ from flowrl.policies.schedules import initial_value
 from flowrl.policies.torch_random import torch_seed
 from flowrl.policies.views import find_input_problem, find_mismatch
 from flowrl.seeding import random_stream, restore_stream, stream_state
-from flowrl.settings import ConfigError
 from flowrl.state_schema import check_finite, check_state, has_valid_numbers
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ import numpy as np
 import optree
 from gymnasium import spaces
 
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError
 
 MASK = "action_mask"  # leaf of a Dict observation: which actions are allowed
 

@@ -19,10 +19,9 @@ from flowrl.envs.validation import (
     OnInvalidStep,
     invalid_step_error,
 )
-from flowrl.errors import add_note
+from flowrl.errors import ConfigError, add_note
 from flowrl.sampling.policy_lanes import PolicyLanes
 from flowrl.sampling.running_episodes import Segment
-from flowrl.settings import ConfigError
 
 log = logging.getLogger("flowrl")
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from flowrl.data.types import AgentID, PolicyID
+from flowrl.errors import ConfigError
 from flowrl.policies.acting_views import View, fill_value
 from flowrl.policies.policy import Policy
 from flowrl.sampling.callback_worker import CallbackWorker
 from flowrl.sampling.running_episodes import RunningEpisode, Segment, Trajectory
-from flowrl.settings import ConfigError
 
 
 def has_agent_views(policies: Mapping[PolicyID, Policy]) -> bool:

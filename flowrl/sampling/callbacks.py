@@ -9,12 +9,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from flowrl.data import MultiAgentBatch, SampleBatch
-from flowrl.errors import add_note
+from flowrl.errors import ConfigError, add_note
 from flowrl.policies.policy import Policy
 from flowrl.sampling.callback_worker import CallbackWorker
 from flowrl.sampling.episode import MultiAgentEpisode
 from flowrl.setting_values import nearest
-from flowrl.settings import ConfigError
 
 EPISODE_EVENTS = ("on_episode_start", "on_episode_step", "on_episode_end")
 EVENTS_WITH_EPISODE = (*EPISODE_EVENTS, "on_postprocess_trajectory")  # get a MultiAgentEpisode

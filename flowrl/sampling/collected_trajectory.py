@@ -13,6 +13,7 @@ import optree
 from flowrl.data.serialization import savable_info
 from flowrl.data.spaces import stack_values
 from flowrl.data.types import AgentID, EpisodeID, PolicyID
+from flowrl.errors import ConfigError
 from flowrl.policies.acting_views import (
     DTYPES,
     View,
@@ -26,7 +27,6 @@ from flowrl.policies.acting_views import (
 from flowrl.policies.policy import Policy
 from flowrl.sampling.agent_views import check_shapes, shown_agents
 from flowrl.sampling.views import check_repeats, max_seq_len
-from flowrl.settings import ConfigError
 
 
 class CollectedTrajectory:

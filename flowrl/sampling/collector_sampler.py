@@ -17,6 +17,7 @@ from flowrl.data.columns import map_leaves
 from flowrl.data.fragment_columns import value_at
 from flowrl.data.types import AgentID, PolicyID
 from flowrl.envs.multi_agent_vector_env import MultiAgentStep
+from flowrl.errors import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.sampling.agent_batches import AgentBatches
 from flowrl.sampling.agent_checks import AgentChecks
@@ -30,7 +31,6 @@ from flowrl.sampling.sampler_worker import SamplerWorker
 from flowrl.sampling.segment_postprocessing import SegmentPostprocessing
 from flowrl.sampling.views import Views
 from flowrl.sampling.worker_config import WorkerConfig
-from flowrl.settings import ConfigError
 
 _NOT_IN_ROWS = ("raw_obs", "obs", "pending_stats", "terminateds", "truncateds", "dones")
 

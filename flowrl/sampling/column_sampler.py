@@ -13,14 +13,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import optree
 from gymnasium import spaces
 
 from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
-from flowrl.data.columns import map_leaves
-from flowrl.data.fragment_columns import FragmentColumns, write
+from flowrl.data.fragment_columns import FragmentColumns
 from flowrl.data.serialization import savable_info
-from flowrl.data.spaces import stack_values, zeros_of
 from flowrl.envs.validation import ObservationCheck
 from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv, VectorStep
 from flowrl.errors import add_note
@@ -33,7 +30,8 @@ from flowrl.sampling.episode_returns import EpisodeReturns
 from flowrl.sampling.fragment_builder import FragmentBuilder
 from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.lost_lives import LostLives
-from flowrl.sampling.policy_outputs import PolicyOutputs, rows_of
+from flowrl.sampling.policy_outputs import PolicyOutputs
+from flowrl.sampling.raw_observations import RawObservations
 from flowrl.sampling.sampler import MAX_STEPS_WITHOUT_DATA, TIMINGS
 from flowrl.sampling.sampler_worker import SamplerWorker
 from flowrl.sampling.segment_postprocessing import (
@@ -118,6 +116,7 @@ class ColumnSampler:
         self._columns = FragmentColumns(
             vector_env.num_envs, settings.fragment_length, self._views.lookback
         )
+        self._raw = RawObservations(self._columns, self._obs_check, self._replaces)
         self._allocate_step_columns()
         # DirectVectorEnv checks the actions of a Discrete space itself
         discrete = isinstance(policy.action_space, spaces.Discrete)
@@ -130,28 +129,19 @@ class ColumnSampler:
                 worker, base_env, self._columns, self._obs_check, ids
             )
         _keep_freed_memory()
-        # nested observations, which are not written to the columns directly
-        self._nested: list[Any] | None = (
-            None if self._obs_check.is_array else [None] * vector_env.num_envs
-        )
         self._defers_values = False  # in the current fragment
         self._num_rows = 0  # rows in the columns that are in no fragment yet
         self._infos: list[Any] = []  # of the rows from 0 to _num_rows
         self._returns = EpisodeReturns(vector_env.num_envs)
 
     def _allocate_step_columns(self) -> None:
-        """Allocate the columns that the environments write."""
-        columns, space, envs = (
-            self._columns,
-            self.vector_env.observation_space,
-            self.vector_env.num_envs,
-        )
-        zeros = map_leaves(lambda z: np.broadcast_to(z, (envs, *z.shape)), zeros_of(space))
-        columns.allocate_like("raw_obs", zeros)
+        """Allocate the columns that a step writes."""
+        columns = self._columns
         if self.policy.observation_filter is None:
             columns.share("obs", "raw_obs")
         else:
-            columns.allocate("obs", space.shape or (), np.dtype(np.float32))
+            shape = self.vector_env.observation_space.shape or ()
+            columns.allocate("obs", shape, np.dtype(np.float32))
         for name, dtype in (("rewards", np.float32), ("terminateds", bool), ("truncateds", bool)):
             columns.allocate(name, (), np.dtype(dtype))
         if self._lost_lives is not None:
@@ -204,21 +194,10 @@ class ColumnSampler:
         self._tracker.start()
         self._states.restart(slice(None))
         self._states.begin()
-        self.vector_env.reset(columns.row("raw_obs", 0) if self._nested is None else self._nested)
-        self._complete_observations(0)
+        self.vector_env.reset(self._raw.target(0))
+        self._raw.complete(0)
         if self._callbacks is not None:
             self._callbacks.start_all()
-
-    def _complete_observations(self, t: int) -> None:
-        """Write nested observations to row t; replace invalid values if the setting says so."""
-        columns, at = self._columns, self._columns.lookback + t
-        if self._nested is not None:
-            leaves = zip(*map(self._obs_check.leaves, self._nested), strict=True)
-            arrays = optree.tree_leaves(columns["raw_obs"])
-            for array, values in zip(arrays, leaves, strict=True):
-                array[at] = values
-        if self._replaces:
-            write(columns["raw_obs"], at, self._obs_check.repair(columns.row("raw_obs", t)))
 
     def _roll(self, min_steps: int) -> None:
         """Act and step until the fragment is complete."""
@@ -231,7 +210,7 @@ class ColumnSampler:
         views, tracker, callbacks = self._views, self._tracker, self._callbacks
         normalize, acts_on_obs_only = policy.observation_filter, views.acts_on_obs_only
         act, act_on_views = self._acting_functions()
-        whole, nested, envs = self._whole, self._nested, vector_env.num_envs
+        whole, nested, envs = self._whole, self._raw.nested, vector_env.num_envs
         replaces, shows_dones = self._replaces, "dones" in views.sources
         lookback, first, t = columns.lookback, self._num_rows, self._num_rows
         num_steps = tracker.rows_closed  # for the fragment
@@ -274,7 +253,7 @@ class ColumnSampler:
                 raise
             stepping += clock() - step_start
             if nested is not None or replaces:
-                self._complete_observations(t + 1)
+                self._raw.complete(t + 1)
             if replaces:
                 self._repair(rewards[at], step)
             if shows_dones:
@@ -356,7 +335,7 @@ class ColumnSampler:
             self._columns,
             self._tracker,
         )
-        segments, raw_finals = tracker.segments(num_rows), self._finals()
+        segments, raw_finals = tracker.segments(num_rows), self._raw.finals(tracker.finals)
         self._clear_dropped_rewards(segments)
         self._step_checks.check(columns, before, num_rows, raw_finals, segments)
         finals = raw_finals
@@ -408,16 +387,6 @@ class ColumnSampler:
         if len(seen):
             observation_filter.new_stats.update(seen)
 
-    def _finals(self) -> Any:
-        """Return the final observations of the episodes that ended, [k, …]."""
-        parts = self._tracker.finals
-        if not parts:
-            return map_leaves(lambda array: array[:0, 0], self._columns["raw_obs"])
-        if self._obs_check.is_array:
-            dtype = self._columns["raw_obs"].dtype
-            return np.concatenate([np.asarray(part, dtype) for part in parts])
-        return stack_values([self._obs_check.copy(final) for part in parts for final in part])
-
     # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -468,13 +437,9 @@ class ColumnSampler:
             self._lost_lives.lives = np.array(running["lives"])
         if self._callbacks is not None and running["callbacks"] is not None:
             self._callbacks.load_state_dict(running["callbacks"])
-        observations: Any = columns.row("raw_obs", self._num_rows)
-        if self._nested is not None:
-            observations = self._nested[:] = rows_of(observations)
+        observations = self._raw.load(self._num_rows)
         restarted = self.vector_env.load_state_dict(running["envs"], observations)
-        if self._nested is not None:
-            self._nested[:] = observations
-            self._complete_observations(self._num_rows)
+        self._raw.complete(self._num_rows)
         self._tracker.restart(restarted, self._num_rows)
         self._states.restart(restarted)
         if self._callbacks is not None:

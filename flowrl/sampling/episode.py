@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from flowrl.data.serialization import can_be_saved, savable_info
 from flowrl.data.types import AgentID, EpisodeID, PolicyID
+from flowrl.errors import ConfigError
 from flowrl.sampling.callback_worker import CallbackWorker
-from flowrl.settings import ConfigError
 
 
 class EpisodeMetrics(NamedTuple):

@@ -6,6 +6,7 @@ from typing import Any
 
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
 from flowrl.envs.restarting_envs import check_vector_env_state
+from flowrl.errors import ConfigError
 from flowrl.sampling.agent_views import has_agent_views
 from flowrl.sampling.callbacks import overrides
 from flowrl.sampling.collector_sampler import CollectorSampler
@@ -18,7 +19,6 @@ from flowrl.sampling.multi_agent_sampler import MultiAgentSampler
 from flowrl.sampling.sampler import AsyncSampler, SampleResult, SamplerInput, SyncSampler
 from flowrl.sampling.sampler_worker import SamplerWorker
 from flowrl.sampling.worker_config import WorkerConfig
-from flowrl.settings import ConfigError
 from flowrl.state_schema import Fields, Natural, check_state
 
 # kind in saved states -> name of the class

@@ -15,6 +15,7 @@ import numpy as np
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.data.spaces import stack_values
 from flowrl.data.types import AgentID, EpisodeID, PolicyID
+from flowrl.errors import ConfigError
 from flowrl.policies.acting_views import signature_of
 from flowrl.sampling.collected_trajectory import (
     CollectedTrajectory,
@@ -28,7 +29,6 @@ from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.sample_collector import SampleCollector
 from flowrl.sampling.segment_postprocessing import SegmentPostprocessing
 from flowrl.sampling.views import columns_to_drop
-from flowrl.settings import ConfigError
 
 _ALIASES = {
     "action": "actions",

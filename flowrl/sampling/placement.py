@@ -7,8 +7,8 @@ import time
 import weakref
 from typing import Any, NamedTuple
 
+from flowrl.errors import ConfigError
 from flowrl.sampling.worker_config import WorkerConfig
-from flowrl.settings import ConfigError
 
 RESERVE_TIMEOUT_S = 60.0
 MIN_BUNDLE_CPUS = 0.001  # of a worker without any resources; a bundle must not be empty

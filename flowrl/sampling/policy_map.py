@@ -10,14 +10,13 @@ from gymnasium import spaces
 
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.envs.multi_agent_vector_env import MultiAgentVectorEnv
-from flowrl.errors import add_note
+from flowrl.errors import ConfigError, add_note
 from flowrl.policies.config import PolicyConfig
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import PolicyMapping, PolicySpec
 from flowrl.sampling.worker_config import WORKER_SETTINGS
 from flowrl.seeding import derive_seed
 from flowrl.setting_aliases import canonical_names
-from flowrl.settings import ConfigError
 
 
 def build_policy_map(

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from flowrl.errors import ConfigError
 from flowrl.iter.pools import ActorPool, Pool
 from flowrl.iter.shard_server import serve_next, serve_remote
 from flowrl.iter.shard_stream import Reply, ShardRequest
 from flowrl.process_usage import resident_bytes
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.weight_sync import WeightSync, load_weights
-from flowrl.settings import ConfigError
 
 log = logging.getLogger("flowrl")
 

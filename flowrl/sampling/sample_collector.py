@@ -8,11 +8,11 @@ from typing import Any
 
 from flowrl.data import MultiAgentBatch
 from flowrl.data.types import AgentID, EpisodeID, PolicyID
+from flowrl.errors import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.sampling.callback_worker import CallbackWorker
 from flowrl.sampling.callbacks import DefaultCallbacks
 from flowrl.sampling.episode import MultiAgentEpisode
-from flowrl.settings import ConfigError
 
 
 class SampleCollector(ABC):

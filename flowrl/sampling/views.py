@@ -13,6 +13,7 @@ import optree
 from flowrl.data.columns import map_leaves
 from flowrl.data.fragment_columns import FragmentColumns, by_lane, write
 from flowrl.data.indexed_columns import NOTHING, IndexedColumn
+from flowrl.errors import ConfigError
 from flowrl.policies.acting_views import (
     ActingViews,
     InitialStates,
@@ -24,7 +25,6 @@ from flowrl.policies.acting_views import (
 from flowrl.policies.policy import Policy
 from flowrl.policies.views import ViewRequirement
 from flowrl.sampling.segments import Segments
-from flowrl.settings import ConfigError
 
 REQUIRED_COLUMNS = ("rewards", "dones", "terminateds", "truncateds")  # of every train batch
 

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, SkipValidation, model_validator
 from flowrl.envs.atari import AtariSettings
 from flowrl.envs.env_factory import VectorizationMode
 from flowrl.envs.validation import OnInvalidStep
+from flowrl.errors import ConfigError
 from flowrl.iter.recovery import Recovery
 from flowrl.policies.config import PolicyConfig
 from flowrl.policies.policy_spec import specs_of
@@ -18,7 +19,6 @@ from flowrl.sampling.sample_collector import SampleCollector
 from flowrl.setting_aliases import canonical_names
 from flowrl.setting_values import nearest
 from flowrl.settings import (
-    ConfigError,
     Count,
     NonNegative,
     NonNegativeInt,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from flowrl.envs.registry import EnvCreator, env_creator_for
+from flowrl.errors import ConfigError
 from flowrl.iter import ParallelIterator, ray_health
 from flowrl.iter.pools import Pool
 from flowrl.iter.ray_runtime import actor_class, leave_ray, node_id, start_ray
@@ -27,7 +28,6 @@ from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.spare_worker import SpareWorkers
 from flowrl.sampling.weight_sync import WeightSync, load_weights, restart_worker, resume_worker
 from flowrl.sampling.worker_config import WorkerConfig
-from flowrl.settings import ConfigError
 from flowrl.state_schema import Fields, Natural, check_state
 
 T = TypeVar("T")

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from flowrl.data import DEFAULT_POLICY_ID
+from flowrl.errors import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.sampling.worker_set import WorkerSet
-from flowrl.settings import ConfigError
 from flowrl.trainer.other_libraries import with_hints
 
 

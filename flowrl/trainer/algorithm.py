@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Literal, Self, get_args
 
+from flowrl.errors import ConfigError
 from flowrl.iter.ray_health import check_ray
 from flowrl.monitoring.diagnosis import Diagnosis
 from flowrl.monitoring.monitor import Monitor
@@ -27,7 +28,6 @@ from flowrl.policies.models.encoders import has_convolutions
 from flowrl.policies.policy import Policy
 from flowrl.sampling.callbacks import call
 from flowrl.sampling.worker_set import WorkerSet
-from flowrl.settings import ConfigError
 from flowrl.threads import limit_threads, num_free_cores
 from flowrl.trainer.acting import ActsWithPolicies
 from flowrl.trainer.checkpointing import Checkpointing

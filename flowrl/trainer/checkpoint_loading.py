@@ -15,6 +15,7 @@ from flowrl.data.checkpoint import (
     resolve_checkpoint,
     run_dir_of,
 )
+from flowrl.errors import ConfigError
 from flowrl.policies.code_references import (
     CodeResolver,
     UntrustedCodeError,
@@ -23,7 +24,6 @@ from flowrl.policies.code_references import (
 )
 from flowrl.policies.json_codec import config_from_json, is_given, missing_settings_error
 from flowrl.setting_aliases import canonical_names
-from flowrl.settings import ConfigError
 from flowrl.trainer.plan_files import (
     PLAN_MODULE,
     is_plan_file,

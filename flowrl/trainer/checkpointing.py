@@ -17,11 +17,11 @@ from flowrl.data.checkpoint import (
     resolve_checkpoint,
     write_checkpoint,
 )
+from flowrl.errors import ConfigError
 from flowrl.iter.stage import walk
 from flowrl.monitoring.monitor import Monitor
 from flowrl.policies.policy import Policy
 from flowrl.sampling.worker_set import WorkerSet
-from flowrl.settings import ConfigError
 from flowrl.state_schema import Amount, Fields, Natural, check_state
 from flowrl.trainer.checkpoint_loading import algorithm_from_checkpoint
 from flowrl.trainer.checkpoint_saving import (

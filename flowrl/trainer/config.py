@@ -15,6 +15,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.envs.atari import is_atari
 from flowrl.envs.registry import NO_ENV_MESSAGE, env_creator_for
+from flowrl.errors import ConfigError
 from flowrl.ops.report import ReportingConfig
 from flowrl.policies.config import PolicyConfig
 from flowrl.policies.policy_spec import PolicyMapping, specs_of
@@ -22,7 +23,6 @@ from flowrl.seeding import derive_seed
 from flowrl.setting_aliases import canonical_names
 from flowrl.setting_values import nearest
 from flowrl.settings import (
-    ConfigError,
     Count,
     NonNegativeInt,
     Positive,

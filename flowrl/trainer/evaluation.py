@@ -11,6 +11,7 @@ import numpy as np
 
 from flowrl.data.spaces import are_compatible
 from flowrl.envs.registry import NO_ENV_MESSAGE, EnvContext
+from flowrl.errors import ConfigError
 from flowrl.iter import ray_health
 from flowrl.iter.ray_runtime import death_errors
 from flowrl.policies.policy import Policy
@@ -19,7 +20,6 @@ from flowrl.sampling.episode import EpisodeMetrics, returns_by_policy
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.seeding import derive_seed
-from flowrl.settings import ConfigError
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.video import VideoRecorder, check_rendering
 

@@ -8,10 +8,11 @@ import textwrap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from flowrl.errors import ConfigError
 from flowrl.sampling.callbacks import EVENTS
 from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.setting_aliases import canonical_names
-from flowrl.settings import ConfigError, SettingInfo, Settings
+from flowrl.settings import SettingInfo, Settings
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 

@@ -13,11 +13,11 @@ from typing import Any, Never
 import numpy as np
 
 from flowrl.data import DEFAULT_POLICY_ID
+from flowrl.errors import ConfigError
 from flowrl.policies.policy_spec import specs_of
 from flowrl.sampling.callbacks import DefaultCallbacks
 from flowrl.setting_aliases import INFO_COUNTERS, POLICY_RESULT_ALIASES, RESULT_ALIASES
 from flowrl.setting_values import nearest
-from flowrl.settings import ConfigError
 from flowrl.trainer.metric_reference import METRICS, POLICY_METRICS, RESULT_METRICS
 
 _MAX_LISTED_METRICS = 10  # in the message about an unknown one

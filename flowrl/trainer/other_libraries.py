@@ -10,10 +10,11 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Never, ParamSpec, TypeVar
 
+from flowrl.errors import ConfigError
 from flowrl.policies.schedules import schedules_in
 from flowrl.setting_aliases import SETTING_ALIASES, renamed_setting, setting_hint
 from flowrl.setting_values import nearest, nearest_name
-from flowrl.settings import ConfigError, Settings
+from flowrl.settings import Settings
 
 P = ParamSpec("P")
 T = TypeVar("T")

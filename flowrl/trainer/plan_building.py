@@ -11,10 +11,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from flowrl.errors import ConfigError
 from flowrl.iter import LocalIterator
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.setting_values import equal_code
-from flowrl.settings import ConfigError
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.plan_files import load_plan, modules_of, plan_path
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from flowrl.errors import ConfigError
 from flowrl.setting_values import nearest
-from flowrl.settings import ConfigError
 
 PLAN_MODULE = "flowrl_plan_"
 """Prefix of the module name of a plan file; the file's stem follows."""

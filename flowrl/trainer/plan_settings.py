@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.plan_files import load_plan
 from flowrl.trainer.tuned_examples import tuned_example

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from flowrl.errors import ConfigError
 from flowrl.setting_aliases import setting_hint
 from flowrl.setting_values import nearest
-from flowrl.settings import ConfigError, imported
+from flowrl.settings import imported
 
 # name -> class, or the import path of a shipped class
 _ALGORITHMS: dict[str, Any] = {

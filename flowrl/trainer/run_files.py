@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from flowrl.errors import ConfigError
 from flowrl.setting_values import nearest
-from flowrl.settings import ConfigError
 
 MAX_VALUES = 100_000  # in a file whose aliases are written out
 RUN_KEYS = ("run", "plan", "env", "env_config", "stop", "config")

@@ -11,6 +11,7 @@ from gymnasium import spaces
 
 from flowrl.data.serialization import ArrayStore, encode
 from flowrl.data.spaces import is_image, leaf_spaces
+from flowrl.errors import ConfigError
 from flowrl.iter import Stage
 from flowrl.monitoring.operator_source import is_own
 from flowrl.monitoring.plan_check import check_plan
@@ -24,7 +25,6 @@ from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import specs_of
 from flowrl.policies.schedules import needs_total, schedules_in, zero_from
 from flowrl.sampling.worker_set import WorkerSet
-from flowrl.settings import ConfigError
 from flowrl.trainer.evaluation import check_evaluation_env
 from flowrl.trainer.memory_checks import check_rows
 from flowrl.trainer.plan_files import is_shipped

@@ -6,9 +6,9 @@ from collections.abc import Collection
 from typing import Any
 
 from flowrl.envs.registry import check_imports_no_code
+from flowrl.errors import ConfigError
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.policy_spec import specs_of
-from flowrl.settings import ConfigError
 from flowrl.trainer.plan_files import is_shipped
 
 # settings of experiment trackers that only name and describe a run

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError
 from flowrl.trainer.runs.learning_curves import find_runs
 from flowrl.web.html_report import PAGE, page_html
 from flowrl.web.run_data import RunData

@@ -10,10 +10,10 @@ from flowrl.algorithms.appo import APPOConfig
 from flowrl.algorithms.impala import IMPALAConfig
 from flowrl.algorithms.vtrace import trajectory_ends, vtrace_of_rows
 from flowrl.data import SampleBatch
+from flowrl.errors import ConfigError
 from flowrl.ops import ParallelRollouts
 from flowrl.policies import ModelV2, ViewRequirement
 from flowrl.policies.torch_policy import TensorBatch
-from flowrl.settings import ConfigError
 from tests.policies.test_returns import reference_vtrace
 
 CLIPS = {"gamma": 0.9, "clip_rho": 1.2, "clip_c": 0.8, "clip_pg_rho": 1.1, "lambda_": 0.95}

@@ -15,7 +15,7 @@ from flowrl.benchmark.summary import (
     markdown,
     read_results,
 )
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError
 from flowrl.trainer.tuned_examples import tuned_example
 
 ROW = BenchmarkRow("t", "ppo", "A/b-v0", 1000, {"paper": 12.5}, threshold=20.0)

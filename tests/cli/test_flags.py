@@ -7,7 +7,7 @@ from flowrl.cli.flags import flag_names, settings_from_flags
 from flowrl.cli.help import _entries
 from flowrl.cli.run_settings import parse_plan_run
 from flowrl.cli.saved_runs import open_run
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError
 from flowrl.trainer.plan_files import shipped_plans
 from flowrl.trainer.plan_settings import plan_config
 from tests.cli.helpers import TWO_ITERATIONS, read_settings

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError
 from flowrl.trainer.plan_settings import plan_config
 
 NUM_CASES = 400

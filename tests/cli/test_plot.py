@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError
 from flowrl.trainer.runs.learning_curves import NUM_POINTS, find_runs, learning_curves
 from tests.extras import require_extra
 

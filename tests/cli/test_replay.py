@@ -13,7 +13,7 @@ from flowrl.algorithms.a3c import A3CConfig
 from flowrl.algorithms.impala import IMPALAConfig
 from flowrl.cli.main import main
 from flowrl.data.checkpoint import read_checkpoint
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError
 from flowrl.trainer.plan_settings import plan_config
 from flowrl.trainer.runs.comparison import first_difference
 from flowrl.trainer.runs.recording import JOURNAL

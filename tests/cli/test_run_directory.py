@@ -16,7 +16,7 @@ from flowrl.data.checkpoint import (
     resolve_checkpoint,
     write_checkpoint,
 )
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError
 from flowrl.trainer.runs.result_files import result_to_json
 from flowrl.trainer.runs.run_directory import RunDirectory
 from flowrl.trainer.runs.saved_run import last_intact_checkpoint, read_config, settings_to_json

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flowrl.algorithms.a2c import A2CConfig
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError
 from flowrl.trainer.runs.saved_run import list_checkpoints
 from flowrl.trainer.runs.stop_rules import DEFAULT_TIMESTEPS, StopRules, has_metric
 from tests.cli.helpers import SEEDED, read_results

@@ -16,7 +16,7 @@ from gymnasium import spaces
 
 from flowrl import A2C, APPO, DQN, IMPALA, PPO, R2D2, SAC, IMPALAConfig, PPOConfig
 from flowrl.envs import make_multi_agent
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError
 from flowrl.trainer.plan_settings import plan_config
 
 SMALL_PPO = {"train_batch_size": 64, "sgd_minibatch_size": 32, "num_sgd_iter": 1, "seed": 1}

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from flowrl.errors import ConfigError
 from flowrl.iter import (
     ParallelIteratorWorker,
     Recovery,
@@ -24,7 +25,6 @@ from flowrl.iter import (
 )
 from flowrl.iter.recovery import is_death
 from flowrl.iter.shard_stream import ShardRequest, ShardStream
-from flowrl.settings import ConfigError
 
 QUICK = Recovery(backoff_s=0.01)
 

@@ -10,10 +10,10 @@ from flowrl.algorithms.dqn import DQNTorchPolicy
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.algorithms.td3 import TD3TorchPolicy
 from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.errors import ConfigError
 from flowrl.offline.off_policy_evaluation import estimate
 from flowrl.offline.parquet import OfflineDataError, parquet_files, read_parquet, write_parquet
 from flowrl.offline.parquet_writer import ParquetWriter
-from flowrl.settings import ConfigError
 from tests.extras import require_extra
 
 BOX = spaces.Box(-1, 1, (3,), np.float32)

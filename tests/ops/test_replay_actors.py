@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from flowrl.data import SampleBatch
+from flowrl.errors import ConfigError
 from flowrl.iter import LocalIterator, MetricsContext, Source, metrics_scope
 from flowrl.ops import (
     BatchRef,
@@ -19,7 +20,6 @@ from flowrl.ops import (
 )
 from flowrl.replay import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer
 from flowrl.sampling import WorkerSet
-from flowrl.settings import ConfigError
 
 from ..sampling.fakes import CountEnv, Idle
 

@@ -12,11 +12,11 @@ from gymnasium import spaces
 from flowrl.algorithms.a2c import A2CTorchPolicy
 from flowrl.algorithms.ppo import PPO, PPOConfig, PPOTorchPolicy
 from flowrl.data.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
+from flowrl.errors import ConfigError
 from flowrl.policies import Policy
 from flowrl.policies.code_references import CodeResolver
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.json_codec import decode, encode, space_from_json, space_to_json
-from flowrl.settings import ConfigError
 
 from .fakes import PlainModule
 

@@ -5,11 +5,11 @@ import pytest
 from gymnasium import spaces
 
 from flowrl import memory_limit
+from flowrl.errors import ConfigError
 from flowrl.memory_limit import GIB
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.models.catalog import make_model
 from flowrl.policies.models.network_memory import BYTES_PER_WEIGHT, check_network_memory
-from flowrl.settings import ConfigError
 
 VECTOR = spaces.Box(-1, 1, (100,), np.float32)
 IMAGE = spaces.Box(0, 255, (84, 84, 4), np.uint8)

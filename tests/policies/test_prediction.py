@@ -5,8 +5,8 @@ import pytest
 from gymnasium import spaces
 
 from flowrl.algorithms.a2c import A2C, A2CConfig, A2CTorchPolicy
+from flowrl.errors import ConfigError
 from flowrl.policies import ViewRequirement
-from flowrl.settings import ConfigError
 
 BOX = spaces.Box(-1, 1, (3,), np.float32)
 TWO = spaces.Discrete(2, start=5)

@@ -7,6 +7,7 @@ from flowrl.algorithms.a2c import A2CConfig
 from flowrl.algorithms.dqn import DQNConfig
 from flowrl.algorithms.sac import SACConfig
 from flowrl.data import SampleBatch
+from flowrl.errors import ConfigError
 from flowrl.policies.config import PolicyConfig
 from flowrl.policies.schedules import (
     initial_value,
@@ -15,7 +16,6 @@ from flowrl.policies.schedules import (
     value_at,
     zero_from,
 )
-from flowrl.settings import ConfigError
 
 LINEAR = [("0%", 1.0), ("100%", 0.0)]
 HALVING = {"initial": 1.0, "decay": 0.5, "steps": "10%"}

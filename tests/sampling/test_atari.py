@@ -22,11 +22,11 @@ from flowrl.envs import make_atari
 from flowrl.envs.atari import AtariSettings, FireAfterReset, is_atari
 from flowrl.envs.env_factory import _warn_of_unprocessed_frames
 from flowrl.envs.registry import EnvContext, env_creator_for
+from flowrl.errors import ConfigError
 from flowrl.iter.stage import walk
 from flowrl.sampling import SimpleListCollector
 from flowrl.sampling.lost_lives import LostLives
 from flowrl.seeding import derive_seed
-from flowrl.settings import ConfigError
 
 BREAKOUT, PONG = "ALE/Breakout-v5", "ALE/Pong-v5"
 SMALL = {

@@ -11,8 +11,8 @@ from gymnasium.envs.classic_control import CartPoleEnv
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.envs import make_multi_agent
 from flowrl.envs.call_limits import CallLimits, _warn_of_threads, limit_seconds
+from flowrl.errors import ConfigError
 from flowrl.sampling import WorkerSet
-from flowrl.settings import ConfigError
 
 HANG_S = 30
 

@@ -19,8 +19,8 @@ from flowrl.envs.time_limit import (
     set_max_steps,
 )
 from flowrl.envs.validation import ObservationCheck
+from flowrl.errors import ConfigError
 from flowrl.sampling import DefaultCallbacks, RolloutWorker, SimpleListCollector, WorkerSet
-from flowrl.settings import ConfigError
 
 from .fakes import CountEnv, Idle
 

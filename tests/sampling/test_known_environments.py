@@ -8,7 +8,7 @@ from gymnasium import spaces
 
 from flowrl import PPO
 from flowrl.envs.registry import EnvContext, env_creator_for
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError
 from tests.extras import require_extra
 
 SMALL = {

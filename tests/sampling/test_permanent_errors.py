@@ -8,9 +8,9 @@ import pytest
 
 from flowrl.algorithms.a2c import A2CConfig
 from flowrl.envs import MultiAgentEnv
+from flowrl.errors import ConfigError
 from flowrl.iter import ShardFailedError
 from flowrl.sampling import RolloutWorker, WorkerSet
-from flowrl.settings import ConfigError
 
 from .fakes import CountEnv, Idle, ObservedValue
 

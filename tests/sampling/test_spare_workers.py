@@ -6,9 +6,9 @@ import signal
 import pytest
 
 from flowrl.algorithms.ppo import PPOConfig
+from flowrl.errors import ConfigError
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.spare_worker import SpareWorkers
-from flowrl.settings import ConfigError
 
 SMALL = {"env": "CartPole-v1", "train_batch_size": 64, "sgd_minibatch_size": 32, "num_sgd_iter": 1}
 

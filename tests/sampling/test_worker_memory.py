@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from flowrl.algorithms.ppo import PPOConfig
+from flowrl.errors import ConfigError
 from flowrl.process_usage import resident_bytes
-from flowrl.settings import ConfigError
 
 SMALL = {"train_batch_size": 64, "sgd_minibatch_size": 32, "num_sgd_iter": 1, "seed": 1}
 MB = 1 << 20

@@ -7,8 +7,8 @@ import pytest
 from flowrl import memory_limit
 from flowrl.algorithms.dqn import DQNConfig
 from flowrl.algorithms.ppo import PPOConfig
+from flowrl.errors import ConfigError
 from flowrl.memory_limit import GIB
-from flowrl.settings import ConfigError
 from flowrl.trainer import memory_checks
 
 

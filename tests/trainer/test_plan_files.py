@@ -10,8 +10,8 @@ from flowrl.algorithms import Algorithm
 from flowrl.algorithms.a2c import A2C, A2CConfig
 from flowrl.algorithms.ppo import PPO
 from flowrl.data.checkpoint import CheckpointError
+from flowrl.errors import ConfigError
 from flowrl.ops import ParallelRollouts, StandardMetricsReporting, TrainOneStep
-from flowrl.settings import ConfigError
 from flowrl.trainer.plan_files import load_plan, plan_path
 
 PLAN = """

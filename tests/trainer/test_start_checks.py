@@ -14,6 +14,7 @@ from flowrl import DQN, PPO, PPOConfig
 from flowrl.algorithms.a2c import A2C, A2CConfig
 from flowrl.algorithms.sac import SACConfig
 from flowrl.envs import make_multi_agent
+from flowrl.errors import ConfigError
 from flowrl.offline.parquet import OfflineDataError
 from flowrl.ops import (
     ConcatBatches,
@@ -27,7 +28,6 @@ from flowrl.ops import (
 )
 from flowrl.policies import Policy, PolicySpec
 from flowrl.policies.config import ModelConfig
-from flowrl.settings import ConfigError
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.plan_settings import plan_config

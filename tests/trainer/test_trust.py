@@ -25,6 +25,7 @@ from flowrl.data.checkpoint import (
     seal_manifest,
     write_checkpoint,
 )
+from flowrl.errors import ConfigError
 from flowrl.offline.minari import MinariDataset
 from flowrl.offline.parquet import (
     OfflineDataError,
@@ -33,7 +34,6 @@ from flowrl.offline.parquet import (
     write_parquet,
 )
 from flowrl.policies import Policy
-from flowrl.settings import ConfigError
 from flowrl.trainer.plan_files import load_plan
 from flowrl.trainer.trust import untrusted_code
 from tests.extras import require_extra

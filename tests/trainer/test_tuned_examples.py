@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from flowrl.cli.main import main
+from flowrl.errors import ConfigError
 from flowrl.policies.schedules import schedules_in, zero_from
-from flowrl.settings import ConfigError
 from flowrl.trainer.plan_files import load_plan, shipped_plans
 from flowrl.trainer.plan_settings import plan_config
 from flowrl.trainer.tuned_examples import tuned_example, tuned_examples, tuned_folder

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from flowrl import PPO
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError
 from flowrl.trainer.runs.activity_log import ActivityLog
 from flowrl.web.html_report import report_html
 from flowrl.web.run_data import MAX_POINTS, RunData, _shown

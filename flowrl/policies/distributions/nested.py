@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
+from flowrl.errors import ConfigError
 from flowrl.policies.distributions.base import ActionDistribution, IndependentComponents
 from flowrl.policies.distributions.continuous import DiagGaussian
 from flowrl.policies.distributions.discrete import Bernoulli, Categorical, MultiCategorical
-from flowrl.settings import ConfigError
 
 
 class Product(IndependentComponents):

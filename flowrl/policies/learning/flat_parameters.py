@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError
 
 _FUSED: Any = getattr(torch, "_fused_adam_", None)  # four times faster than separate calls
 

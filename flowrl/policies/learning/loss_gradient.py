@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from flowrl.data import SampleBatch
+from flowrl.errors import ConfigError
 from flowrl.policies.learning.kernels.registry import Kernel
 from flowrl.policies.learning.protocols import ProcessGroup, Stats, TrainablePolicy
 from flowrl.policies.models.tensor_batch import TensorBatch
-from flowrl.settings import ConfigError
 
 
 class LossGradient:

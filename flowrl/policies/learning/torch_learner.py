@@ -13,6 +13,7 @@ from torch import nn
 
 from flowrl.data import SampleBatch
 from flowrl.data.sequences import sequence_minibatches, with_burn_in, without_padding
+from flowrl.errors import ConfigError
 from flowrl.policies.learning.captured_update import CapturedUpdates
 from flowrl.policies.learning.epochs import concat_row_stats, run_epochs, shuffled_minibatches
 from flowrl.policies.learning.kernels.registry import find_kernel
@@ -22,7 +23,6 @@ from flowrl.policies.learning.tracked_batch import TrackedBatch
 from flowrl.policies.schedules import initial_value
 from flowrl.policies.torch_random import torch_seed
 from flowrl.seeding import random_stream, restore_stream, stream_state
-from flowrl.settings import ConfigError
 from flowrl.state_schema import Fields, Natural, check_own_state
 
 log = logging.getLogger("flowrl")

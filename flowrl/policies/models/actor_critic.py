@@ -11,6 +11,7 @@ from gymnasium import spaces
 from torch import nn
 
 from flowrl.data.spaces import is_image
+from flowrl.errors import ConfigError
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.models.base import ModelV2, State
 from flowrl.policies.models.catalog import make_model
@@ -19,7 +20,6 @@ from flowrl.policies.models.flatten import flat_size, flatten, flatten_numpy
 from flowrl.policies.models.masked import MaskedModel
 from flowrl.policies.models.numpy_forward import outputs_by_numpy
 from flowrl.policies.models.tensor_batch import InputDict
-from flowrl.settings import ConfigError
 
 
 class ActorCritic(ModelV2):

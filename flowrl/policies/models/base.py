@@ -14,11 +14,10 @@ from gymnasium import spaces
 from torch import nn
 
 from flowrl.data import SampleBatch
-from flowrl.errors import add_note
+from flowrl.errors import ConfigError, add_note
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.models.tensor_batch import InputDict, TensorBatch, as_tensor
 from flowrl.policies.views import ViewRequirement
-from flowrl.settings import ConfigError
 
 State = list[torch.Tensor]
 NEEDS_NO_VALUES = "; DQN, APEX and R2D2 need no values with dueling=False"

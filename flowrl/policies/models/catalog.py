@@ -10,6 +10,7 @@ from gymnasium import spaces
 from torch import nn
 
 from flowrl.data.spaces import has_image
+from flowrl.errors import ConfigError
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.models.attention import AttentionNetwork
 from flowrl.policies.models.base import ModelV2, check_views
@@ -23,7 +24,7 @@ from flowrl.policies.models.torso import TorsoNetwork
 from flowrl.policies.torch_random import torch_seed
 from flowrl.policies.views import MASK, ViewRequirement
 from flowrl.setting_values import nearest
-from flowrl.settings import ConfigError, imported
+from flowrl.settings import imported
 
 _CUSTOM_MODELS: dict[str, Callable[..., Any]] = {}
 

@@ -12,9 +12,9 @@ from gymnasium import spaces
 from torch import nn
 
 from flowrl.data.spaces import MIN_NATURE_SIDE, is_image
+from flowrl.errors import ConfigError
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.models.flatten import flat_size, flatten
-from flowrl.settings import ConfigError
 
 # [channels, kernel, stride] of each convolution
 NATURE_FILTERS = [[32, 8, 4], [64, 4, 2], [64, 3, 1]]  # Mnih et al. 2015

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from gymnasium import spaces
 
 from flowrl.data.spaces import leaf_spaces
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError
 
 
 def flat_size(space: spaces.Space) -> int:

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from gymnasium import spaces
 
+from flowrl.errors import ConfigError
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.exploration import MASKED_OUTPUT
 from flowrl.policies.models.base import ModelV2, State
 from flowrl.policies.models.tensor_batch import InputDict
 from flowrl.policies.views import MASK, ViewRequirement
-from flowrl.settings import ConfigError
 
 
 class MaskedModel(ModelV2):

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from flowrl.errors import ConfigError
 from flowrl.policies.models.base import NEEDS_NO_VALUES, ModelV2, State, check_views
-from flowrl.settings import ConfigError
 
 
 class ModuleModel(ModelV2):

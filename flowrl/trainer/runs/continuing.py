@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.data.checkpoint import CheckpointError, read_manifest
+from flowrl.errors import ConfigError
 from flowrl.policies.code_references import UntrustedCodeError, code_path
-from flowrl.settings import ConfigError
 from flowrl.trainer.checkpoint_loading import settings_of_checkpoint
 from flowrl.trainer.registry import algorithm_names, algorithm_path
 from flowrl.trainer.runs.formatting import format_path

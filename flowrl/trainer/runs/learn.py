@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from flowrl.errors import ConfigError
 from flowrl.setting_values import whole_number
-from flowrl.settings import ConfigError
 from flowrl.trainer.runs.continuing import ways_to_continue
 from flowrl.trainer.runs.formatting import format_path
 from flowrl.trainer.runs.resuming import (

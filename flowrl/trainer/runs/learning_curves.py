@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError
 from flowrl.trainer.metric_names import flatten_result, metric_hint, metric_value
 from flowrl.trainer.runs.saved_run import read_command, read_config, read_results
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flowrl.errors import ConfigError
 from flowrl.iter.journal import JournalReader, ReplayEnded
 from flowrl.iter.stage import NOT_READY, Stage, stages_by_name, walk
 from flowrl.monitoring.activity import operator_name
 from flowrl.ops.inspection import Breakpoint
-from flowrl.settings import ConfigError
 from flowrl.trainer.runs.comparison import first_difference
 from flowrl.trainer.runs.recording import JOURNAL
 from flowrl.trainer.runs.result_files import result_to_json

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.data.checkpoint import CHECKPOINTS, list_checkpoints, remove_checkpoint
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError
 from flowrl.trainer.metric_names import metric_value
 from flowrl.trainer.plan_files import plan_source
 from flowrl.trainer.runs.activity_log import FILE as ACTIVITIES

@@ -14,7 +14,7 @@ import numpy as np
 
 from flowrl.data.checkpoint import CheckpointError, is_checkpoint, list_checkpoints, read_manifest
 from flowrl.data.json_text import parse_json
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError
 from flowrl.trainer.plan_files import is_plan_file
 
 SETUP = "setup.json"  # the manifest at the start of the run

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from flowrl.errors import ConfigError
 from flowrl.setting_values import nearest
-from flowrl.settings import ConfigError
 from flowrl.trainer.metric_names import (
     check_metric_name,
     flatten_result,
