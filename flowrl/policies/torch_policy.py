@@ -35,6 +35,7 @@ from flowrl.state_schema import check_finite, check_state, has_valid_numbers
 
 T = TypeVar("T")
 # of a state: what sampling needs besides the fields of Policy
+_UNSEEDED = contextlib.nullcontext()
 _ACTING_FIELDS = {"exploration": dict[str, np.ndarray], "network_rng": dict[str, Any]}
 
 __all__ = ["TensorBatch", "TorchPolicy"]
@@ -283,7 +284,7 @@ class TorchPolicy(Policy):
         """Seed torch's random numbers for a forward pass that acts, unless the first such pass has
         drawn none."""
         if self._draws_while_acting is False or not self.learner.draws_from_torch:
-            return contextlib.nullcontext()
+            return _UNSEEDED
         return self._seeded_pass()
 
     @contextlib.contextmanager

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ from flowrl.state_schema import Fields, Natural, check_state
 
 log = logging.getLogger("flowrl")
 
-STEP_COLUMNS = ("raw_obs", "obs", "rewards", "terminateds", "truncateds")
+_step_columns_of = itemgetter("raw_obs", "obs", "rewards", "terminateds", "truncateds")
 
 _STATE: Fields = {
     "tracker": dict[str, Any],
@@ -289,7 +290,7 @@ class ColumnSampler:
 
     def _step_columns(self, t: int) -> tuple[Any, ...]:
         """Return the columns that a step writes; write False to the flags of ends from row t on."""
-        raw, obs, rewards, terminateds, truncateds = (self._columns[name] for name in STEP_COLUMNS)
+        raw, obs, rewards, terminateds, truncateds = _step_columns_of(self._columns)
         first = self._columns.lookback + t
         terminateds[first:] = truncateds[first:] = False
         return raw, obs, rewards, terminateds, truncateds

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import time
 import weakref
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from flowrl.errors import ConfigError
@@ -44,6 +46,43 @@ def _needs(count: int, name: str, amount: float) -> str:
     return f"{count} workers need {amount:g} of {name!r} each"
 
 
+def _limited_resources(config: WorkerConfig) -> list[tuple[str, str, float]]:
+    """Return (setting, resource, amount per worker) of GPUs and custom resources."""
+    gpus = config.num_gpus_per_worker
+    needed = [("num_gpus_per_worker", "GPU", gpus)] if gpus else []
+    custom = config.custom_resources_per_worker.items()
+    return needed + [("custom_resources_per_worker", name, amount) for name, amount in custom]
+
+
+def check_resources(setting: str, sets: Sequence[WorkerConfig]) -> None:
+    """Check that the cluster has the GPUs and custom resources of several sets of workers at once.
+
+    Does nothing before Ray has started, and in a placement group.
+
+    Args:
+        setting: the setting to name if it does not.
+        sets: the settings of each set, with `num_workers`.
+
+    Raises:
+        ConfigError: the cluster does not have the resources.
+    """
+    import ray
+
+    if not ray.is_initialized() or _is_in_placement_group():
+        return
+    needed: Counter[str] = Counter()
+    for config in sets:
+        for _, name, amount in _limited_resources(config):
+            needed[name] += config.num_workers * amount
+    total = ray.cluster_resources()
+    for name, amount in needed.items():
+        if amount > total.get(name, 0.0):
+            raise ConfigError(
+                f"{setting}: all workers together need {amount:g} of {name!r}; the cluster has "
+                f"{total.get(name, 0.0):g}"
+            )
+
+
 class Placement:
     """Reserves cluster resources for the remote workers of a set; workers are numbered from 0.
 
@@ -62,6 +101,7 @@ class Placement:
         self.num_gpus = config.num_gpus_per_worker
         self.custom = dict(config.custom_resources_per_worker)
         self.strategy = config.placement_strategy
+        self._limited = _limited_resources(config)
         self._reservations: list[_Reservation] = []
         _placements.add(self)
 
@@ -101,7 +141,7 @@ class Placement:
         import ray
 
         deadline = time.monotonic() + RESERVE_TIMEOUT_S
-        for setting, name, amount in self._limited_resources():
+        for setting, name, amount in self._limited:
             while True:
                 total = ray.cluster_resources().get(name, 0.0)
                 free = ray.available_resources().get(name, 0.0)
@@ -113,11 +153,6 @@ class Placement:
                         f"{free:g} of them free"
                     )
                 time.sleep(0.1)
-
-    def _limited_resources(self) -> list[tuple[str, str, float]]:
-        """Return (setting, resource, amount per worker) of GPUs and custom resources."""
-        needed = [("num_gpus_per_worker", "GPU", self.num_gpus)] if self.num_gpus else []
-        return needed + [("custom_resources_per_worker", n, a) for n, a in self.custom.items()]
 
     def _create_group(self, count: int, cpus: float) -> Any:
         import ray

@@ -17,6 +17,7 @@ from flowrl.iter.ray_runtime import death_errors
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import PolicySpec
 from flowrl.sampling.episode import EpisodeMetrics, returns_by_policy
+from flowrl.sampling.placement import check_resources
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.seeding import derive_seed
@@ -346,6 +347,16 @@ def recorder_for(config: AlgorithmConfig, iteration: int) -> VideoRecorder | Non
         return None
     name, episodes = f"iteration-{iteration:06d}", config.evaluation_video_episodes
     return VideoRecorder(folder, name, episodes, "evaluation_video_dir")
+
+
+def check_evaluation_workers(config: AlgorithmConfig) -> None:
+    """Check that the cluster has the resources of the evaluation workers beside the others.
+
+    Raises:
+        ConfigError: it does not have them.
+    """
+    settings = evaluation_settings(config).updated(num_workers=config.evaluation_num_workers)
+    check_resources("evaluation_num_workers", [config, settings])
 
 
 def check_evaluation_env(config: AlgorithmConfig, policies: dict[str, Policy]) -> None:

@@ -13,6 +13,7 @@ from flowrl.setting_values import whole_number
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.evaluation import (
     EvaluationWorkers,
+    check_evaluation_workers,
     evaluate_policies,
     evaluation_settings,
     recorder_for,
@@ -103,6 +104,7 @@ class Evaluator:
             finally:
                 self._is_regular = False
         if self._evaluation_workers is None:
+            check_evaluation_workers(config)
             settings = evaluation_settings(config)
             self._evaluation_workers = EvaluationWorkers(settings, self._policy_class)
         workers = self._evaluation_workers

@@ -247,6 +247,20 @@ def test_dropped_episodes_of_an_evaluation_are_counted(workers, ray_session):
     assert evaluation["num_faulty_episodes"] > 0
 
 
+@pytest.mark.slow
+def test_workers_without_resources_beside_the_others_are_rejected_at_once(ray_session):
+    most_of_a_node = {f"node:{ray_session.util.get_node_ip_address()}": 0.6}
+    config = a2c_config(
+        num_workers=1,
+        custom_resources_per_worker=most_of_a_node,
+        evaluation_interval=5,
+        evaluation_num_workers=1,
+    )
+    message = "evaluation_num_workers: all workers together need 1.2 of 'node:.* has 1"
+    with config.build() as algorithm, pytest.raises(ConfigError, match=message):
+        algorithm.train()
+
+
 class StepFails(gym.Wrapper):
     def step(self, action):
         raise ArithmeticError("broken on purpose")

@@ -18,6 +18,7 @@ from flowrl.policies.models.base import ModelV2, State, computed, full_precision
 from flowrl.policies.models.flatten import flatten, flatten_numpy, nested_size
 from flowrl.policies.models.matrix_products import matmul_for
 
+MAX_BUFFERS = 4  # numbers of rows for which memory is kept
 MIN_TORCH_RELU_SIZE = 4096  # elements
 
 _ACTING = {"compute_outputs", "compute_values", "forward_numpy", "outputs_numpy", "values_numpy"}
@@ -127,7 +128,8 @@ class FullyConnectedNetwork(ModelV2):
         self._numpy: dict[str, list[NumpyLayer]] | None = None
         if self._numpy_activation is None or not is_float32_on_cpu(self) or self._is_overridden():
             return
-        self._buffers_numpy: list[np.ndarray] = []  # outputs of the hidden layers
+        # outputs of the hidden layers, by the number of rows
+        self._buffers_numpy: dict[int, list[np.ndarray]] = {}
         self._numpy = {
             "policy": numpy_views(self._policy_layers),
             "value": numpy_views(self._value_layers),
@@ -237,13 +239,16 @@ class FullyConnectedNetwork(ModelV2):
         return values[:, 0]
 
     def _run_numpy(self, hidden: np.ndarray, layers: list[NumpyLayer]) -> np.ndarray:
-        """Return activations of the last hidden layer, in memory that the next call overwrites."""
+        """Return activations of the last hidden layer, in memory that a later call overwrites."""
         activation, matmul = self._numpy_activation, self.matmul
         assert activation is not None
-        buffers = self._buffers_numpy
-        if not buffers or len(buffers[0]) != len(hidden):
-            buffers = [np.empty((len(hidden), b.shape[0]), np.float32) for _, b in layers]
-            self._buffers_numpy = buffers
+        num_rows = len(hidden)
+        buffers = self._buffers_numpy.get(num_rows)
+        if buffers is None:
+            if len(self._buffers_numpy) == MAX_BUFFERS:
+                self._buffers_numpy.clear()
+            buffers = [np.empty((num_rows, b.shape[0]), np.float32) for _, b in layers]
+            self._buffers_numpy[num_rows] = buffers
         for (weight, bias), out in zip(layers, buffers, strict=True):
             matmul(hidden, weight, out=out)
             out += bias
