@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.trainer.runs.formatting import format_count
-from flowrl.trainer.runs.stop_rules import TIME_LIMIT
 
 
 @dataclass
@@ -21,18 +20,14 @@ class RunEnd:
             SIGHUP; OUTPUT_CLOSED if the reader of the output closed it, as `head` does.
         checkpoint: the last checkpoint; None if none was written.
         seconds: duration of the training.
+        needs_limit: a resumed run ends at once without larger limits.
     """
 
     reason: str
     exit_code: int
     checkpoint: Path | None
     seconds: float
-
-    @property
-    def needs_limit(self) -> bool:
-        """Whether a resumed run needs a larger limit, because it would end at once otherwise.
-        Limits of time start again when a run is resumed."""
-        return not self.exit_code and not self.reason.startswith(TIME_LIMIT)
+    needs_limit: bool
 
 
 def describe_end(end: RunEnd, algorithm: Any) -> str:

@@ -24,7 +24,6 @@ from flowrl.trainer.runs.formatting import format_count
 from flowrl.trainer.start_checks import has_schedule_in_percent
 
 DEFAULT_TIMESTEPS = 500_000  # env steps of a run without stop rules
-TIME_LIMIT = "the time limit"  # how the reason begins if a run has reached that limit
 MAX_RESULTS_WITHOUT_METRIC = 20  # results without an expected metric before a warning
 
 ENV_STEP_METRICS = (
@@ -155,7 +154,7 @@ class StopRules:
         if self.iters and result["training_iteration"] >= self.iters:
             return format_count(result["training_iteration"], "iteration")
         if self.time_s and seconds >= self.time_s:
-            return f"{TIME_LIMIT} of {self.time_s:g} s"
+            return f"the time limit of {self.time_s:g} s"
         for name, relation, limit in self.metrics:
             value = metric_value(result, name)
             if value is not None and (value >= limit if relation == ">=" else value <= limit):

@@ -64,6 +64,7 @@ def train_until(
     previous = algorithm.last_result
     pending = PendingMetrics(stop, config.checkpoint_score_attribute)
     started = saved = time.perf_counter()
+    window = config.metrics_num_episodes_for_smoothing
     exit_code, reason, result, written = 0, None, None, None
     with SignalHandler() as signals:
         try:
@@ -73,7 +74,6 @@ def train_until(
             while reason is None:
                 result = _train_once(algorithm, signals)
                 now = time.perf_counter()
-                window = config.metrics_num_episodes_for_smoothing
                 reason = stop.reached(result, window, now - started)
                 if reason is not None:
                     _finish_evaluation(algorithm, signals, result)
@@ -109,7 +109,9 @@ def train_until(
         exit_code = exit_code or signals.exit_code
         if run is not None:
             run.note("ended", reason)
-    return RunEnd(reason, exit_code, checkpoint, time.perf_counter() - started)
+    # limits of time start again when a run is resumed
+    needs_limit = not exit_code and stop.reached(result, window, 0.0) is not None
+    return RunEnd(reason, exit_code, checkpoint, time.perf_counter() - started, needs_limit)
 
 
 def _open_files(algorithm: Any, run: RunDirectory, files: ExitStack) -> Recording:
