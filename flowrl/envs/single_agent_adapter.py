@@ -63,6 +63,7 @@ class SingleAgentAdapter:
         )
         final = dict(zip((int(i) for i in result.ended), result.final, strict=True))
         failed = dict(result.failed)
+        result.failed.clear()  # frames in the tracebacks of these errors refer to `result`
         skipped = {int(i) for i in result.skipped}
         steps = []
         for i in range(n):
@@ -70,7 +71,7 @@ class SingleAgentAdapter:
             steps.append(step)
             obs = self._observations[i]
             if i in failed:
-                step.failed, step.start = failed[i], {SINGLE_AGENT: obs}
+                step.failed, step.start = failed.pop(i), {SINGLE_AGENT: obs}
                 continue
             if i in skipped:
                 step.skipped, step.start = True, {SINGLE_AGENT: obs}

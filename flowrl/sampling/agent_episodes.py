@@ -291,6 +291,7 @@ class AgentEpisodes:
         assert step.start is not None
         assert step.failed is not None
         self._batches.drop(episode, step.failed)
+        step.failed = None  # frames in the traceback of this error refer to `step`
         self.failed.add(env_index)
         self.num_faulty += 1
         episode.record.is_faulty = True

@@ -267,6 +267,8 @@ class ColumnSampler:
                 soft = self._record_ends(t, step, states)
             if callbacks is not None:
                 callbacks.step(t, step, self._infos, soft, vector_env.resets_in_next_step)
+            if step.failed:
+                step.failed.clear()  # frames in the tracebacks of these errors refer to `step`
             t += 1
             num_steps = tracker.rows_closed if whole else num_steps + envs - len(step.skipped)
             if whole and not num_steps:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -70,7 +70,7 @@ def check_resources(setting: str, sets: Sequence[WorkerConfig]) -> None:
 
     if not ray.is_initialized() or _is_in_placement_group():
         return
-    needed: Counter[str] = Counter()
+    needed: dict[str, float] = defaultdict(float)
     for config in sets:
         for _, name, amount in _limited_resources(config):
             needed[name] += config.num_workers * amount

@@ -7,6 +7,7 @@ import pytest
 
 from flowrl.algorithms.a2c import A2CConfig
 from flowrl.errors import ConfigError
+from flowrl.settings import MAX_INT
 from flowrl.trainer.runs.saved_run import list_checkpoints
 from flowrl.trainer.runs.stop_rules import DEFAULT_TIMESTEPS, StopRules, has_metric
 from tests.cli.helpers import SEEDED, read_results
@@ -133,6 +134,13 @@ def test_custom_metric_may_be_set_by_later_episodes():
     result["custom_metrics"] = {"steps_to_goal_mean": 3.0}
     assert has_metric(result, "custom_metrics/steps_to_goal_mean", "stop")
     assert not has_metric(result, "custom_metrics/steps_to_goal_max", "stop")
+
+
+def test_limit_on_env_steps_fits_the_setting_total_timesteps():
+    assert StopRules(timesteps=10**24).env_steps == MAX_INT
+    assert StopRules(metrics=[("timesteps_total", ">=", 1e24)]).env_steps == MAX_INT
+    assert StopRules(timesteps=7, metrics=[("timesteps_total", ">=", 5.5)]).env_steps == 6
+    assert StopRules(iters=3).env_steps is None
 
 
 def test_metric_may_be_a_numpy_number():

@@ -1,9 +1,11 @@
 """Memory and the number of objects stay constant while sampling."""
 
 import gc
+import itertools
 import logging
 import multiprocessing
 import os
+import weakref
 from pathlib import Path
 
 import gymnasium
@@ -122,6 +124,36 @@ def test_sampling_keeps_no_objects(mode):
     _, objects = measure(mode, 8_000)
     # the number of objects at the end of a fragment varies a little
     assert objects < 2_000
+
+
+@pytest.mark.parametrize("mode", ["failures", "failures in rows"])
+def test_errors_of_environments_are_not_in_reference_cycles(mode):
+    errors = weakref.WeakSet()
+
+    class BrokenError(ValueError):
+        def __init__(self, *args):
+            super().__init__(*args)
+            errors.add(self)
+            next(raised)
+
+    raised = itertools.count()
+    worker = RolloutWorker(
+        lambda context: CountEnv(23, fail_at=(2, 3), fail_with=BrokenError),
+        {"default_policy": Idle},
+        {"num_envs_per_worker": 4, "rollout_fragment_length": FRAGMENT, **MODES[mode]},
+    )
+    logging.disable(logging.WARNING)  # pytest keeps log records, which refer to errors
+    gc.collect()
+    gc.disable()
+    try:
+        worker.sample()
+        left = len(errors)
+    finally:
+        gc.enable()
+        logging.disable(logging.NOTSET)
+    assert next(raised) > 4
+    assert left == 0
+    worker.stop()
 
 
 @pytest.mark.slow

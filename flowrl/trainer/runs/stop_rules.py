@@ -13,6 +13,7 @@ import numpy as np
 
 from flowrl.errors import ConfigError
 from flowrl.setting_values import nearest
+from flowrl.settings import MAX_INT
 from flowrl.trainer.metric_names import (
     check_metric_name,
     flatten_result,
@@ -78,12 +79,13 @@ class StopRules:
 
     @property
     def env_steps(self) -> int | None:
-        """The limit on env steps, also of a rule on a metric; None if there is none."""
+        """The limit on env steps, also of a rule on a metric, at most MAX_INT; None if there is
+        none."""
         limits = [] if self.timesteps is None else [self.timesteps]
         for name, relation, limit in self.metrics:
             if name in ENV_STEP_METRICS and relation == ">=" and limit >= 1:
                 limits.append(math.ceil(limit))
-        return min(limits, default=None)
+        return min([*limits, MAX_INT]) if limits else None
 
     def with_defaults(self, config: Any) -> StopRules:
         """Return these rules, completed by the default ones.

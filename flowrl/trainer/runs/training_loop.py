@@ -110,7 +110,8 @@ def train_until(
         if run is not None:
             run.note("ended", reason)
     # limits of time start again when a run is resumed
-    needs_limit = not exit_code and stop.reached(result, window, 0.0) is not None
+    reached = result and stop.reached(result, window, 0.0)
+    needs_limit = not exit_code and bool(reached)
     return RunEnd(reason, exit_code, checkpoint, time.perf_counter() - started, needs_limit)
 
 
