@@ -172,8 +172,8 @@ class Gather(Stage):
                 self._handle_death(shard, incarnation, error)
                 return False
             if not replaced:
-                reason = "it cannot be recreated: from_actors() was called without recreate="
-                self._fail_shard(shard, reason, None)
+                reason = self.shards.why_not_replaced(shard.index)
+                self._fail_shard(shard, f"it cannot be recreated: {reason}", None)
             shard.restarts += 1
             _count("num_shard_restarts")
             if not shard.recovery.rounds_wait:
@@ -212,7 +212,7 @@ class Gather(Stage):
         if end:
             shard.status = "ended"
         if items:
-            shard.deaths = 0
+            shard.deaths = shard.identical_deaths = 0
         number = self.shards.number(shard.index)
         received = []
         for item, item_tags in zip(items, tags, strict=True):
@@ -257,13 +257,15 @@ class Gather(Stage):
         if shard.dead_incarnation is not None or self.shards.incarnation(shard.index) > incarnation:
             return  # another request to the same worker has reported it
         death = _describe_death(error)
-        shard.deaths = shard.deaths + 1 if death == shard.last_death else 1
+        shard.deaths += 1
+        shard.identical_deaths = shard.identical_deaths + 1 if death == shard.last_death else 1
         shard.last_death = death
         recovery = shard.recovery
         if _constructor_raised(error):
             self._fail_shard(shard, "its constructor raised", error)
-        if shard.deaths >= recovery.max_identical_deaths:
-            self._fail_shard(shard, f"it died {shard.deaths} times in a row in the same way", error)
+        if shard.identical_deaths >= recovery.max_identical_deaths:
+            times = f"{shard.identical_deaths} times in a row in the same way"
+            self._fail_shard(shard, f"it died {times}", error)
         if shard.restarts >= recovery.max_restarts:
             self._fail_shard(shard, f"it was restarted {shard.restarts} times before", error)
         backoff_s = min(recovery.backoff_s * 2 ** (shard.deaths - 1), recovery.max_backoff_s)

@@ -24,6 +24,7 @@ class Pool:
 
     remote = False
     num_membership_changes = 0  # times that workers have joined or left
+    why_not_replaced = "from_actors() was called without recreate="
     keeps_state = False  # whether the owner of the workers saves and restores their state
 
     def __init__(
@@ -88,7 +89,8 @@ class Pool:
         return 0
 
     def replace(self, index: int) -> bool:
-        """Stop a worker and create a new one in its place; return False if that is impossible."""
+        """Stop a worker and create a new one in its place; return False if that is impossible, for
+        the reason `why_not_replaced`."""
         return False
 
     def startup(self, index: int) -> Any:

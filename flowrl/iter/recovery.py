@@ -56,7 +56,8 @@ class ShardState:
     num_received: int = 0  # items
     restarts: int = 0
     errors: int = 0  # consecutive
-    deaths: int = 0  # consecutive and identical
+    deaths: int = 0  # consecutive
+    identical_deaths: int = 0  # of these, the last ones with the same error
     last_death: str = ""
     dead_incarnation: int | None = None  # to be replaced before the next request
     restart_at: float = 0.0

@@ -200,6 +200,10 @@ class Shards:
     def replace(self, index: int) -> bool:
         return self._shards[index].pool.replace(self._shards[index].worker)
 
+    def why_not_replaced(self, index: int) -> str:
+        """Return why `replace` returns False."""
+        return self._shards[index].pool.why_not_replaced
+
     def startup(self, index: int) -> Any:
         """Return a ref that is ready when the worker has started."""
         return self._shards[index].pool.startup(self._shards[index].worker)

@@ -83,6 +83,7 @@ class RolloutPool(ActorPool):
     """
 
     keeps_state = True
+    why_not_replaced = "recreate_failed_workers is False"
 
     def __init__(self, workers: RemoteWorkers, recreate_failed: bool):
         super().__init__(workers.recreate if recreate_failed else None, workers.num_workers)

@@ -171,6 +171,22 @@ def test_hanging_shard_is_replaced(ray_session, tmp_path, num_async):
         assert stream.stats()[0]["restarts"] == 1
 
 
+def test_back_off_doubles_with_each_death_whatever_its_cause(monkeypatch):
+    gather = from_items([1], in_process=True, num_shards=1).gather_sync()
+    (shard,) = gather.stage.states
+    shard.recovery = Recovery(max_backoff_s=1.0)
+    monkeypatch.setattr("flowrl.iter.gather.time.monotonic", lambda: 0.0)
+    delays = []
+    for number in range(6):
+        gather.stage._handle_death(shard, 0, OSError(f"cause {number % 2}"))
+        delays.append(shard.restart_at)
+        shard.dead_incarnation = None
+    assert delays == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+    shard.recovery = Recovery(max_identical_deaths=2)
+    with pytest.raises(ShardFailedError, match="it died 2 times in a row in the same way"):
+        gather.stage._handle_death(shard, 0, OSError("cause 1"))
+
+
 @pytest.mark.slow
 def test_other_shards_continue_during_the_back_off_of_one(ray_session, tmp_path):
     marker = str(tmp_path / "died")
