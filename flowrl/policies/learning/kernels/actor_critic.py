@@ -118,7 +118,7 @@ class SACKernel(ActorCriticKernel):
         excess = entropy - policy.target_entropy
         log_alpha = policy.model.log_alpha
         log_alpha.grad.fill_(excess)
-        return loss + float(log_alpha) * excess
+        return loss + float(log_alpha.detach()) * excess
 
 
 class TD3Kernel(ActorCriticKernel):
