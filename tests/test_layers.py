@@ -47,6 +47,7 @@ BASE = {
     "setting_hints",
     "setting_values",
     "settings",
+    "source",
     "threads",
     "whole_files",
 }

@@ -1,26 +1,39 @@
 """Serialization of state trees: JSON values and separate arrays, without pickle.
 
-Leaves are JSON values, numpy scalars and arrays, and batches; inner nodes are dicts (with any such
-leaf as a key), lists and tuples. A value without a JSON form becomes a dict with one reserved key.
-Lazy columns and the sources of a batch are not saved: a stage that needs the sources saves them.
+Leaves are JSON values, numpy scalars and arrays, sources, batches with their sources, and objects
+of `savable` classes. Inner nodes are dicts (with any such leaf as a key), lists and tuples. A value
+without a JSON form becomes a dict with one reserved key. Lazy columns are not saved.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from flowrl.data.batch_ref import BatchRef
-from flowrl.data.sample_batch import MultiAgentBatch, SampleBatch
+from flowrl.data.sample_batch import Batch, MultiAgentBatch, SampleBatch
+from flowrl.source import Source, sources_from_list, sources_to_list
+
+C = TypeVar("C")
 
 SMALL_BYTES = 1024  # arrays up to this size are packed into one byte string
 
 _ARRAY, _OBJECTS, _SCALAR = "__array__", "__objects__", "__scalar__"
 _PACKED = "__packed__"
 _TUPLE, _PAIRS, _BATCH, _POLICIES = "__tuple__", "__pairs__", "__batch__", "__policies__"
+_SOURCE, _WITH_SOURCES, _RECORD = "__source__", "__with_sources__", "__record__"
+
+_RECORDS: dict[str, Any] = {}  # the savable classes by name
+
+
+def savable(cls: type[C]) -> type[C]:
+    """Let `encode` accept objects of a class, by its methods `state_dict()` and
+    `from_state_dict(state)`. A decorator."""
+    _RECORDS[cls.__name__] = cls
+    return cls
 
 
 class ArrayStore(dict[str, np.ndarray]):
@@ -76,16 +89,17 @@ def encode(value: Any, path: str, arrays: ArrayStore) -> Any:
                 f"checkpoint: {path} is an array of {value.dtype}, which cannot be saved"
             )
         return arrays.put(path, value)
-    if isinstance(value, SampleBatch):
-        columns = encode(dict(value.without_lazy_columns()), path, arrays)
-        if not value.zero_padded:
-            return {_BATCH: columns}
-        return {_BATCH: columns, "max_seq_len": value.max_seq_len}
+    if isinstance(value, (SampleBatch, MultiAgentBatch)) and value.sources:
+        batch = _encode_batch(value, path, arrays)
+        return {_WITH_SOURCES: [batch, encode(sources_to_list(value.sources), path, arrays)]}
+    if isinstance(value, (SampleBatch, MultiAgentBatch)):
+        return _encode_batch(value, path, arrays)
     if isinstance(value, BatchRef):
         return encode(value.get(), path, arrays)
-    if isinstance(value, MultiAgentBatch):
-        policies = encode(dict(value.policy_batches), path, arrays)
-        return {_POLICIES: policies, "env_steps": value.env_steps()}
+    if isinstance(value, Source):
+        return {_SOURCE: encode(sources_to_list([value])[0], path, arrays)}
+    if type(value) in _RECORDS.values():
+        return {_RECORD: [type(value).__name__, encode(value.state_dict(), path, arrays)]}
     if isinstance(value, dict):
         if all(type(key) is str and not key.startswith("__") for key in value):
             return {k: encode(v, f"{path}/{k}" if path else k, arrays) for k, v in value.items()}
@@ -101,6 +115,17 @@ def encode(value: Any, path: str, arrays: ArrayStore) -> Any:
         f"checkpoint: {path} is of type {type(value).__name__}, which cannot be saved: convert it "
         "to numbers, strings, NumPy arrays, lists, tuples or dicts"
     )
+
+
+def _encode_batch(value: Batch, path: str, arrays: ArrayStore) -> dict[str, Any]:
+    """Convert a batch without its sources."""
+    if isinstance(value, SampleBatch):
+        columns = encode(dict(value.without_lazy_columns()), path, arrays)
+        if not value.zero_padded:
+            return {_BATCH: columns}
+        return {_BATCH: columns, "max_seq_len": value.max_seq_len}
+    policies = encode(dict(value.policy_batches), path, arrays)
+    return {_POLICIES: policies, "env_steps": value.env_steps()}
 
 
 def can_be_saved(value: Any) -> bool:
@@ -157,6 +182,14 @@ def decode(tree: Any, arrays: Mapping[str, np.ndarray], packed: Any = b"") -> An
         return tuple(decode(value, arrays, packed) for value in inner)
     if kind == _PAIRS:
         return {decode(key, arrays, packed): decode(value, arrays, packed) for key, value in inner}
+    if kind == _WITH_SOURCES:
+        batch = decode(inner[0], arrays, packed)
+        batch.sources = sources_from_list(decode(inner[1], arrays, packed))
+        return batch
+    if kind == _SOURCE:
+        return sources_from_list([decode(inner, arrays, packed)])[0]
+    if kind == _RECORD:
+        return _RECORDS[inner[0]].from_state_dict(decode(inner[1], arrays, packed))
     if kind == _BATCH:
         return SampleBatch(decode(inner, arrays, packed))
     if kind == _OBJECTS:

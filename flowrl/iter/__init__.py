@@ -28,7 +28,8 @@ from flowrl.iter.parallel import (
 from flowrl.iter.ray_health import RayLostError
 from flowrl.iter.recovery import Recovery
 from flowrl.iter.shard_server import ParallelIteratorWorker
-from flowrl.iter.stage import NOT_READY, Source, Stage
+from flowrl.iter.stage import NOT_READY, Stage
+from flowrl.source import Source
 
 __all__ = [
     "NOT_READY",

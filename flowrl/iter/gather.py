@@ -30,8 +30,9 @@ from flowrl.iter.ray_health import RayLostError, check_ray
 from flowrl.iter.recovery import STARTING_S, PendingRequest, ShardState, is_death
 from flowrl.iter.shard_stream import Reply
 from flowrl.iter.shards import Shards
-from flowrl.iter.stage import Source, Stage, sources_from_list, sources_to_list
+from flowrl.iter.stage import Stage
 from flowrl.iter.waiting import Waiter, ready_refs, wait_for_all, wait_for_any
+from flowrl.source import Source, sources_from_list, sources_to_list
 from flowrl.state_schema import Fields, Natural
 
 IMMEDIATE_S = 0.0001  # a wait shorter than this found a reply that was ready

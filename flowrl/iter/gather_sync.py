@@ -10,8 +10,9 @@ from flowrl.iter.gather import Gather
 from flowrl.iter.recovery import ShardState
 from flowrl.iter.shard_stream import Reply
 from flowrl.iter.shards import Shards
-from flowrl.iter.stage import NOT_READY, Source, sources_from_list, sources_to_list
+from flowrl.iter.stage import NOT_READY
 from flowrl.iter.waiting import ready_refs
+from flowrl.source import Source, sources_from_list, sources_to_list
 from flowrl.state_schema import Fields
 
 SLOW_FETCH_S = 0.03  # if a round took longer to fetch, another call of Ray costs little

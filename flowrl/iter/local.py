@@ -13,7 +13,6 @@ from flowrl.iter.metrics import MetricsContext
 from flowrl.iter.profiler import OnPull, Profiler
 from flowrl.iter.stage import (
     NOT_READY,
-    Source,
     Stage,
     describe,
     in_data_order,
@@ -42,6 +41,7 @@ from flowrl.iter.stages.unary import (
     ZipWithSource,
 )
 from flowrl.iter.waiting import Waiter
+from flowrl.source import Source
 
 T = TypeVar("T")
 U = TypeVar("U")

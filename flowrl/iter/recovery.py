@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from flowrl.iter.ray_runtime import death_errors
-from flowrl.iter.stage import Source
+from flowrl.source import Source
 
 STARTING_S = 60.0  # added to the first timeout: importing torch took 20 s on a loaded machine
 

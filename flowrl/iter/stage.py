@@ -15,12 +15,12 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from flowrl.state_schema import Fields, Natural, check_own_state, check_state
+from flowrl.source import Source
+from flowrl.state_schema import Fields, Natural, check_own_state
 
 if TYPE_CHECKING:
     from flowrl.iter.journal import Journal
@@ -39,60 +39,6 @@ class _NotReady:
 NOT_READY: Final = _NotReady()
 
 Pull = Callable[[bool], Any]
-
-
-@dataclass(slots=True, unsafe_hash=True)  # a frozen dataclass takes five times as long to create
-class Source:
-    """The origin of an item: shard, incarnation (number of restarts), sequence number.
-
-    Shards are numbered from 0, so the shard of a remote rollout worker is its `worker_index` - 1,
-    also if a plan reads only some of the workers.
-
-    `tags` holds what the worker reported with the item (sampling: weights version, step counts);
-    `origin` is the name of the gather stage that received the item, or "replay" for a batch that
-    was drawn from a replay actor.
-    """
-
-    shard: int
-    incarnation: int = 0
-    seq: int = 0
-    tags: dict[str, Any] = field(default_factory=dict, compare=False)
-    origin: str = field(default="", compare=False, repr=False)
-
-
-_SOURCE: Fields = {
-    "shard": int, "incarnation": Natural, "seq": Natural, "tags": dict[str, Any], "origin": str,
-}  # fmt: skip
-
-
-def sources_to_list(sources: Sequence[Source]) -> list[list[Any]]:
-    """Convert sources to nested lists for saved state."""
-    return [[s.shard, s.incarnation, s.seq, s.tags, s.origin] for s in sources]
-
-
-def sources_from_list(rows: Sequence[Sequence[Any]]) -> tuple[Source, ...]:
-    """Convert the result of `sources_to_list` back to sources."""
-    for row in rows:
-        check_state(dict(zip(_SOURCE, row, strict=True)), _SOURCE, "sources")
-    return tuple(Source(*row) for row in rows)
-
-
-def batches_to_list(batches: Iterable[Any]) -> list[list[Any]]:
-    """Return [batch, sources as nested lists] for each batch, for saved state."""
-    return [[batch, sources_to_list(batch.sources)] for batch in batches]
-
-
-def with_sources(batch: Any, sources: Sequence[Sequence[Any]]) -> Any:
-    """Return a batch of a saved plan with its sources, the result of `sources_to_list`.
-
-    Raises:
-        ValueError: the sources are not those of a batch.
-    """
-    batch.sources = sources_from_list(sources)
-    for source in batch.sources:
-        versions = {"weights_versions": source.tags.get("weights_versions", {})}
-        check_state(versions, {"weights_versions": dict[str, Natural]}, "sources")
-    return batch
 
 
 class Stage:

@@ -9,10 +9,24 @@ from typing import Any, cast
 import numpy as np
 import optree
 
+from flowrl.data.serialization import savable
 from flowrl.iter import Source
 from flowrl.policies.learning.epochs import concat_row_stats
+from flowrl.state_schema import Amount, Fields, Natural, check_state
+
+_STATE: Fields = {
+    "by_policy": dict[str, Any],
+    "rows": dict[str, Natural],
+    "stats": dict[str, dict[str, Any]],
+    "num_env_steps": Natural,
+    "sources": tuple[Source, ...],
+    "row_stats": dict[str, dict[str, np.ndarray]],
+    "rows_by_policy": dict[str, Natural],
+    "seconds": Amount,
+}
 
 
+@savable
 @dataclass
 class Gradients:
     """Gradients of the policies' losses on a batch.
@@ -49,6 +63,16 @@ class Gradients:
     def steps_by_policy(self) -> dict[str, int]:
         """See SampleBatch.steps_by_policy."""
         return dict(self.rows_by_policy)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the fields by name."""
+        return {name: getattr(self, name) for name in _STATE}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> Gradients:
+        """Return the gradients of which `state` is the `state_dict()`."""
+        check_state(state, _STATE, "gradients")
+        return cls(**{name: state[name] for name in _STATE})
 
     def size_bytes(self) -> int:
         """Return the size of the gradients [bytes]."""

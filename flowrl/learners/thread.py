@@ -14,7 +14,7 @@ from flowrl.data import Batch
 from flowrl.errors import add_note
 from flowrl.iter.journal import Journal, ReplayError
 from flowrl.iter.private_api import queued_items, restore_items
-from flowrl.iter.stage import batches_to_list, describe, sources_to_list, with_sources
+from flowrl.iter.stage import describe
 from flowrl.iter.waiting import Signal, Waiter, queue_signal
 from flowrl.learners.actors import make_learner
 from flowrl.learners.learner import LocalLearner, PolicyUpdate, Updates
@@ -27,9 +27,8 @@ log = logging.getLogger("flowrl")
 JOIN_TIMEOUT_S = 30.0  # maximum time for which stop() waits for the running update
 
 
-_WAITING: Fields = {"batch": Batch, "sources": list[Any]}
 _LEARNED: Fields = {
-    **_WAITING,
+    "batch": Batch,
     "updates": dict[str, dict[str, Any]],
     "learn_s": Amount,
     "idle_s": Amount,
@@ -116,7 +115,7 @@ class MinibatchBuffer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         check_own_state(self, state)
         for entry in state["batches"]:
-            passes = {"batch": Any, "passes": Positive}
+            passes = {"batch": Batch, "passes": Positive}
             check_state(dict(zip(passes, entry, strict=True)), passes, "batches")
         self._batches = deque((batch, remaining) for batch, remaining in state["batches"])
 
@@ -145,9 +144,8 @@ class LearnerThread:
     """
 
     state_fields: ClassVar[Fields] = {
-        "waiting": list[list[Any]],
+        "waiting": list[Batch],
         "minibatches": dict[str, Any],
-        "minibatch_sources": list[list[Any]],
         "learned": list[dict[str, Any]],
     }
 
@@ -402,15 +400,11 @@ class LearnerThread:
             failed = [result.batch for result in results if isinstance(result, LearnFailure)]
             waiting = [*failed, *queued_items(self.inqueue)]
             return {
-                "waiting": batches_to_list(waiting),
+                "waiting": waiting,
                 "minibatches": self._minibatches.state_dict(),
-                "minibatch_sources": [
-                    sources_to_list(batch.sources) for batch in self._minibatches.batches()
-                ],
                 "learned": [
                     {
                         "batch": result.batch,
-                        "sources": sources_to_list(result.batch.sources),
                         "updates": {pid: u.state_dict() for pid, u in result.updates.items()},
                         "learn_s": result.learn_s,
                         "idle_s": result.idle_s,
@@ -422,27 +416,18 @@ class LearnerThread:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         check_own_state(self, state)
-        for entry in state["waiting"]:
-            check_state(dict(zip(_WAITING, entry, strict=True)), _WAITING, "waiting")
         for saved in state["learned"]:
             check_state(saved, _LEARNED, "learned")
         self._minibatches.load_state_dict(state["minibatches"])
-        for batch in self._minibatches.batches():
-            check_state({"batch": batch, "sources": []}, _WAITING, "minibatches")
-        for batch, sources in zip(
-            self._minibatches.batches(), state["minibatch_sources"], strict=True
-        ):
-            with_sources(batch, sources)
         # a saved queue may be longer than the capacity of this one
-        restore_items(self.inqueue, [with_sources(*entry) for entry in state["waiting"]])
+        restore_items(self.inqueue, state["waiting"])
         for saved in state["learned"]:
-            batch = with_sources(saved["batch"], saved["sources"])
             updates = {
                 pid: PolicyUpdate.from_state_dict(update)
                 for pid, update in saved["updates"].items()
             }
             result = LearnedBatch(
-                batch, updates, saved["learn_s"], saved["idle_s"], saved["ended_at"]
+                saved["batch"], updates, saved["learn_s"], saved["idle_s"], saved["ended_at"]
             )
             restore_items(self.outqueue, [result])
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from flowrl.data import Batch, BatchRef, MultiAgentBatch, SampleBatch
 from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
 from flowrl.iter.errors import call_in_stage
-from flowrl.iter.stage import batches_to_list, walk, with_sources
+from flowrl.iter.stage import walk
 from flowrl.ops.replay_actors import PendingDraw, ReplayActors
 from flowrl.ops.train import TrainedItem, check_trained
 from flowrl.replay import MultiAgentReplayBuffer
@@ -177,7 +177,7 @@ class ReplayActorsStage(ReplayStage):
     """The stage of Replay on actors."""
 
     is_asynchronous = True
-    state_fields: ClassVar[Fields] = {"drawn": list[list[Any]]}
+    state_fields: ClassVar[Fields] = {"drawn": list[Batch]}
 
     def __init__(self, actors: ReplayActors, num_async: int):
         super().__init__(actors)
@@ -216,13 +216,12 @@ class ReplayActorsStage(ReplayStage):
         return [self._pending[0].ref] if self._pending else []
 
     def state_dict(self) -> dict[str, Any]:
-        drawn = batches_to_list(self._drawn)
-        return {**super().state_dict(), "drawn": drawn}
+        return {**super().state_dict(), "drawn": list(self._drawn)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._pending.clear()
-        self._drawn = deque(with_sources(*pair) for pair in state["drawn"])
+        self._drawn = deque(state["drawn"])
 
     def stop(self) -> None:
         self._pending.clear()
@@ -323,7 +322,7 @@ class SimpleReplayBuffer:
     """
 
     state_fields: ClassVar[Fields] = {
-        "batches": list[list[Any]],  # with their sources
+        "batches": list[Batch],
         "rng": dict[str, Any],
     }
 
@@ -368,13 +367,11 @@ class SimpleReplayBuffer:
         return len(self._batches)
 
     def state_dict(self) -> dict[str, Any]:
-        batches = batches_to_list(self._batches)
-        return {"batches": batches, "rng": stream_state(self.rng)}
+        return {"batches": list(self._batches), "rng": stream_state(self.rng)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         check_own_state(self, state)
-        batches = [with_sources(*entry) for entry in state["batches"]]
-        self._batches = deque(batches, maxlen=self.num_slots)
+        self._batches = deque(state["batches"], maxlen=self.num_slots)
         restore_stream(self.rng, state["rng"])
 
     def __repr__(self) -> str:

@@ -12,7 +12,6 @@ import numpy as np
 from flowrl.data import Batch, BatchRef, MultiAgentBatch, SampleBatch
 from flowrl.iter import LocalIterator, Source, _get_shared_metrics
 from flowrl.iter.metrics import MetricsContext, count_bytes_between_nodes, current_metrics
-from flowrl.iter.stage import batches_to_list, with_sources
 from flowrl.ops.aggregation import leave_in_store
 from flowrl.ops.offline import WriteParquet
 from flowrl.ops.plan_metrics import PlanMetrics, WorkerHealth
@@ -254,7 +253,7 @@ class ConcatBatches:
     """
 
     state_fields: ClassVar[Fields] = {
-        "pending": list[list[Any]],  # batches with their sources
+        "pending": list[Batch],
         "steps": Natural,
     }
 
@@ -297,11 +296,10 @@ class ConcatBatches:
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        pending = batches_to_list(self._pending)
-        return {"pending": pending, "steps": self._steps}
+        return {"pending": list(self._pending), "steps": self._steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._pending = [with_sources(*entry) for entry in state["pending"]]
+        self._pending = list(state["pending"])
         self._steps = state["steps"]
 
 

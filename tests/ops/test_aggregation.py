@@ -169,7 +169,7 @@ def test_references_are_saved_as_rows(tmp_path):
         mix(ref)
     write_checkpoint(tmp_path / "c", mix.state_dict(), {})
     state, _ = read_checkpoint(tmp_path / "c")
-    stored = [batch["obs"].tolist() for batch, _ in state["buffer"]["batches"]]
+    stored = [batch["obs"].tolist() for batch in state["buffer"]["batches"]]
     assert stored == [[3, 4, 5], [6, 7, 8]]
 
 

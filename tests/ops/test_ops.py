@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-import pickle
+import json
 import re
 import time
 from types import SimpleNamespace
@@ -12,6 +12,7 @@ import pytest
 
 from flowrl.algorithms.a2c import A2CConfig, A2CTorchPolicy
 from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.data.serialization import ArrayStore, decode, encode
 from flowrl.iter import (
     LocalIterator,
     ParallelIterator,
@@ -210,9 +211,9 @@ def test_saved_batches_keep_their_sources():
     concat(batch)
     mix, restored_mix = MixInReplay(2, 1.0), MixInReplay(2, 1.0)
     mix(batch)
-    state, mixed = pickle.loads(pickle.dumps([concat.state_dict(), mix.state_dict()]))
-    for saved in (*state["pending"], *mixed["buffer"]["batches"]):
-        saved[0].sources = ()  # checkpoints do not save them with the batch
+    arrays = ArrayStore()
+    tree = encode([concat.state_dict(), mix.state_dict()], "", arrays)
+    state, mixed = decode(json.loads(json.dumps(tree)), arrays, bytes(arrays.packed))
     restored.load_state_dict(state)
     restored_mix.load_state_dict(mixed)
     (joined,) = restored(rows(2))

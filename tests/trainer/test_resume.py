@@ -17,12 +17,19 @@ from flowrl.algorithms.a2c import A2CConfig
 from flowrl.data.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
 from flowrl.envs import MultiAgentEnv, make_multi_agent
 from flowrl.envs.env_state import pack_actions, unpack_actions
+from flowrl.ops import (
+    ApplyGradients,
+    AverageGradients,
+    ComputeGradients,
+    ParallelRollouts,
+    StandardMetricsReporting,
+    TrainOneStep,
+)
 from flowrl.sampling import DefaultCallbacks
 from flowrl.trainer.plan_settings import plan_config
 from tests.data.test_checkpoint import assert_same
 
-# pending fragments of ConcatBatches are saved without their sources, so that their lag is unknown
-TIMES = ("time", "timers", "throughput", "sampler_", "diagnosis", "policy_lags")
+TIMES = ("time", "timers", "throughput", "sampler_", "diagnosis")
 
 
 def without_times(result):
@@ -85,6 +92,45 @@ def check_resumed_run_is_identical(config, plan, path):
 @pytest.mark.parametrize("plan", list(SMALL))
 def test_resumed_run_in_process_is_identical(tmp_path, plan):
     check_resumed_run_is_identical(small_config(plan, 0), plan, tmp_path / "c")
+
+
+def shuffled_gradients(rollouts, workers):
+    gradients = rollouts.shuffle(4).for_each(ComputeGradients(workers))
+    return gradients.for_each(ApplyGradients(workers, update_all=False))
+
+
+def mean_gradients(rollouts, workers):
+    gradients = rollouts.for_each(ComputeGradients(workers)).batch(3).for_each(AverageGradients())
+    return gradients.for_each(ApplyGradients(workers))
+
+
+def flattened_batches(rollouts, workers):
+    return rollouts.batch(3).flatten().for_each(TrainOneStep(workers))
+
+
+def slow_child(rollouts, workers):
+    fast, slow = rollouts.duplicate(2, max_buffered=4)
+    trained = slow.for_each(TrainOneStep(workers))
+    return fast.union(trained, round_robin_weights=[3, 1]).filter(lambda item: type(item) is tuple)
+
+
+def sources_in_a_window(rollouts, workers):
+    pairs = rollouts.zip_with_source().shuffle(3)
+    return pairs.for_each(lambda pair: pair[1]).for_each(TrainOneStep(workers))
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [shuffled_gradients, mean_gradients, flattened_batches, slow_child, sources_in_a_window],
+)
+def test_items_in_stages_are_resumed_with_their_sources(stages, tmp_path):
+    def plan(workers, config):
+        trained = stages(ParallelRollouts(workers), workers)
+        return StandardMetricsReporting(trained, workers, config)
+
+    settings = {"rollout_fragment_length": 7, "num_envs_per_worker": 2, "train_batch_size": 14}
+    config = small_config("a2c", 0, min_sample_timesteps_per_iteration=14, **settings)
+    check_resumed_run_is_identical(config, plan, tmp_path / "c")
 
 
 @pytest.mark.slow

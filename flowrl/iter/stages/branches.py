@@ -11,16 +11,10 @@ from numbers import Real
 from typing import Any, ClassVar, Literal, get_args
 
 from flowrl.iter.readonly import read_only_copy
-from flowrl.iter.stage import (
-    NOT_READY,
-    Source,
-    Stage,
-    sources_from_list,
-    sources_to_list,
-    walk,
-)
+from flowrl.iter.stage import NOT_READY, Stage, walk
 from flowrl.iter.stages.unary import Transform
 from flowrl.iter.waiting import Signal
+from flowrl.source import Source, sources_from_list, sources_to_list
 from flowrl.state_schema import Fields, Integer, Natural
 
 MAX_STAR_ITEMS = 100  # items of a "*" branch per turn

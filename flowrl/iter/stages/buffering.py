@@ -6,13 +6,8 @@ import os
 import random
 from typing import Any, ClassVar
 
-from flowrl.iter.stage import (
-    NOT_READY,
-    Source,
-    Stage,
-    sources_from_list,
-    sources_to_list,
-)
+from flowrl.iter.stage import NOT_READY, Stage
+from flowrl.source import Source, sources_from_list, sources_to_list
 from flowrl.state_schema import Fields
 
 

@@ -8,16 +8,10 @@ from typing import Any, ClassVar, NamedTuple
 
 from flowrl.iter import ray_health
 from flowrl.iter.errors import OnError, Retry, note_origin
-from flowrl.iter.stage import (
-    NOT_READY,
-    Source,
-    Stage,
-    function_title,
-    sources_from_list,
-    sources_to_list,
-)
+from flowrl.iter.stage import NOT_READY, Stage, function_title
 from flowrl.iter.stages.function_stage import FunctionStage
 from flowrl.iter.waiting import ready_refs, wait_for_any
+from flowrl.source import Source, sources_from_list, sources_to_list
 from flowrl.state_schema import Fields
 
 MAX_TASKS = 1000  # in flight for max_concurrency=0, because a stream may be infinite

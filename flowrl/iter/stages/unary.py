@@ -10,18 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 from flowrl.iter.errors import OnError, call_in_stage, note_origin
-from flowrl.iter.stage import (
-    NOT_READY,
-    Source,
-    Stage,
-    describe,
-    function_title,
-    sources_from_list,
-    sources_to_list,
-    walk,
-)
+from flowrl.iter.stage import NOT_READY, Stage, describe, function_title, walk
 from flowrl.iter.stages.function_stage import DROPPED, FunctionStage
 from flowrl.iter.waiting import Waiter
+from flowrl.source import Source, sources_from_list, sources_to_list
 from flowrl.state_schema import Fields
 
 log = logging.getLogger("flowrl")
