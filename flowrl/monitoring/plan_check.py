@@ -14,7 +14,7 @@ RULES: list[Callable[[CheckedPlan], Iterator[PlanProblem]]] = [
     training.target_without_update,
     training.unlimited_lag,
     training.untrained_workers,
-    wiring.no_report,
+    wiring.one_report,
     wiring.uncounted_rollouts,
     wiring.unused_branch,
     wiring.half_a_queue,

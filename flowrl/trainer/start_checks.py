@@ -15,7 +15,7 @@ from flowrl.errors import ConfigError
 from flowrl.iter import Stage
 from flowrl.monitoring.operator_source import is_own
 from flowrl.monitoring.plan_check import check_plan
-from flowrl.monitoring.plan_rules.wiring import no_report
+from flowrl.monitoring.plan_rules.wiring import one_report
 from flowrl.ops import WriteParquet
 from flowrl.ops.offline import ReadStage
 from flowrl.ops.report import operators_of
@@ -54,8 +54,9 @@ def check_start(config: Any, workers: WorkerSet, stage: Stage) -> None:
     Raises:
         ConfigError: the rows do not fit into memory; a schedule is in percent, but
             `total_timesteps` is unknown; an operator has a state that cannot be saved; the plan
-            yields no results; a plan that records or reads rows has a policy whose rows cannot be
-            recorded; or the environment of `evaluation_config` does not fit.
+            yields no results, or has several reports; a plan that records or reads rows has a
+            policy whose rows cannot be recorded; or the environment of `evaluation_config` does not
+            fit.
     """
     policies = workers.local_worker().policy_map
     check_rows(config, workers.local_worker())
@@ -64,7 +65,7 @@ def check_start(config: Any, workers: WorkerSet, stage: Stage) -> None:
     _check_schedules(config, workers.global_vars["total_timesteps"])
     check_evaluation_env(config, policies)
     for problem in check_plan(stage, workers):
-        if problem.rule == no_report.__name__:
+        if problem.rule == one_report.__name__:
             raise ConfigError(f"plan: {problem}")
         log.warning("%s", problem)
     for policy_id, policy in policies.items():

@@ -650,3 +650,24 @@ def test_error_keeps_its_cause_and_context(plan):
     with pytest.raises(RuntimeError, match="StopIteration") as caught:
         next(build(_raise_stop))
     assert isinstance(caught.value.__cause__, StopIteration)
+
+
+@pytest.mark.parametrize("method", ["state_dict", "load_state_dict"])
+def test_operator_with_half_of_the_state_methods_is_rejected(method):
+    operator = type("Half", (), {"__call__": lambda self, item: item, method: lambda *args: {}})()
+    with pytest.raises(TypeError, match=rf"Half has {method}\(\) only"):
+        LocalIterator([1]).for_each(operator)
+
+
+def test_restored_items_of_duplicate_are_read_only():
+    def streams():
+        return LocalIterator(np.ones((3, 2))).duplicate(2, max_buffered=3)
+
+    first, second = streams()
+    first.take(2)
+    state = second.state_dict()
+    _, restored = streams()
+    restored.load_state_dict(state)
+    for item in restored.take(2):
+        with pytest.raises(ValueError, match="read-only"):
+            item[0] = 5

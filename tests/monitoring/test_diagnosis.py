@@ -331,7 +331,7 @@ def test_result_has_the_diagnosis_of_a_running_plan():
     (sampler,) = seen[-1].workers
     assert sampler.index == 0
     assert sampler.env_steps > 0
-    assert seen[-1].seconds == pytest.approx(2.0, abs=0.8)
+    assert seen[-1].seconds > 1.9  # two intervals of a second, which a loaded machine prolongs
     assert 0.5 < sampler.busy <= 1
 
 

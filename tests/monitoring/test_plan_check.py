@@ -9,6 +9,7 @@ from flowrl.algorithms.a2c import A2CConfig
 from flowrl.algorithms.dqn import DQNConfig
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.cli.run_settings import parse_plan_run
+from flowrl.errors import ConfigError
 from flowrl.iter import _get_shared_metrics
 from flowrl.learners.thread import LearnerThread
 from flowrl.monitoring.plan_check import check_plan
@@ -61,12 +62,28 @@ def test_plan_without_a_report():
     def plan(workers, config):
         return ParallelRollouts(workers).for_each(TrainOneStep(workers))
 
-    assert "end it with `return StandardMetricsReporting" in problems_of(plan)["no_report"]
+    assert "end it with `return StandardMetricsReporting" in problems_of(plan)["one_report"]
 
     def with_own_report(workers, config):
         return plan(workers, config).for_each(lambda item: {"timesteps_total": 1})
 
-    assert "no_report" not in problems_of(with_own_report)
+    assert "one_report" not in problems_of(with_own_report)
+
+
+def test_plan_with_two_reports():
+    def plan(workers, config):
+        streams = ParallelRollouts(workers).duplicate(2)
+        reports = [
+            report(stream.for_each(TrainOneStep(workers)), workers, config) for stream in streams
+        ]
+        return reports[0].union(reports[1])
+
+    assert "report once, at the end" in problems_of(plan)["one_report"]
+    with (
+        A2CConfig(env="CartPole-v1").build(plan=plan) as algorithm,
+        pytest.raises(ConfigError, match="the plan has 2 StandardMetricsReporting"),
+    ):
+        algorithm.train()
 
 
 def test_raw_rollouts_that_nothing_counts():

@@ -396,7 +396,7 @@ class Duplicate(Stage):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.items, self.dropped = state["items"], list(state["dropped"])
         self.buffers = [
-            deque((item, sources_from_list(sources)) for item, sources in buffer)
+            deque((read_only_copy(item), sources_from_list(sources)) for item, sources in buffer)
             for buffer in state["buffers"]
         ]
         self._closed = list(state["left"])

@@ -49,6 +49,16 @@ def check_method(fn: Any, method: str) -> None:
         )
 
 
+def _check_state_methods(fn: Any) -> None:
+    """Raise TypeError for an operator whose state could be saved but not loaded, or vice versa."""
+    methods = [name for name in ("state_dict", "load_state_dict") if hasattr(fn, name)]
+    if len(methods) == 1 and not isinstance(fn, type):
+        raise TypeError(
+            f"{type(fn).__name__} has {methods[0]}() only: an operator with a state needs "
+            "state_dict() and load_state_dict(state)"
+        )
+
+
 class FunctionStage(Stage):
     """Base of the stages that apply one function to the items of one parent.
 
@@ -66,6 +76,7 @@ class FunctionStage(Stage):
         if not callable(fn):
             raise TypeError(f"{self.name}() needs a function, got {describe(fn)}")
         check_method(fn, type(self).name)
+        _check_state_methods(fn)
         super().__init__(parent)
         self.name = f"{self.name}({getattr(fn, '__name__', None) or type(fn).__name__})"
         self.fn = fn

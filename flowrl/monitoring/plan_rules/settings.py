@@ -96,9 +96,9 @@ def unused_settings_of_policies(plan: CheckedPlan) -> Iterator[PlanProblem]:
                     "unused_setting_of_policy",
                     plan.end.line,
                     f"policies: {name}={policy.config[name]!r} in the config of {policy_id!r} has "
-                    "no effect: the plan uses the value of the run for all policies: set it in "
-                    f'the config of the run, or use config.for_policy("{policy_id}").{name} in the '
-                    "plan",
+                    "no effect: the operators of the plan use one value for all policies. Set it "
+                    "in the config of the run, if the plan passes it on, or pass "
+                    f'config.for_policy("{policy_id}").{name} to the operator',
                 )
 
 

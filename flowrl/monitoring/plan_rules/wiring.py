@@ -13,7 +13,7 @@ from flowrl.monitoring.operator_source import is_own, mentions
 from flowrl.monitoring.plan_rules.plan import CheckedPlan, PlanProblem
 from flowrl.ops.concurrency import DequeueStage, Enqueue
 from flowrl.ops.replay import ReplayStage
-from flowrl.ops.report import StandardMetricsReporting
+from flowrl.ops.report import CollectMetrics
 from flowrl.ops.rollout import (
     ConcatBatches,
     CountRollouts,
@@ -26,12 +26,20 @@ from flowrl.sampling.replayed_pool import ReplayedPool
 from flowrl.sampling.rollout_pool import LocalRolloutPool, RolloutPool
 
 
-def no_report(plan: CheckedPlan) -> Iterator[PlanProblem]:
-    """A plan that does not end in StandardMetricsReporting; an operator of the user may report."""
-    reports = any(stage.name == StandardMetricsReporting.__name__ for stage in plan.stages)
+def one_report(plan: CheckedPlan) -> Iterator[PlanProblem]:
+    """A plan that has several StandardMetricsReporting, or does not end in one; an operator of the
+    user may report."""
+    reports = [stage for stage, _ in plan.stages_with(CollectMetrics)]
+    if len(reports) > 1:
+        yield PlanProblem(
+            "one_report",
+            reports[0].line,
+            f"the plan has {len(reports)} StandardMetricsReporting, and each would report a part "
+            "of the episodes and steps: join the streams first, and report once, at the end",
+        )
     if not reports and not is_own(getattr(plan.end, "fn", plan.end)):
         yield PlanProblem(
-            "no_report",
+            "one_report",
             plan.end.line,
             f"the plan ends in {plan.end} and yields no results: end it with "
             "`return StandardMetricsReporting(…, workers, config)`",
