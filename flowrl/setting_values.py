@@ -6,10 +6,10 @@ import difflib
 import math
 from functools import partial
 from inspect import formatannotation
+from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import numpy as np
 from pydantic import BaseModel
 
 
@@ -30,14 +30,15 @@ def whole_number(value: Any) -> int | None:
             value = float(value)
         except ValueError:
             return None
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         return None
-    return int(value) if math.isfinite(value) and value == int(value) else None
+    number = float(value) if not isinstance(value, Integral) else value
+    return int(number) if math.isfinite(number) and number == int(number) else None
 
 
 def check_int(name: str, value: Any, minimum: int = 1) -> None:
     """Raise ValueError unless an argument is an int, not a bool, and at least `minimum`."""
-    is_int = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    is_int = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_int or value < minimum:
         raise ValueError(f"{name} must be an int of at least {minimum}, got {value!r}")
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from flowrl.errors import add_note
 from flowrl.iter.stage import Stage, describe
+from flowrl.setting_values import check_int
 
 ENGINE_DIR = os.path.dirname(__file__) + os.sep
 """Folder of this package: its frames say little in the traceback of an operator's error."""
@@ -35,10 +36,8 @@ class Skip:
     max: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max is not None and (not isinstance(self.max, int) or self.max < 1):
-            raise ValueError(
-                f"Skip(max) must be an int of at least 1, or None for no limit; got {self.max!r}"
-            )
+        if self.max is not None:  # there is no limit
+            check_int("Skip(max)", self.max)
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,7 @@ class Retry:
     times: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.times, int) or self.times < 1:
-            raise ValueError(f"Retry(times) must be an int of at least 1, got {self.times!r}")
+        check_int("Retry(times)", self.times)
 
 
 OnError = Literal["raise"] | Skip | Retry

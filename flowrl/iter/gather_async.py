@@ -12,6 +12,7 @@ from flowrl.iter.recovery import ShardState
 from flowrl.iter.shards import Shards
 from flowrl.iter.stage import NOT_READY
 from flowrl.iter.waiting import Waiter, ready_refs
+from flowrl.setting_values import check_int
 from flowrl.state_schema import Fields, Natural
 
 
@@ -39,8 +40,7 @@ class GatherAsync(Gather):
         limit: RequestLimit | None = None,
         **options: Any,
     ):
-        if not isinstance(num_async, int) or num_async < 1:
-            raise ValueError(f"gather_async: num_async must be an int >= 1, got {num_async!r}")
+        check_int("gather_async: num_async", num_async)
         if next_request not in ("after_item", "before_item"):
             raise ValueError(
                 'gather_async: next_request must be "after_item" or "before_item", '

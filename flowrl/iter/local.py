@@ -41,6 +41,7 @@ from flowrl.iter.stages.unary import (
     ZipWithSource,
 )
 from flowrl.iter.waiting import Waiter
+from flowrl.setting_values import check_int
 from flowrl.source import Source
 
 T = TypeVar("T")
@@ -177,8 +178,7 @@ class LocalIterator(Generic[T]):
                 makes the other children wait for that child, "drop_oldest" and "drop_newest" drop
                 one of its items, counted as `dropped`.
         """
-        if not isinstance(n, int) or n < 2:
-            raise ValueError(f"duplicate(n): n must be an int of at least 2, got {n!r}")
+        check_int("duplicate(n): n", n, 2)
         policies = [when_full] * n if isinstance(when_full, str) else list(when_full)
         stage = Duplicate(self.stage, n, max_buffered, policies)
         return [self._chain(DuplicateChild(stage, i), f".duplicate[{i}]") for i in range(n)]
@@ -310,8 +310,7 @@ class LocalIterator(Generic[T]):
 
     def take(self, n: int) -> list[T]:
         """Return the next n items, fewer if the stream ends. An error discards them."""
-        if n < 0:
-            raise ValueError(f"take(n): n must be at least 0, got {n}")
+        check_int("take(n): n", n, 0)
         items: list[T] = []
         while len(items) < n:
             try:

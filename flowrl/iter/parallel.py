@@ -23,6 +23,7 @@ from flowrl.iter.recovery import Recovery
 from flowrl.iter.shard_server import ParallelIteratorWorker, PartitionWorker
 from flowrl.iter.shards import Shard, Shards
 from flowrl.iter.stage import chained_at
+from flowrl.setting_values import check_int
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -118,9 +119,11 @@ class ParallelIterator(Generic[T]):
         """Distribute the items over another number of shards: partition i gets every
         `num_partitions`-th item of every shard, starting with item i.
 
-        The partitions share one stream per shard. A partition that dies loses the items it has
-        received and continues; a shard under it that dies is not recreated. Read the partitions at
-        about the same pace: a shard buffers at most 10,000 items for each of them.
+        The partitions that one gather reads share one stream per shard; each stream of `shards()`
+        and `get_shard()` reads all shards again, which must return the same items. A partition that
+        dies loses the items it has received and continues; a shard under it that dies is not
+        recreated. Read the partitions at about the same pace: a shard buffers at most 10,000 items
+        for each of them.
 
         Args:
             num_partitions: number of shards afterwards.
@@ -368,8 +371,7 @@ def from_range(
 
 
 def _check_shards(num_shards: int) -> None:
-    if not isinstance(num_shards, int) or num_shards < 1:
-        raise ValueError(f"num_shards must be an int of at least 1, got {num_shards!r}")
+    check_int("num_shards", num_shards)
 
 
 def from_iterators(

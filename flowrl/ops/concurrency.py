@@ -181,7 +181,7 @@ class Dequeue(LocalIterator[Any]):
     The items of a LearnerThread are (batch, info), one per batch that it has trained on; they are
     counted like those of TrainOneStep. An exception that the other thread puts into the queue is
     raised here. The stream has no end: after the last batch of a finite stream, a pull waits
-    forever.
+    forever. Checkpoints contain the items of a LearnerThread, but not those of another queue.
 
     Args:
         input_queue: a `queue.Queue`; or a LearnerThread, which starts and stops with the plan.

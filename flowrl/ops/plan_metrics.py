@@ -40,6 +40,7 @@ _TRAINER: Fields = {
     "policies": list[str] | None,
     "num_env_steps_trained": Natural,
     "policy_lags": list[Natural],
+    "info": dict[str, dict[str, Any]],
 }
 
 
@@ -93,7 +94,8 @@ class PlanMetrics:
         num_new_episodes: number of all episodes that ended since the last report.
         worker_health: (worker, incarnation) -> WorkerHealth.
         sampler_timings: (worker, incarnation) -> seconds per part of sampling.
-        trainers: name -> metrics of each training operator, in the order of their first updates.
+        trainers: name -> metrics of each training operator that has made an update, in the order of
+            the plan.
         step_results: entries of the last result of `training_step` that belong to no policy.
     """
 
@@ -130,7 +132,10 @@ class PlanMetrics:
                 self._name(one)
         name = next(name for name, known in self._names.items() if known is operator)
         if name not in self.trainers:
-            self.trainers[name] = TrainerMetrics(operator.policies)
+            order = {known: number for number, known in enumerate(self._names)}
+            trainers = {**self.trainers, name: TrainerMetrics(operator.policies)}
+            in_order = sorted(trainers, key=lambda known: order.get(known, -1))
+            self.trainers = {known: trainers[known] for known in in_order}
         return self.trainers[name]
 
     def _name(self, operator: Any) -> None:
@@ -157,6 +162,10 @@ class PlanMetrics:
                     "policies": None if trainer.policies is None else sorted(trainer.policies),
                     "num_env_steps_trained": trainer.num_env_steps_trained,
                     "policy_lags": list(trainer.policy_lags),
+                    "info": {
+                        policy_id: without_row_stats(entry)
+                        for policy_id, entry in trainer.info.items()
+                    },
                 }
                 for name, trainer in self.trainers.items()
             },
@@ -186,12 +195,18 @@ class PlanMetrics:
             trainer = self.trainers[name] = TrainerMetrics(saved["policies"])
             trainer.num_env_steps_trained = saved["num_env_steps_trained"]
             trainer.policy_lags.extend(saved["policy_lags"])
+            trainer.info = dict(saved["info"])
 
     @property
     def info(self) -> Info:
         """The newest entry of each policy; if several operators train a policy, the entry of the
         last one in `trainers`."""
         return {pid: entry for one in self.trainers.values() for pid, entry in one.info.items()}
+
+
+def without_row_stats(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return an entry of `Info` without its values per row."""
+    return {name: value for name, value in entry.items() if name != "row_stats"}
 
 
 def record_updates(

@@ -14,7 +14,7 @@ from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
 from flowrl.iter.metrics import Timer, current_journal
 from flowrl.iter.stage import operator_of, walk
-from flowrl.ops.plan_metrics import Info, PlanMetrics, check_episode
+from flowrl.ops.plan_metrics import Info, PlanMetrics, check_episode, without_row_stats
 from flowrl.sampling.episode import EpisodeMetrics, returns_by_policy
 from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.sampling.worker_set import WorkerSet
@@ -240,7 +240,7 @@ class CollectMetrics:
         finished = self._take_episodes(plan)
         episodes = self._episode_metrics(finished)
         self._info |= plan.info
-        info = {policy_id: _without_row_stats(entry) for policy_id, entry in self._info.items()}
+        info = {policy_id: without_row_stats(entry) for policy_id, entry in self._info.items()}
         lags = [lag for trainer in plan.trainers.values() for lag in trainer.policy_lags]
         episodes["hist_stats"] |= {"policy_lags": lags} if lags else {}
         return {
@@ -392,7 +392,7 @@ class CollectMetrics:
             "window": [list(episode) for episode in self._window],
             "episodes_total": self._episodes_total,
             "env_steps_reported": self._env_steps_reported,
-            "info": {pid: _without_row_stats(entry) for pid, entry in self._info.items()},
+            "info": {pid: without_row_stats(entry) for pid, entry in self._info.items()},
             "trainers": copy.deepcopy(self._trainers),
         }
 
@@ -417,10 +417,6 @@ def _lag_metrics(lags: Collection[int]) -> dict[str, float]:
         "policy_lag_mean": float(np.mean(list(lags))) if lags else 0.0,
         "policy_lag_max": max(lags, default=0),
     }
-
-
-def _without_row_stats(entry: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in entry.items() if name != "row_stats"}
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

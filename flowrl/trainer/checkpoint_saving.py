@@ -48,9 +48,13 @@ def sampling_state_of(workers: WorkerSet, plan: LocalIterator[Any]) -> dict[str,
     """Return the states of the plan and of sampling, which belong together.
 
     `env_steps_lost` is the number of env steps that workers have sampled but that the plan has
-    neither counted nor queued. Resuming from the checkpoint counts them as sampled and dropped.
+    neither counted nor queued: fragments in flight, and fragments that an operator on the shards
+    dropped. Resuming from the checkpoint counts them as sampled and dropped. It is 0 if no fragment
+    can be in flight, because the local worker samples when it is called.
     """
     sampling = workers.state_dict()
+    if not workers.num_workers and not workers.config.sample_async:
+        return {"sampling": sampling, "plan": plan.state_dict(), "env_steps_lost": 0}
     # of workers without a state, only the counted steps are known
     without_state = {i for i, state in enumerate(sampling["remote"]) if state is None}
     queued = sum(

@@ -671,3 +671,18 @@ def test_restored_items_of_duplicate_are_read_only():
     for item in restored.take(2):
         with pytest.raises(ValueError, match="read-only"):
             item[0] = 5
+
+
+@pytest.mark.parametrize("value", [1.5, True, "2", None])
+def test_numbers_of_items_must_be_ints(value):
+    stream = LocalIterator([1, 2])
+    calls = [
+        stream.take, stream.batch, stream.shuffle, stream.duplicate, Retry,
+        lambda number: stream.duplicate(2, max_buffered=number),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(ValueError, match="must be an int of at least"):
+            call(value)
+    if value is not None:
+        with pytest.raises(ValueError, match=r"Skip\(max\) must be an int of at least 1"):
+            Skip(value)

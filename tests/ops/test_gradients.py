@@ -204,7 +204,7 @@ def test_invalid_items_and_arguments_are_rejected():
             AsyncGradients(workers, policies="p")
         with pytest.raises(ValueError, match=r"max_policy_lag must be .*, got -1"):
             AsyncGradients(workers, max_policy_lag=-1)
-        with pytest.raises(ValueError, match="num_async must be an int >= 1"):
+        with pytest.raises(ValueError, match="num_async must be an int of at least 1"):
             AsyncGradients(workers, num_async=0)
     with make(output="x") as workers, pytest.raises(ValueError, match="output: AsyncGradients"):
         AsyncGradients(workers)

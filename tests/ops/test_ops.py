@@ -572,3 +572,24 @@ def test_state_between_two_reports_has_the_episodes_and_steps_of_the_next_one():
     PlanMetrics.of(again.metrics)
     with pytest.raises(StateError, match="metrics/num_new_episodes"):
         again.load_state_dict(state)
+
+
+@pytest.mark.parametrize("slow_first", [True, False])
+def test_learners_are_those_of_the_last_operator_of_the_plan(slow_first):
+    def plan(workers, config):
+        first, second = ParallelRollouts(workers).duplicate(2)
+        slow = first.combine(ConcatBatches(64)).for_each(TrainOneStep(workers))
+        fast = second.for_each(TrainOneStep(workers))
+        streams = [slow, fast] if slow_first else [fast, slow]
+        return StandardMetricsReporting(streams[0].union(streams[1]), workers, config)
+
+    config = A2CConfig(env="CartPole-v1", rollout_fragment_length=8, train_batch_size=8, seed=0)
+    with config.build(plan=plan) as algorithm:
+        for _ in range(20):
+            result = algorithm.train()
+    trainers = result["trainers"]
+    first, last = trainers["TrainOneStep"]["learners"], trainers["TrainOneStep#2"]["learners"]
+    assert first["default_policy"]["total_loss"] != last["default_policy"]["total_loss"]
+    assert (
+        result["learners"]["default_policy"]["total_loss"] == last["default_policy"]["total_loss"]
+    )

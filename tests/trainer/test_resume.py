@@ -21,6 +21,7 @@ from flowrl.ops import (
     ApplyGradients,
     AverageGradients,
     ComputeGradients,
+    ConcatBatches,
     ParallelRollouts,
     StandardMetricsReporting,
     TrainOneStep,
@@ -119,9 +120,22 @@ def sources_in_a_window(rollouts, workers):
     return pairs.for_each(lambda pair: pair[1]).for_each(TrainOneStep(workers))
 
 
+def two_trainers(rollouts, workers):
+    first, second = rollouts.duplicate(2)
+    slow = first.combine(ConcatBatches(84)).for_each(TrainOneStep(workers))
+    return slow.union(second.for_each(TrainOneStep(workers)))
+
+
 @pytest.mark.parametrize(
     "stages",
-    [shuffled_gradients, mean_gradients, flattened_batches, slow_child, sources_in_a_window],
+    [
+        shuffled_gradients,
+        mean_gradients,
+        flattened_batches,
+        slow_child,
+        sources_in_a_window,
+        two_trainers,
+    ],
 )
 def test_items_in_stages_are_resumed_with_their_sources(stages, tmp_path):
     def plan(workers, config):

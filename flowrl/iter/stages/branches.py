@@ -14,6 +14,7 @@ from flowrl.iter.readonly import read_only_copy
 from flowrl.iter.stage import NOT_READY, Stage, walk
 from flowrl.iter.stages.unary import Transform
 from flowrl.iter.waiting import Signal
+from flowrl.setting_values import check_int
 from flowrl.source import Source, sources_from_list, sources_to_list
 from flowrl.state_schema import Fields, Integer, Natural
 
@@ -318,8 +319,7 @@ class Duplicate(Stage):
     name = "duplicate"
 
     def __init__(self, parent: Stage, n: int, max_buffered: int, when_full: Sequence[WhenFull]):
-        if max_buffered < 1:
-            raise ValueError(f"duplicate: max_buffered must be at least 1, got {max_buffered}")
+        check_int("duplicate: max_buffered", max_buffered)
         if len(when_full) != n:
             raise ValueError(f"duplicate: when_full has {len(when_full)} entries for {n} children")
         for policy in when_full:

@@ -7,6 +7,7 @@ import random
 from typing import Any, ClassVar
 
 from flowrl.iter.stage import NOT_READY, Stage
+from flowrl.setting_values import check_int
 from flowrl.source import Source, sources_from_list, sources_to_list
 from flowrl.state_schema import Fields
 
@@ -20,8 +21,7 @@ class Batch(Stage):
     yields_lists = True  # except if an item has several sources or none
 
     def __init__(self, parent: Stage, size: int):
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"batch(n): n must be an int of at least 1, got {size!r}")
+        check_int("batch(n): n", size)
         super().__init__(parent)
         self.title = f"batch({size})"
         self.size = size
@@ -72,10 +72,7 @@ class Shuffle(Stage):
     name = "shuffle"
 
     def __init__(self, parent: Stage, size: int, seed: int | None):
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(
-                f"shuffle(shuffle_buffer_size) must be an int of at least 1, got {size!r}"
-            )
+        check_int("shuffle(shuffle_buffer_size)", size)
         super().__init__(parent)
         self.title = f"shuffle({size}, seed={seed})"
         self.size = size

@@ -11,6 +11,7 @@ from flowrl.iter.errors import OnError, Retry, note_origin
 from flowrl.iter.stage import NOT_READY, Stage, function_title
 from flowrl.iter.stages.function_stage import FunctionStage
 from flowrl.iter.waiting import ready_refs, wait_for_any
+from flowrl.setting_values import check_int
 from flowrl.source import Source, sources_from_list, sources_to_list
 from flowrl.state_schema import Fields
 
@@ -46,8 +47,7 @@ class ForEachConcurrent(FunctionStage):
         on_error: OnError = "raise",
     ):
         super().__init__(parent, fn, on_error)
-        if max_concurrency < 0:
-            raise ValueError(f"for_each: max_concurrency must be >= 0, got {max_concurrency}")
+        check_int("for_each: max_concurrency", max_concurrency, 0)
         if "max_retries" in (resources or {}):
             raise ValueError(
                 "for_each: resources cannot contain max_retries: use on_error=Retry(times)"
