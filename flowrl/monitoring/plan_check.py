@@ -14,6 +14,7 @@ RULES: list[Callable[[CheckedPlan], Iterator[PlanProblem]]] = [
     training.target_without_update,
     training.unlimited_lag,
     training.untrained_workers,
+    training.trained_although_frozen,
     wiring.one_report,
     wiring.uncounted_rollouts,
     wiring.unused_branch,

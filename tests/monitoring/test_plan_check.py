@@ -9,6 +9,7 @@ from flowrl.algorithms.a2c import A2CConfig
 from flowrl.algorithms.dqn import DQNConfig
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.cli.run_settings import parse_plan_run
+from flowrl.envs import make_multi_agent
 from flowrl.errors import ConfigError
 from flowrl.iter import _get_shared_metrics
 from flowrl.learners.thread import LearnerThread
@@ -68,6 +69,22 @@ def test_plan_without_a_report():
         return plan(workers, config).for_each(lambda item: {"timesteps_total": 1})
 
     assert "one_report" not in problems_of(with_own_report)
+
+
+def test_operator_that_trains_a_frozen_policy():
+    def plan(workers, config):
+        trained = ParallelRollouts(workers).for_each(TrainOneStep(workers, policies=["a", "b"]))
+        return report(trained, workers, config)
+
+    config = PPOConfig(
+        env=make_multi_agent("CartPole-v1"),
+        env_config={"num_agents": 2},
+        policies={"a", "b"},
+        policy_mapping_fn=lambda agent, episode, worker: "ab"[agent],
+    )
+    for to_train, is_frozen in ((["a"], True), (["a", "b"], False), (None, False)):
+        problems = problems_of(plan, config.updated(policies_to_train=to_train))
+        assert ("trains 'b'" in problems.get("trained_although_frozen", "")) == is_frozen
 
 
 def test_plan_with_two_reports():

@@ -92,3 +92,19 @@ def untrained_workers(plan: CheckedPlan) -> Iterator[PlanProblem]:
                 "these rollouts come from a WorkerSet that no operator trains, so its weights are "
                 "never updated: pass the same workers to ParallelRollouts and TrainOneStep",
             )
+
+
+def trained_although_frozen(plan: CheckedPlan) -> Iterator[PlanProblem]:
+    """Operators that name policies which `policies_to_train` leaves out."""
+    to_train = plan.workers.config.policies_to_train
+    if to_train is None or callable(to_train):
+        return
+    for stage, operator, _ in plan.trainers():
+        frozen = sorted(set(operator.policies or ()) - set(to_train))
+        if frozen:
+            yield PlanProblem(
+                "trained_although_frozen",
+                stage.line,
+                f"{operator!r} trains {frozen[0]!r}, which policies_to_train leaves out: the "
+                "operator decides. Remove the id from the operator, or add it to policies_to_train",
+            )
