@@ -36,7 +36,7 @@ class Skip:
     max: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max is not None:  # there is no limit
+        if self.max is not None:
             check_int("Skip(max)", self.max)
 
 
