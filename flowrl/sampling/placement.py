@@ -55,12 +55,12 @@ def _limited_resources(config: WorkerConfig) -> list[tuple[str, str, float]]:
 
 
 def check_resources(setting: str, sets: Sequence[WorkerConfig]) -> None:
-    """Check that the cluster has the GPUs and custom resources of several sets of workers at once.
+    """Check that the cluster has the GPUs and custom resources of several sets of workers together.
 
     Does nothing before Ray has started, and in a placement group.
 
     Args:
-        setting: the setting to name if it does not.
+        setting: name of the setting in the error message.
         sets: the settings of each set, with `num_workers`.
 
     Raises:

@@ -350,7 +350,8 @@ def recorder_for(config: AlgorithmConfig, iteration: int) -> VideoRecorder | Non
 
 
 def check_evaluation_workers(config: AlgorithmConfig) -> None:
-    """Check that the cluster has the resources of the evaluation workers beside the others.
+    """Check that the cluster has the GPUs and custom resources of all rollout and evaluation
+    workers.
 
     Raises:
         ConfigError: it does not have them.
