@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.data import Batch, MultiAgentBatch, SampleBatch
+from flowrl.data.item_checks import check_batch
 from flowrl.iter import Source
 from flowrl.learners.gradients import Gradients
 from flowrl.policies.policy import Policy
@@ -238,13 +239,18 @@ def update_policies(
 def compute_gradients(
     worker: RolloutWorker, batch: Batch, policies: Collection[str] | None
 ) -> Gradients:
-    """Return the gradients of a worker's policies on a batch; the policies do not change."""
+    """Return the gradients of a worker's policies on a batch; the policies do not change.
+
+    Raises:
+        TypeError, KeyError: see `select_rows`.
+    """
     started = time.perf_counter()
+    rows_by_policy = select_rows(worker, batch, policies)
     gradients = Gradients(
         {}, {}, {}, batch.env_steps(), batch.sources, rows_by_policy=batch.steps_by_policy()
     )
     with worker.lock:
-        for policy_id, rows in select_rows(worker, batch, policies).items():
+        for policy_id, rows in rows_by_policy.items():
             policy = worker.policy_map[policy_id]
             callback_stats: dict[str, float] = {}
             worker.on_learn_on_batch(policy, rows, callback_stats)
@@ -267,11 +273,7 @@ def select_rows(
         TypeError: `batch` is not a batch.
         KeyError: `policies` or the batch names a policy that the worker does not have.
     """
-    if not isinstance(batch, (SampleBatch, MultiAgentBatch)):
-        raise TypeError(
-            f"a learner takes a batch, got {type(batch).__name__}: does the operator before it "
-            "return its item?"
-        )
+    check_batch(batch, "a learner")
     check_policies_exist(worker, batch.policy_batches if policies is None else policies)
     return {
         policy_id: rows

@@ -30,7 +30,7 @@ class ComputeGradients:
             allows.
 
     Raises:
-        TypeError: `policies` is a string.
+        TypeError: `policies` is a string; when called: the item is not a batch.
     """
 
     chained_with: ClassVar[str] = "for_each"
@@ -220,7 +220,7 @@ class ApplyGradients:
                 "ComputeGradients or AverageGradients"
             )
         metrics = _get_shared_metrics()
-        sampled_by = contributors(item)
+        sampled_by = contributors(item, "ApplyGradients")
         if not (self.update_all or sampled_by):
             raise ValueError(
                 "ApplyGradients(update_all=False): these gradients name no workers (were their "

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
+from flowrl.data.item_checks import check_batch
 from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
 from flowrl.iter.errors import call_in_stage
 from flowrl.offline.parquet import OfflineDataError
@@ -55,11 +56,7 @@ class WriteParquet:
         self._has_loaded = False  # a state, and no batch since then
 
     def __call__(self, batch: Any) -> Any:
-        if not isinstance(batch, (SampleBatch, MultiAgentBatch)):
-            raise TypeError(
-                f"WriteParquet takes batches, got {type(batch).__name__}: chain it after "
-                "ParallelRollouts"
-            )
+        check_batch(batch, "WriteParquet")
         if self._has_loaded:
             self._has_loaded = False
             self._warn_of_newer_files()

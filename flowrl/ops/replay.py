@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-from flowrl.data import Batch, BatchRef, MultiAgentBatch, SampleBatch
+from flowrl.data import Batch, BatchRef
+from flowrl.data.item_checks import check_batch
 from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
 from flowrl.iter.errors import call_in_stage
 from flowrl.iter.stage import walk
@@ -69,11 +70,7 @@ class StoreToReplayBuffer:
     def __call__(self, batch: Any) -> Any:
         if isinstance(batch, BatchRef) and not isinstance(self.buffer, ReplayActors):
             batch = batch.get()
-        if not isinstance(batch, (SampleBatch, MultiAgentBatch, BatchRef)):
-            raise TypeError(
-                f"StoreToReplayBuffer takes batches, got a {type(batch).__name__}: chain it before "
-                "TrainOneStep"
-            )
+        check_batch(batch, "StoreToReplayBuffer", by_reference=True)
         self.buffer.add(batch)
         counters = _get_shared_metrics().counters
         for policy_id, rows in batch.steps_by_policy().items():

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from flowrl.data import Batch, BatchRef, MultiAgentBatch, SampleBatch
+from flowrl.data.item_checks import check_batch
 from flowrl.iter import LocalIterator, Source, _get_shared_metrics
 from flowrl.iter.metrics import MetricsContext, count_bytes_between_nodes, current_metrics
 from flowrl.ops.aggregation import leave_in_store
@@ -142,6 +143,10 @@ class CountRollouts:
 
     Args:
         workers: the WorkerSet that has sampled the fragments.
+
+    Raises (when called):
+        TypeError: the item is not a pair of sources and fragments.
+        ValueError: the fragment has been counted before.
     """
 
     timer_name = "sample"
@@ -157,7 +162,7 @@ class CountRollouts:
         self._fetch_started = time.perf_counter()
 
     def __call__(self, pair: tuple[tuple[Source, ...], Any]) -> Any:
-        sources, item = pair
+        sources, item = self._check_pair(pair)
         self._count_transfers(sources, item if isinstance(item, list) else [item])
         batch = SampleBatch.concat_samples(item) if isinstance(item, list) else item
         batch.sources = sources
@@ -176,6 +181,19 @@ class CountRollouts:
             timer.push(time.perf_counter() - self._fetch_started)
             timer.push_units_processed(batch.env_steps())
         return batch
+
+    def _check_pair(self, pair: Any) -> tuple[tuple[Source, ...], Any]:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], tuple)):
+            raise TypeError(
+                f"{self!r} takes pairs of sources and fragments, got {type(pair).__name__}: chain "
+                ".zip_with_source() before it"
+            )
+        if getattr(pair[1], "sources", ()):
+            raise ValueError(
+                f"{self!r}: these rollouts have been counted before: remove the operator, or use "
+                'ParallelRollouts(mode="raw"), which does not count them'
+            )
+        return pair
 
     def _record_tags(self, source: Source, metrics: MetricsContext) -> None:
         """Record what a worker has reported with a fragment: episodes, timings, statistics of
@@ -272,11 +290,7 @@ class ConcatBatches:
         check_int("min_batch_size", self.min_batch_size)
 
     def __call__(self, batch: Batch | BatchRef) -> list[Batch | BatchRef]:
-        if not isinstance(batch, (SampleBatch, MultiAgentBatch, BatchRef)):
-            raise TypeError(
-                f"ConcatBatches takes batches, got {type(batch).__name__}: make sure that the "
-                "operator before it returns the batch"
-            )
+        check_batch(batch, "ConcatBatches", by_reference=True)
         if batch.count:
             self._pending.append(batch)
             by_agent = self.count_steps_by == "agent_steps"
@@ -317,6 +331,7 @@ class SelectExperiences:
     Raises:
         TypeError: `policy_ids` is a string or not a collection; when called: the item is not a
             batch.
+        ValueError: `policy_ids` is empty.
     """
 
     chained_with: ClassVar[str] = "for_each"
@@ -329,16 +344,12 @@ class SelectExperiences:
                 f"policy_ids must be a collection of ids, such as [{self.policy_ids!r}], got "
                 f"{self.policy_ids!r}"
             )
+        if not self.policy_ids:
+            raise ValueError("policy_ids is empty, so no rows would be kept: name a policy")
 
     def __call__(self, batch: Batch | BatchRef) -> Batch | BatchRef:
-        if isinstance(batch, SampleBatch):
-            return batch
-        if not isinstance(batch, (MultiAgentBatch, BatchRef)):
-            raise TypeError(
-                f"SelectExperiences takes batches, got {type(batch).__name__}: chain it before the "
-                "operator that trains"
-            )
-        return batch.select(self.policy_ids)
+        check_batch(batch, "SelectExperiences", by_reference=True)
+        return batch if isinstance(batch, SampleBatch) else batch.select(self.policy_ids)
 
 
 @dataclass
@@ -350,7 +361,7 @@ class StandardizeFields:
         fields: names of columns [rows].
 
     Raises:
-        TypeError: `fields` is a string or not a collection.
+        TypeError: `fields` is a string or not a collection; when called: the item is not a batch.
         KeyError (when called): a batch lacks a column.
     """
 
@@ -366,6 +377,7 @@ class StandardizeFields:
             )
 
     def __call__(self, batch: Batch) -> Batch:
+        check_batch(batch, "StandardizeFields")
         if isinstance(batch, MultiAgentBatch):
             return batch.with_batches(
                 {pid: self._standardize(b) for pid, b in batch.policy_batches.items()}

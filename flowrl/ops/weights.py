@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from flowrl.iter import _get_shared_metrics
+from flowrl.data.item_checks import check_batch
+from flowrl.iter import Source, _get_shared_metrics
 from flowrl.ops.replay_actors import REPLAY_ORIGIN
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.setting_values import check_int
@@ -27,6 +28,7 @@ class BroadcastUpdateLearnerWeights:
 
     Raises:
         ValueError: broadcast_interval is below 1.
+        TypeError (when called): the item is neither a batch nor Gradients.
     """
 
     state_fields: ClassVar[Fields] = {"since": Natural, "contributed": list[Natural]}
@@ -41,7 +43,7 @@ class BroadcastUpdateLearnerWeights:
         self._contributed: set[int] = set()
 
     def __call__(self, batch: Any) -> Any:
-        self._contributed |= set(contributors(batch))
+        self._contributed |= set(contributors(batch, "BroadcastUpdateLearnerWeights"))
         self._since += 1
         if self._since < self.broadcast_interval:
             self.workers.weight_sync.update_only(())
@@ -73,6 +75,7 @@ class UpdateWorkerWeights:
 
     Raises:
         ValueError: max_weight_sync_delay is negative.
+        TypeError (when called): the item is neither a batch nor Gradients.
     """
 
     state_fields: ClassVar[Fields] = {"steps": dict[int, Natural]}
@@ -87,9 +90,7 @@ class UpdateWorkerWeights:
 
     def __call__(self, batch: Any) -> Any:
         due = []
-        for source in batch.sources:
-            if source.origin == REPLAY_ORIGIN:
-                continue
+        for source in _workers_of(batch, "UpdateWorkerWeights"):
             index = source.shard
             steps = self._steps.get(index, 0) + source.tags.get("env_steps", 0)
             if steps >= self.max_weight_sync_delay:
@@ -110,6 +111,18 @@ class UpdateWorkerWeights:
         return f"UpdateWorkerWeights({self.max_weight_sync_delay})"
 
 
-def contributors(batch: Any) -> list[int]:
-    """Return the indices of the workers that sampled a batch; replayed rows have no workers."""
-    return [source.shard for source in batch.sources if source.origin != REPLAY_ORIGIN]
+def contributors(item: Any, operator: str) -> list[int]:
+    """Return the indices of the workers that sampled the rows of a batch or of Gradients; replayed
+    rows have no workers.
+
+    Raises:
+        TypeError: the item is something else; the message names the operator.
+    """
+    return [source.shard for source in _workers_of(item, operator)]
+
+
+def _workers_of(item: Any, operator: str) -> list[Source]:
+    """Return the sources of a batch or of Gradients that are workers."""
+    if not hasattr(item, "sources"):
+        check_batch(item, operator)
+    return [source for source in item.sources if source.origin != REPLAY_ORIGIN]

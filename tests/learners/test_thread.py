@@ -174,7 +174,7 @@ def test_item_that_is_no_batch_is_named(item):
     with a2c_config().build() as algorithm:
         learner = LearnerThread(algorithm.workers)
         learner.inqueue.put(item)
-        with Dequeue(learner) as stream, pytest.raises(TypeError, match="a learner takes a batch"):
+        with Dequeue(learner) as stream, pytest.raises(TypeError, match="a learner takes batches"):
             next(stream)
 
 

@@ -248,6 +248,8 @@ def test_select_experiences_keeps_rows_of_the_policies():
     assert SelectExperiences(["b"])(batch) is batch
     with pytest.raises(TypeError, match="collection"):
         SelectExperiences("b")
+    with pytest.raises(ValueError, match="policy_ids is empty, so no rows would be kept"):
+        SelectExperiences([])
 
 
 def test_standardize_fields_does_not_change_its_input():

@@ -204,7 +204,7 @@ def test_priorities_are_absolute_td_errors():
 
 def test_other_items_and_unknown_policies_are_rejected():
     store = StoreToReplayBuffer(local_buffer=make())
-    with pytest.raises(TypeError, match="takes batches, got a tuple: chain it before TrainOneStep"):
+    with pytest.raises(TypeError, match="takes batches, got tuple: chain it before the operator"):
         store((rows(3), {}))
     buffer = make(PrioritizedReplayBuffer)
     buffer.add(rows(3))
