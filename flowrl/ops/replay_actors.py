@@ -21,6 +21,7 @@ from flowrl.iter.metrics import MetricsContext, count_bytes_between_nodes, curre
 from flowrl.iter.ray_runtime import actor_class, leave_ray, node_id, start_ray
 from flowrl.iter.recovery import is_death
 from flowrl.iter.waiting import ready_refs
+from flowrl.ops.replay_shard import AddReply, ReplayShard, Update
 from flowrl.replay import MultiAgentReplayBuffer
 from flowrl.replay.multi_agent import loss_rows
 from flowrl.replay.replay_ratio import NOTHING_TO_DRAW, ReplayRatio
@@ -30,62 +31,10 @@ from flowrl.state_schema import Fields, Natural, check_own_state
 
 log = logging.getLogger("flowrl")
 
-Update = tuple[str, np.ndarray, np.ndarray]  # policy id, batch_indexes, priorities
 ADDS_IN_FLIGHT = 4  # maximum per shard; their batches stay in the object store
 UPDATES_KEPT = 64  # priority updates kept per shard until its next request
 
 REPLAY_ORIGIN = "replay"
-
-
-class ReplayShard:
-    """One shard of a replay buffer; runs on a Ray actor."""
-
-    def __init__(self, make: Callable[[int], MultiAgentReplayBuffer], index: int):
-        self.buffer = make(index)
-        self._node = node_id()
-
-    def add(self, batch: Batch, node: str | None = None) -> AddReply:
-        """Store a batch.
-
-        Args:
-            batch: the batch.
-            node: id of the node that sent it.
-        """
-        self.buffer.add(batch)
-        bytes_received = 0 if node == self._node else batch.size_bytes()
-        return AddReply(len(self.buffer), self.buffer.has_items(), bytes_received, self._node)
-
-    def serve(self, updates: list[Update], num_batches: int) -> DrawReply:
-        """Update priorities, then draw `num_batches` batches; none if there is nothing to draw.
-
-        Raises:
-            Exception: the error of the first update that failed; the other updates are applied, and
-                nothing is drawn.
-        """
-        first_error: Exception | None = None
-        for update in updates:
-            try:
-                self.buffer.update_priorities(*update)
-            except Exception as error:
-                first_error = first_error or error
-        if first_error is not None:
-            raise first_error
-        has_items = self.buffer.has_items()
-        drawn = [self.buffer.sample() for _ in range(num_batches if has_items else 0)]
-        return DrawReply(drawn, len(self.buffer), has_items, self._node)
-
-    def stats(self) -> dict[str, Any]:
-        """Return the statistics of the buffer; see MultiAgentReplayBuffer.stats."""
-        return self.buffer.stats()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the buffer."""
-        return self.buffer.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> int:
-        """Load the state of the buffer; return the number of rows."""
-        self.buffer.load_state_dict(state)
-        return len(self.buffer)
 
 
 @dataclass
@@ -513,21 +462,3 @@ class _PendingAdd(NamedTuple):
     ref: Any  # of an AddReply
     batch: Any  # a batch, or a reference to one
     node: str | None  # id of the node that has the batch
-
-
-class DrawReply(NamedTuple):
-    """A shard's reply to a request for batches."""
-
-    batches: list[Batch]
-    rows: int  # in the shard
-    has_items: bool  # it has something to draw
-    node: str | None  # of the shard
-
-
-class AddReply(NamedTuple):
-    """A shard's reply after it has stored a batch."""
-
-    rows: int  # in the shard
-    has_items: bool  # it has something to draw
-    bytes_received: int  # from another node
-    node: str | None  # of the shard
