@@ -74,7 +74,7 @@ def algorithms(link: str = "algorithms/{}.md") -> str:
                 ", ".join(kinds),
                 _YES if _trains_with_lstm(plan, operators, space) else _NO,
                 _YES if not isinstance(config, OfflineConfig) else _NO,
-                _YES if {"Dequeue", "AsyncGradients"} & set(operators) else _NO,
+                _YES if {"Dequeue", "gather_async"} & set(operators) else _NO,
                 summary.partition(": ")[2],
             ]
         )

@@ -56,7 +56,7 @@ class _ModelConfig(TypedDict, total=False):
     fcnet_activation: Literal["tanh", "relu", "silu", "elu", "gelu"]
     """Activation of the hidden layers."""
     vf_share_layers: bool | None
-    """Share one network between policy and value up to their heads. None shares it only for image observations."""
+    """Share one network between policy and value up to their heads. None shares it for image observations, and always in DQN, whose values and advantages are the heads. SAC, TD3, DDPG and CQL have separate networks."""
     free_log_std: bool
     """For continuous actions, make the log standard deviation a parameter instead of an output."""
     initial_log_std: float
@@ -171,9 +171,9 @@ class _AlgorithmConfigEnvironment(TypedDict, total=False):
 
 class _AlgorithmConfigRollouts(TypedDict, total=False):
     normalize_observations: bool
-    """Subtract the running mean from observations and divide by the standard deviation."""
+    """Subtract the running mean from observations, divide by the standard deviation, and clip to ± 10."""
     normalize_rewards: bool
-    """Divide rewards by the running standard deviation of their discounted sum."""
+    """Divide rewards by the running standard deviation of their discounted sum, and clip to ± 10."""
     normalize_actions: bool
     """Scale continuous actions from [-1, 1] to the bounds of the action space."""
     clip_actions: bool
@@ -578,11 +578,11 @@ class _SACSettingsTraining(_ActorCriticSettingsTraining, total=False):
         | dict[str, float | str]
         | None
     )
-    """Learning rate of the temperature; None uses `lr`."""
+    """Learning rate of the temperature, if it is learned; None uses `lr`."""
 
 class _CQLConfigTraining(_SACSettingsTraining, total=False):
     min_q_weight: float
-    """Weight of the penalty on the values of actions that were not recorded (alpha in the paper)."""
+    """Weight of the penalty on the values of actions that were not recorded (alpha in the paper); the initial weight with `lagrangian`."""
     temperature: float
     """Temperature of the soft maximum over actions in the penalty."""
     num_actions: int
@@ -590,7 +590,7 @@ class _CQLConfigTraining(_SACSettingsTraining, total=False):
     bc_iters: int
     """Number of initial updates in which the actor imitates the recorded actions (behavior cloning)."""
     lagrangian: bool
-    """Learn the weight of the penalty (a Lagrange multiplier, appendix F): it grows while the gap is above `lagrangian_thresh`, and shrinks while the gap is below it."""
+    """Learn the weight of the penalty (a Lagrange multiplier, appendix F): it grows while the gap is above `lagrangian_thresh`, and shrinks while the gap is below it. Its learning rate is `entropy_lr`."""
     lagrangian_thresh: float
     """Target of the gap per critic: the soft maximum of the values minus the value of the recorded action."""
 

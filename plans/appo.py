@@ -33,7 +33,7 @@ def execution_plan(workers, config):
     )
     batches = (
         rollouts.for_each(BroadcastUpdateLearnerWeights(workers, config.broadcast_interval))
-        .combine(MixInReplay(config.replay_buffer_num_slots, config.replay_proportion))
+        .combine(MixInReplay(config.replay_buffer_num_slots, config.replay_proportion, config.seed))
         .combine(ConcatBatches(config.train_batch_size, count_steps_by=config.count_steps_by))
     )
     enqueue = AggregateBatches(batches, config.num_aggregation_workers).for_each(Enqueue(learner))

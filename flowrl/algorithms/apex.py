@@ -21,7 +21,7 @@ class APEXConfig(DQNConfig, AsyncLearnerConfig):
     train_batch_size: Count = 512
     n_step: Count = 3
     prioritized_replay: bool = True
-    target_network_update_freq: NonNegativeInt = 500
+    target_network_update_freq: NonNegativeInt = 50_000
     """Rows trained on between updates of the target network; 0 updates it after every train
     batch."""
     exploration_config: ExplorationConfig = ExplorationConfig(type="PerWorkerEpsilonGreedy")

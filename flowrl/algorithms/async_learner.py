@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import Field
 
 from flowrl.ops import LearnerThread
 from flowrl.sampling.worker_set import WorkerSet
-from flowrl.settings import Count, NonNegativeInt
+from flowrl.settings import Count, NonNegativeInt, check_of_settings
 from flowrl.trainer.config import AlgorithmConfig
 
 
@@ -26,6 +26,12 @@ class AsyncLearnerConfig(AlgorithmConfig):
     of this process."""
     num_gpus: NonNegativeInt = 0
     """Like `num_learners`, with one GPU per actor. Set only one of the two."""
+
+    @check_of_settings
+    def _check_microbatches(self) -> Self:
+        if self.microbatch_size and (self.num_learners or self.num_gpus):
+            raise ValueError("microbatch_size: it needs num_learners=0 and num_gpus=0")
+        return self
 
     def learner(self, workers: WorkerSet) -> LearnerThread:
         """Create the learner of a plan from these settings."""

@@ -39,7 +39,7 @@ class CQLConfig(SACSettings, OfflineConfig):
     min_sample_timesteps_per_iteration: NonNegativeInt = 10_000
     min_q_weight: NonNegative = 5.0
     """Weight of the penalty on the values of actions that were not recorded (alpha in the
-    paper)."""
+    paper); the initial weight with `lagrangian`."""
     temperature: Positive = 1.0
     """Temperature of the soft maximum over actions in the penalty."""
     num_actions: Count = 10
@@ -50,7 +50,8 @@ class CQLConfig(SACSettings, OfflineConfig):
     cloning)."""
     lagrangian: bool = False
     """Learn the weight of the penalty (a Lagrange multiplier, appendix F): it grows while the gap
-    is above `lagrangian_thresh`, and shrinks while the gap is below it."""
+    is above `lagrangian_thresh`, and shrinks while the gap is below it. Its learning rate is
+    `entropy_lr`."""
     lagrangian_thresh: Positive = 5.0
     """Target of the gap per critic: the soft maximum of the values minus the value of the recorded
     action."""

@@ -5,10 +5,10 @@ The loss is PPO's; workers learn from their own samples and average their gradie
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from flowrl.algorithms.ppo import PPO, PPOConfig, PPOTorchPolicy
-from flowrl.settings import Count
+from flowrl.settings import Count, check_of_settings
 from flowrl.trainer.config import PlanSetting, PlanSource
 
 
@@ -21,6 +21,12 @@ class DDPPOConfig(PPOConfig):
     rollout_fragment_length: Count | Literal["auto"] = "auto"
     """Env steps of each environment per round; "auto" makes one round of all workers a train
     batch."""
+
+    @check_of_settings
+    def _check_microbatches(self) -> Self:
+        if self.microbatch_size:
+            raise ValueError("microbatch_size: DD-PPO does not support it: leave it out")
+        return self
 
     def build(self, plan: PlanSource | None = None) -> DDPPO:
         return self._build(plan)

@@ -56,5 +56,5 @@ def adapted(kl_coeff: float, kl: float, kl_target: float) -> float:
     if kl > 1.5 * kl_target:
         return min(2 * kl_coeff, MAX_KL_COEFF)
     if kl_coeff and kl < kl_target / 1.5:
-        return max(0.5 * kl_coeff, 1e-6)
+        return max(0.5 * kl_coeff, min(kl_coeff, 1e-6))
     return kl_coeff

@@ -35,7 +35,7 @@ class SACSettings(ActorCriticSettings):
     action dimensions, or 0.98 of the maximum entropy of the actions that are not masked for
     Discrete actions. None keeps the temperature fixed."""
     entropy_lr: Schedule | None = None
-    """Learning rate of the temperature; None uses `lr`."""
+    """Learning rate of the temperature, if it is learned; None uses `lr`."""
 
 
 class SACConfig(ActorCriticConfig, SACSettings):

@@ -168,14 +168,11 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
         raise CheckpointError(f"{name}: the manifest is damaged: {error}") from None
     if version != FORMAT:
         older = isinstance(version, int) and version < FORMAT
-        remedy = (
-            "train again, or read it with the flowrl version that wrote it"
-            if older
-            else "read it with a newer flowrl version"
-        )
+        writer = f"flowrl {manifest['flowrl']}" if "flowrl" in manifest else "the flowrl version"
+        remedy = "train again, or read it with" if older else "read it with"
         raise CheckpointError(
             f"{name}: checkpoint format {version} is not supported, this flowrl reads format "
-            f"{FORMAT} only: {remedy}"
+            f"{FORMAT} only: {remedy} {writer} that wrote it"
         )
     return dict(manifest)
 

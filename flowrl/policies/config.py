@@ -41,8 +41,9 @@ class ModelConfig(Settings):
     fcnet_activation: Activation = "tanh"
     """Activation of the hidden layers."""
     vf_share_layers: bool | None = None
-    """Share one network between policy and value up to their heads. None shares it only for
-    image observations."""
+    """Share one network between policy and value up to their heads. None shares it for image
+    observations, and always in DQN, whose values and advantages are the heads. SAC, TD3, DDPG and
+    CQL have separate networks."""
     free_log_std: bool = True
     """For continuous actions, make the log standard deviation a parameter instead of an
     output."""
@@ -261,9 +262,11 @@ class PolicyConfig(Settings):
     exploration_config: ExplorationConfig = setting(ExplorationConfig(), group="exploration")
     """How the policy explores."""
     normalize_observations: bool = setting(False, group="rollouts")
-    """Subtract the running mean from observations and divide by the standard deviation."""
+    """Subtract the running mean from observations, divide by the standard deviation, and clip to
+    ± 10."""
     normalize_rewards: bool = setting(False, group="rollouts")
-    """Divide rewards by the running standard deviation of their discounted sum."""
+    """Divide rewards by the running standard deviation of their discounted sum, and clip to
+    ± 10."""
     normalize_actions: bool = setting(True, group="rollouts")
     """Scale continuous actions from [-1, 1] to the bounds of the action space."""
     clip_actions: bool = setting(True, group="rollouts")

@@ -54,14 +54,17 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         **settings: Any,
     ):
         super().__init__(capacity, **settings)
-        points = [(0, beta)] if np.ndim(beta) == 0 else beta
-        self._beta = np.asarray(points, np.float64).reshape(-1, 2).T
-        ascending = (np.diff(self._beta[0]) > 0).all()
-        numbers = np.concatenate([self._beta.ravel(), [alpha, eps]])
-        valid = np.isfinite(numbers).all() and (numbers >= 0).all()
-        if not valid or not self._beta.size or not ascending:
+        try:
+            points = [(0, beta)] if np.ndim(beta) == 0 else beta
+            self._beta = np.asarray(points, np.float64).reshape(-1, 2).T
+            numbers = np.asarray([*self._beta.ravel(), alpha, eps], np.float64)
+            ascending = (np.diff(self._beta[0]) > 0).all()
+            valid = np.isfinite(numbers).all() and (numbers >= 0).all() and ascending
+        except (TypeError, ValueError):  # not numbers
+            valid = False
+        if not valid or not self._beta.size:
             raise ValueError(
-                "alpha, beta and eps must be finite and at least 0, and the points of beta "
+                "alpha, beta and eps must be finite numbers of at least 0, and the points of beta "
                 f"ascending, got {alpha!r}, {beta!r} and {eps!r}"
             )
         self.alpha, self.eps = float(alpha), float(eps)

@@ -20,7 +20,6 @@ from flowrl.policies.code_references import (
     CodeResolver,
     UntrustedCodeError,
     code_path,
-    untrusted,
 )
 from flowrl.policies.json_codec import config_from_json, is_given, missing_settings_error
 from flowrl.setting_aliases import canonical_names
@@ -114,7 +113,9 @@ def _settings_of_manifest(
     settings = config_from_json(manifest["config"], changes, resolver)
     code = None if trust else untrusted_code(settings, chosen_by_caller)
     if code is not None:
-        raise untrusted(code)
+        raise UntrustedCodeError(
+            code, "pass trust=True to allow that, or replace the setting: config={…}"
+        )
     return cls_of_run, settings
 
 

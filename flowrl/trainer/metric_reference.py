@@ -81,16 +81,24 @@ _LEARNER_METRICS = {
     "actor_loss": Metric("", "Loss of the actor."),
     "critic_loss": Metric("reward²", "Loss of the critics."),
     "entropy": Metric("nats", "Mean entropy of the action distribution."),
-    "kl": Metric("nats", "Mean KL divergence of the trained policy from the sampling policy."),
+    "kl": Metric(
+        "nats",
+        "Mean KL divergence of the trained policy from the sampling policy; APPO: "
+        "from the target network's policy.",
+    ),
     "vf_explained_var": Metric("", "Explained share of the value targets' variance; 1 is best."),
     "cur_kl_coeff": Metric("", "Coefficient of the KL penalty."),
     "cur_clip_param": Metric("", "Value of clip_param."),
     "cur_lr": Metric("", "Learning rate."),
     "grad_norm": Metric("", "Norm of the gradient before clipping."),
     "mean_q": Metric("reward", "Mean Q-value of the actions in the batch."),
-    "mean_td_error": Metric("reward", "Mean temporal-difference error: Q-values minus targets."),
+    "mean_td_error": Metric(
+        "reward",
+        "Mean temporal-difference error: Q-values minus targets; with num_atoms above 1, the mean "
+        "KL divergence [nats] of the distributions from their targets.",
+    ),
     "alpha": Metric("", "Entropy temperature."),
-    "cql_gap": Metric("reward", "CQL: mean Q-values of all actions minus those of the data."),
+    "cql_gap": Metric("reward", "CQL: soft maximum of the Q-values minus those of the data."),
     "min_q_weight": Metric("", "CQL: weight of the conservative penalty."),
     "mean_logp": Metric("nats", "MARWIL and BC: mean log-likelihood of the recorded actions."),
     "mean_weight": Metric("", "MARWIL: mean weight of the recorded actions."),

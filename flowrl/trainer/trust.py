@@ -27,9 +27,9 @@ def untrusted_code(config: Any, passed: Collection[str] = ()) -> str | None:
 
     Shipped plans, registered environments and registered models are trusted. A plan file, an
     environment id "module:Id" and a model "module:Class" are not; neither are the address of a Ray
-    cluster, because this process exchanges pickled objects with it, and the settings of experiment
-    trackers, which can name servers and repositories. Settings that are code, not
-    text, are not checked here: see `flowrl.policies.code_references`.
+    cluster on other machines, because this process exchanges pickled objects with it, and the
+    settings of experiment trackers, which can name servers and repositories. Settings that are
+    code, not text, are not checked here: see `flowrl.policies.code_references`.
 
     Args:
         config: an AlgorithmConfig.
@@ -66,6 +66,6 @@ def untrusted_code(config: Any, passed: Collection[str] = ()) -> str | None:
             unsafe = set(settings) - _PLAIN_LOGGER_SETTINGS
             if unsafe:
                 return f"the setting {min(unsafe)!r} of {logger}"
-    if "address" not in passed and config.address is not None:
+    if "address" not in passed and config.address not in (None, "local"):
         return f"the Ray cluster {config.address}, which exchanges pickled objects with it"
     return None

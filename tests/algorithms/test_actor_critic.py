@@ -490,6 +490,8 @@ def test_masked_actions_are_ignored():
         (SACTorchPolicy, BOX, {"model": {"use_lstm": True}}, "without memory"),
         (SACTorchPolicy, BOX, {"q_model": {"use_lstm": True}}, r"^q_model\.use_lstm: SAC"),
         (SACTorchPolicy, BOX, {"model": {"num_framestacks": 2}}, "an environment wrapper"),
+        (TD3TorchPolicy, BOX, {"model": {"vf_share_layers": True}},
+         r"^model\.vf_share_layers: .*of TD3 are separate networks"),
     ],
 )  # fmt: skip
 def test_unsupported_spaces_and_models_are_rejected(kind, actions, settings, message):

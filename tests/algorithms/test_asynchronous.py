@@ -17,6 +17,7 @@ from flowrl.ops import (
     AsyncGradients,
     CollectMetrics,
     ConcatBatches,
+    MixInReplay,
     ParallelRollouts,
     StalenessLimit,
     TrainOneStep,
@@ -30,6 +31,21 @@ def learner_of(algorithm):
     return next(
         filter(None, (getattr(s, "learner_thread", None) for s in walk(algorithm.plan.stage)))
     )
+
+
+@pytest.mark.parametrize("kind", [IMPALAConfig, APPOConfig])
+def test_replay_has_the_seed_of_the_config(kind):
+    config = kind(
+        env="CartPole-v1", train_batch_size=8, replay_proportion=2.0, replay_buffer_num_slots=8
+    )
+
+    def draws(seed):
+        with config.updated(seed=seed).build() as algorithm:
+            stages = walk(algorithm.plan.stage)
+            (mix,) = [s.fn for s in stages if isinstance(getattr(s, "fn", None), MixInReplay)]
+            return mix.buffer.rng.random(4).tolist()
+
+    assert draws(1) == draws(1) != draws(2)
 
 
 @pytest.mark.parametrize("kind", [IMPALAConfig, APPOConfig])

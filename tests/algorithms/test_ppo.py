@@ -112,6 +112,7 @@ def test_surrogate_matches_hand_computed_values():
         (0.0, 0.0, 0.0),
         (9e5, 1.0, 1e6),
         (1.5e-6, 0.0, 1e-6),
+        (1e-8, 0.0, 1e-8),
     ],
 )
 def test_kl_coefficient_follows_the_divergence(coeff, kl, expected):

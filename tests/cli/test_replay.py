@@ -25,6 +25,7 @@ PLANS = ["impala", "appo", "a3c", "ppo_async", "apex", "dqn_distributed"]
 SMALL = {
     "apex": ["--learning-starts", "300", "--num-replay-shards", "2"],
     "dqn_distributed": ["--learning-starts", "300"],
+    "impala": ["--replay-proportion", "0.5", "--replay-buffer-num-slots", "4"],
 }
 
 

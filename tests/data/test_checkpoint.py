@@ -343,8 +343,11 @@ def test_other_format_versions_and_other_folders_are_rejected(tmp_path):
     with pytest.raises(CheckpointError, match="does not belong to a checkpoint"):
         read_checkpoint(tmp_path)
     path = write_example(tmp_path)
-    for version, remedy in ((2, "train again, or read it with the flowrl version"), (99, "newer")):
-        write_manifest(path, {"format": version, "files": {}})
+    for version, remedy in (
+        (2, "train again, or read it with flowrl 0.3"),
+        (99, "only: read it with flowrl 0.3"),
+    ):
+        write_manifest(path, {"format": version, "files": {}, "flowrl": "0.3"})
         match = rf"manifest\.json: checkpoint format {version} is not supported.*{remedy}"
         with pytest.raises(CheckpointError, match=match):
             read_checkpoint(path)

@@ -313,6 +313,9 @@ def test_states_are_copies_and_need_equal_capacity():
         ({"capacity": 5, "gamma": 1.5}, "gamma must be between 0 and 1"),
         ({"capacity": 5, "alpha": -1.0}, "alpha, beta and eps must be finite"),
         ({"capacity": 5, "beta": []}, "alpha, beta and eps must be finite"),
+        ({"capacity": 5, "alpha": "x"}, "alpha, beta and eps must be finite numbers"),
+        ({"capacity": 5, "beta": "x"}, "alpha, beta and eps must be finite numbers"),
+        ({"capacity": 5, "eps": None}, "alpha, beta and eps must be finite numbers"),
         ({"capacity": 5, "beta": -0.5}, "alpha, beta and eps must be finite"),
     ],
 )

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from flowrl.algorithms.a2c import A2CConfig
+from flowrl.algorithms.apex import APEXConfig
 from flowrl.algorithms.cql import CQLConfig
+from flowrl.algorithms.ddppo import DDPPOConfig
 from flowrl.algorithms.dqn import DQN, DQNConfig, DQNTorchPolicy
 from flowrl.algorithms.impala import IMPALAConfig
 from flowrl.algorithms.marwil import BCConfig, MARWILConfig
@@ -263,6 +265,9 @@ INVALID = [
     (PPOConfig, {"grad_clip_by": "size"}, "grad_clip_by: "),
     (PPOConfig, {"adam_epsilon": 0.0}, "adam_epsilon: "),
     (PPOConfig, {"microbatch_size": -1}, "microbatch_size: "),
+    (DDPPOConfig, {"microbatch_size": 8}, "microbatch_size: DD-PPO does not support it"),
+    (IMPALAConfig, {"microbatch_size": 8, "num_learners": 2}, "microbatch_size: it needs num_l"),
+    (APEXConfig, {"microbatch_size": 8, "num_gpus": 1}, "microbatch_size: it needs num_learners"),
     (PPOConfig, {"on_nonfinite_update": "ignore"}, "on_nonfinite_update: "),
     (PPOConfig, {"precision": "float16"}, "precision: "),
     (PPOConfig, {"seed": -1}, "seed: "),

@@ -258,6 +258,19 @@ def test_caller_can_replace_untrusted_settings(saved, tmp_path, evil):
     assert not evil.executed()
 
 
+def test_ray_on_this_machine_needs_no_trust(saved, tmp_path):
+    manifest = replaced(saved[1], ("config", "values", "address"), "local")
+    with Algorithm.from_checkpoint(write_manifest(tmp_path / "c", saved[0], manifest)) as algorithm:
+        assert algorithm.config.address == "local"
+
+
+def test_address_of_a_cluster_needs_trust(saved, tmp_path):
+    manifest = replaced(saved[1], ("config", "values", "address"), "ray://nowhere:10001")
+    remedy = r"pass trust=True to allow that, or replace the setting: config=\{…\}"
+    with pytest.raises(CheckpointError, match=f"nowhere:10001, which exchanges.*{remedy}"):
+        Algorithm.from_checkpoint(write_manifest(tmp_path / "c", saved[0], manifest))
+
+
 def test_damaged_manifest_of_a_shipped_plan_names_no_code_of_it(saved, tmp_path):
     """A shipped plan's own functions are trusted only with the plan's hash."""
     reference = {"__code__": "flowrl_plan_a2c:execution_plan"}
