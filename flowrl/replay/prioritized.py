@@ -10,7 +10,7 @@ import numpy as np
 from flowrl.data.sample_batch import SampleBatch
 from flowrl.replay.buffers import ReplayBuffer
 from flowrl.replay.sum_tree import SumTree
-from flowrl.state_schema import Amount, Fields
+from flowrl.state_schema import Amount, Fields, StateError
 
 ETA = 0.9  # weight of the maximum in a sequence's priority (Kapturowski et al. 2019, section 2.3)
 
@@ -160,12 +160,19 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         weights = np.asarray(state["weights"], np.float64)
-        self._max_weight = float(state["max_weight"])
-        if self.alpha != (alpha := state["alpha"]):
+        max_weight, alpha = float(state["max_weight"]), state["alpha"]
+        if self.alpha != alpha:
             # priorities are unknown if alpha was 0: all items are then equally likely
             exponent = self.alpha / alpha if alpha else 0.0
-            weights = np.where(weights > 0, weights**exponent, 0.0)  # 0: the item was removed
-            self._max_weight **= exponent
+            with np.errstate(over="ignore"):
+                # a weight of 0 is that of a removed item
+                weights = np.where(weights > 0, weights**exponent, 0.0)
+                max_weight = float(np.power(max_weight, exponent))
+        if not weights.max(initial=max_weight) < np.inf or (
+            len(weights) and self.eps and not weights.any()
+        ):
+            raise StateError(f"weights: they are all 0, or infinite, with alpha={alpha!r}")
+        self._max_weight = max_weight
         self._tree = SumTree(self.capacity)
         self._tree.set(np.arange(len(weights)), weights)
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from flowrl.replay import PrioritizedReplayBuffer, sum_tree
 from flowrl.replay.sum_tree import SumTree
+from flowrl.state_schema import StateError
 from tests.replay.streams import FragmentStream, chi_square
 
 
@@ -103,6 +104,16 @@ def test_changed_alpha_holds_for_stored_priorities(alpha, expected, of_new_rows)
     other.load_state_dict(buffer.state_dict())
     other.add(stream.fragment(1))
     np.testing.assert_allclose(other.weights, [*expected, of_new_rows])
+
+
+@pytest.mark.parametrize("change", [{"alpha": 1e-300}, {"weights": np.zeros(4)}])
+def test_state_whose_priorities_cannot_be_used_is_refused(change):
+    buffer = PrioritizedReplayBuffer(8, seed=0)
+    buffer.add(FragmentStream(1, [7] * 100).fragment(4))
+    buffer.update_priorities(np.arange(4), np.array([0.0, 0.1, 0.5, 3.0]))
+    other = PrioritizedReplayBuffer(8, seed=0)
+    with pytest.raises(StateError, match="weights: they are all 0, or infinite"):
+        other.load_state_dict({**buffer.state_dict(), **change})
 
 
 def test_alpha_of_a_state_without_priorities_is_changed():
