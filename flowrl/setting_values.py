@@ -81,7 +81,7 @@ def type_text(annotation: Any) -> str:
 def is_search(value: Any) -> bool:
     """Return whether a value is a search space of Ray Tune: a domain or {"grid_search": [...]}."""
     if isinstance(value, dict):
-        return set(value) == {"grid_search"}
+        return len(value) == 1 and "grid_search" in value
     return type(value).__module__.startswith("ray.tune.search")
 
 

@@ -146,12 +146,17 @@ def check_of_settings(method: Callable[[R], R]) -> Any:
     return model_validator(mode="after")(check)
 
 
+_PLAIN = {bool, int, float, str, type(None)}  # most settings; none is a search space
+
+
 def contains_search(value: Any) -> bool:
     """Return whether settings are or contain a search space of Ray Tune, in records, dicts, lists
     and tuples."""
     remaining, seen = [value], set()
     while remaining:
         part = remaining.pop()
+        if type(part) in _PLAIN:
+            continue
         if is_search(part):
             return True
         if isinstance(part, (Settings, dict, list, tuple)) and id(part) not in seen:

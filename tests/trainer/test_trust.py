@@ -79,7 +79,11 @@ def saved(tmp_path_factory):
     """State and manifest of a checkpoint."""
     path = tmp_path_factory.mktemp("saved") / "checkpoint"
     config = A2CConfig(
-        env="CartPole-v1", train_batch_size=16, num_envs_per_worker=2, policies={"p": (None,)}
+        env="CartPole-v1",
+        train_batch_size=16,
+        num_envs_per_worker=1,
+        policies={"p": (None,)},
+        model={"fcnet_hiddens": [4]},
     )
     with config.build() as algorithm:
         algorithm.save(path)
