@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .venv/installed-train: pyproject.toml constraints.txt
 	@echo "== 1 of 3: create the virtual environment .venv (about 5 s)"
 	$(PYTHON) -m venv .venv
-	@echo "== 2 of 3: install PyTorch (740 MB on disk without CUDA; about 20 s)"
+	@echo "== 2 of 3: install PyTorch (740 MB on disk without CUDA, several GB with it; about 20 s)"
 	$(INSTALL) torch
 	@echo "== 3 of 3: install flowrl, Ray and 34 other packages (310 MB on disk; about 20 s)"
 	$(INSTALL) --editable .

@@ -203,6 +203,7 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
         ("model", 'Use `model={"fcnet_activation": "relu"}`'),
         ("fcnet_activation", "`fcnet_activation`"),
     ],
+    "q_model_config": [("q_model", "`q_model`")],
     "rl_module": [("model", "Use `.training(model={…})`")],
     # devices and processes
     "cuda": [("device", "`device`")],
@@ -214,6 +215,12 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
             "there is one",
         )
     ],
+    "num_gpus_per_env_runner": [("num_gpus_per_worker", "`num_gpus_per_worker`")],
+    "num_gpus_per_learner": [
+        ("num_gpus", "Use `num_gpus`, the number of learners with a GPU each"),
+        ("device", 'Use `device="cuda"`'),
+    ],
+    "num_aggregator_actors_per_learner": [("num_aggregation_workers", "`num_aggregation_workers`")],
     "num_cpus": [
         (
             "num_cpus_per_worker",
@@ -253,7 +260,13 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
             'Use `vectorization_mode="async"`, which steps environments in other processes',
         )
     ],
+    "gym_env_vectorize_mode": [
+        ("vectorization_mode", 'Use `vectorization_mode="async"` or another of its values')
+    ],
     "max_episode_steps": [("horizon", "`horizon`")],
+    "compress_observations": [
+        ("train_batch_size", "Leave it out: observations are not compressed")
+    ],
     "norm_obs": [("normalize_observations", "`normalize_observations`")],
     "norm_reward": [("normalize_rewards", "`normalize_rewards`")],
     "reward_scaling": [

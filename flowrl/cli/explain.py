@@ -18,8 +18,9 @@ def explain_command(arguments: list[str]) -> int:
         import_from_current_folder()
     with plan_config(plan, options.env).build(plan=plan) as algorithm:
         try:
-            print(algorithm.plan.explain())
+            explanation = algorithm.plan.explain()
         except Exception as error:
             print_failure(error)
             return 1
+    print(explanation)
     return 0

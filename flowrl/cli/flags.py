@@ -317,7 +317,10 @@ def _groups(flags: list[str], annotations: dict[str, Any]) -> list[_Group]:
     for word in flags:
         if not word.startswith("--"):
             if not groups:
-                raise ConfigError(f"unexpected argument {word!r}: pass settings as --name VALUE")
+                hint = "pass settings as --name VALUE"
+                if re.fullmatch(r".+-v\d+", word):
+                    hint = f"did you mean --env {word}?"
+                raise ConfigError(f"unexpected argument {word!r}: {hint}")
             groups[-1].values.append(word)
             continue
         name, equals, value = word[2:].partition("=")

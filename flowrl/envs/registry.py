@@ -241,9 +241,17 @@ def _creator_of_function(function: Callable[..., Any]) -> EnvCreator:
         )
     by_name = _takes_context(function)
     any_position = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
+    if required and not by_name and required[0].kind is not inspect.Parameter.POSITIONAL_ONLY:
+        return partial(_make_of_one_argument, function, required[0].name)
     if required or by_name or (any_position and not positional):
         return function
     return partial(_make_with_keywords, function)
+
+
+def _make_of_one_argument(function: Callable[..., Any], name: str, context: EnvContext) -> Any:
+    """Call a function with the context, or with keyword arguments if `env_config` names its
+    argument."""
+    return _make_with_keywords(function, context) if name in context else function(context)
 
 
 def _check_copyable(env: Any) -> None:

@@ -72,7 +72,7 @@ def _needs_session(policy: ActingPolicy, given: str) -> str:
     what += settings.get(windows[0], "") if windows else ""
     return (
         f"{type(policy).__name__} acts on {what}, not only on {given}: use policy.session(), "
-        "which remembers the episode"
+        "which remembers the episode (of an algorithm: algorithm.get_policy().session())"
     )
 
 

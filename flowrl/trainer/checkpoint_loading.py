@@ -245,6 +245,11 @@ def _check_plan(plan: Any, sha256: str | None, known_class: Any) -> list[str]:
     file = getattr(sys.modules.get(getattr(known_class, "__module__", "")), "__file__", None)
     if is_plan_file(plan) and file is not None and Path(plan).resolve() == Path(file).resolve():
         return []
+    if isinstance(plan, Mapping):  # a reference to code
+        raise UntrustedCodeError(
+            f"as its plan the function {plan.get('__code__')}",
+            "pass the function, config={'plan': …}, or trust=True to import it",
+        )
     raise UntrustedCodeError(
         f"the plan file {plan}",
         "pass trust=True to execute it, or name the file yourself: config={'plan': …}",

@@ -107,17 +107,24 @@ def load_plan(plan: str, text: bytes | None = None) -> ModuleType:
         )  # the text that was checked
     except ConfigError as error:
         sys.modules.pop(spec.name, None)
-        own = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
-        raise ConfigError(f"plan: {path}, line {own[-1].lineno}: {error}") from error
+        raise ConfigError(f"plan: {path}, line {_failed_line(error, path)}: {error}") from error
     except (Exception, SystemExit) as error:
         sys.modules.pop(spec.name, None)
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        line = getattr(error, "lineno", None) or frame.lineno  # lineno: of a SyntaxError
+        line = _failed_line(error, path)
         raise ConfigError(f"plan: {path}, line {line}: {type(error).__name__}: {error}") from error
     _check_defines_plan(module, str(path))
     if algorithm_in(module) is not None:
         _LOADED_ALGORITHMS[str(path)] = text, module
     return module
+
+
+def _failed_line(error: BaseException, path: Path) -> int | None:
+    """Return the line of a plan file in which an error was raised or that called the code which
+    raised it."""
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        return error.lineno
+    own = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+    return own[-1].lineno if own else None
 
 
 def _check_defines_plan(module: ModuleType, name: str) -> None:

@@ -185,6 +185,7 @@ def test_invalid_flags_of_an_algorithm_are_rejected(cli, tmp_path, flags, messag
         ("--log-to wandbb", "expected one of mlflow, wandb, got 'wandbb'. Did you mean 'wandb'?"),
         ("--env-config 3", "--env-config: must be a JSON object, got 3"),
         ("stray", "unexpected argument 'stray': pass settings as --name VALUE"),
+        ("CartPole-v1", "unexpected argument 'CartPole-v1': did you mean --env CartPole-v1?"),
         ('--model {"use_lstm":true}', "--model: each of its settings has a flag of its own: "),
         ('--model={"use_lstm":true}', "own: --model.use-lstm\n"),
         ("--exploration-config", "own: --exploration-config.type, …\n"),

@@ -422,6 +422,15 @@ def test_output_in_another_encoding_has_substitutes(arguments):
     assert b"?" in done.stdout
 
 
+def test_closed_output_of_explain_is_quiet():
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "flowrl", "explain", "ppo"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 def test_copied_plan_with_a_space_in_its_name_is_quoted(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["copy", "ppo", "my plan.py"]) == 0

@@ -61,6 +61,8 @@ def test_functions_of_filter_and_combine_return_a_bool_and_a_list():
     for item, kind in (({"obs": [1]}, "dict"), ("text", "str")):
         with pytest.raises(TypeError, match=f"a list of items, it returned a {kind}"):
             next(stream(item).combine(lambda x: x))
+    with pytest.raises(TypeError, match=r"a list of items, it returned None: return \[\] if"):
+        next(stream(1).combine(lambda x: None))
     assert list(stream([1, 2]).combine(iter)) == [1, 2]
 
 

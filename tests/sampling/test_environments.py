@@ -117,6 +117,7 @@ FUNCTIONS = {
     "context_with_default": (lambda config=None: CountEnv(config["n"]), {"n": 4}, 4),
     "positional": (lambda *args: CountEnv(args[0]["n"]), {"n": 4}, 4),
     "keyword": (lambda n=3: CountEnv(n), {"n": 4}, 4),
+    "required_keyword": (lambda n: CountEnv(n), {"n": 4}, 4),
     "keyword_default": (lambda n=3: CountEnv(n), {}, 3),
     "keywords": (lambda **kwargs: CountEnv(kwargs["n"]), {"n": 4}, 4),
     "partial": (partial(Sized, 5), {}, 5),

@@ -98,7 +98,9 @@ def test_function_is_a_plan(tmp_path):
     with config.build(plan=plan_function) as algorithm:
         algorithm.train()
         algorithm.save(tmp_path / "c")
-    with pytest.raises(CheckpointError, match=r"plan_function.*trust=True"):
+    with pytest.raises(
+        CheckpointError, match=r"as its plan the function .*:plan_function, .*trust=True"
+    ):
         A2C.from_checkpoint(tmp_path / "c")
     for arguments in ({"trust": True}, {"config": {"plan": plan_function}}):
         with A2C.from_checkpoint(tmp_path / "c", **arguments) as algorithm:
@@ -122,6 +124,22 @@ def test_invalid_plans_are_rejected(my_plan):
         A2CConfig(plan=3)
     with pytest.raises(ConfigError, match="no file"):
         A2CConfig(env="CartPole-v1").build(plan="none.py")
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ("import gymnasium as gym\n\ngym.make('NoSuchEnv-v0')\n", 3, "NameNotFound"),
+        ("def f():\n    return 1 / 0\n\nf()\n", 2, "ZeroDivisionError"),
+        ("\nx = (\n", 2, "SyntaxError"),
+        ("\n\nfrom flowrl import PPOConfig\nPPOConfig(lrr=1)\n", 4, "unknown setting 'lrr'"),
+    ],
+)
+def test_error_in_a_plan_file_names_the_line_of_the_file(tmp_path, text, line, message):
+    file = tmp_path / "wrong.py"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=rf"wrong\.py, line {line}: {message}"):
+        load_plan(str(file))
 
 
 def test_imported_shipped_plan_is_that_plan():

@@ -226,6 +226,11 @@ class Combine(FunctionStage):
                 f"the function must return a list of items, it returned a "
                 f"{type(elements).__name__}: put it in a list, or use for_each"
             )
+        if elements is None:
+            raise TypeError(
+                "the function must return a list of items, it returned None: return [] if there is "
+                "no item yet"
+            )
         return deque(elements)  # consumed here: a generator raises only when it is read
 
     def pull(self, block: bool) -> Any:

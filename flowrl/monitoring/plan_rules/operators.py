@@ -34,5 +34,5 @@ def in_place_change(plan: CheckedPlan) -> Iterator[PlanProblem]:
                 stage.line,
                 f"{stage} changes its input in place ({change}); other operators may hold the "
                 "same item, and shared arrays are read-only: return a changed copy, such as "
-                "batch.with_columns(rewards=batch['rewards'] * 0.1)",
+                "batch.with_columns(name=new_values)",
             )
