@@ -18,20 +18,10 @@ from flowrl.trainer.registry import algorithms_with
 
 _STOP = ("--stop", "--stop-reward", "--stop-timesteps", "--stop-iters", "--stop-time-s")
 _SAVED = ("--checkpoint", "--plan", "--trust")
+_TRAIN = ("--run-dir", "--display", "--trace", "--report", "--in-process", *_STOP)
 OPTIONS = {
-    "train": (
-        "--run",
-        "--env",
-        "--config",
-        "--run-dir",
-        "--display",
-        "--trace",
-        "--report",
-        "--no-tuned",
-        "--in-process",
-        *_STOP,
-    ),
-    "train FILE.yaml": ("--run-dir", "--only", "--seed", "--trust", *_STOP),
+    "train": ("--run", "--env", "--config", "--no-tuned", *_TRAIN),
+    "train FILE.yaml": ("--only", "--seed", "--trust", *_TRAIN),
     "resume": ("--run-dir", "--display", *_SAVED, *_STOP),
     "evaluate": ("--episodes", "--seed", "--render", "--video", *_SAVED),
     "checkpoint": ("--json",),

@@ -95,10 +95,7 @@ def parse_run(
         with_flags = settings_from_flags(before, settings_flags, program, vars(options))
         defaults = with_flags.updated(**changes)
     config = settings_from_flags(defaults, settings_flags, program, vars(options))
-    if options.trace is not None:
-        config = config.updated(trace_s=options.trace)
-    if options.in_process:
-        config = _without_actors(config)
+    config = with_training_options(config, options)
     if settings_flags != flags:
         parser = _run_options(program, describe_defaults(config))
         print(format_help(parser, config, show_all="--help-all" in flags))
@@ -158,6 +155,13 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="sample, learn and evaluate in this process, for debugging (num_workers=0, …)",
     )
+
+
+def with_training_options(config: Any, options: argparse.Namespace) -> Any:
+    """Apply the options of `add_training_options` that change settings."""
+    if options.trace is not None:
+        config = config.updated(trace_s=options.trace)
+    return _without_actors(config) if options.in_process else config
 
 
 def _without_actors(config: Any) -> Any:

@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flowrl.cli.arguments import Parser, add_trust_option, import_from_current_folder
-from flowrl.cli.run_settings import absolute_plan, algorithm_config, check_trusted
+from flowrl.cli.run_settings import (
+    absolute_plan,
+    add_training_options,
+    algorithm_config,
+    check_trusted,
+    with_training_options,
+)
 from flowrl.cli.stop_options import add_stop_options, stop_rules_of
 from flowrl.cli.training_run import start_run
 from flowrl.errors import ConfigError
@@ -40,6 +46,7 @@ def train_yaml(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, help="override the seed in the file")
     add_trust_option(parser, "the file")
     add_stop_options(parser, default="the stop rules in the file")
+    add_training_options(parser)
     options = parser.parse_args(arguments)
     if options.trust:
         import_from_current_folder()
@@ -63,7 +70,8 @@ def train_yaml(arguments: list[str]) -> int:
         only = ["--only", run.name] if run.name and options.only is None else []
         command = ["flowrl", "train", *arguments, *only]
         try:
-            exit_code = start_run(run.config, run.plan, run.stop, run_dir, command)
+            show = options.display, options.report
+            exit_code = start_run(run.config, run.plan, run.stop, run_dir, command, *show)
         except ConfigError as error:
             raise ConfigError(f"{_place(options, run.name)}: {error}") from error
         if exit_code:
@@ -78,6 +86,7 @@ def _prepare(name: str, entry: dict[str, Any], options: argparse.Namespace) -> Y
         config, plan, stop = _parse_run(entry, stop_options, options.trust)
         if options.seed is not None:
             config = config.updated(seed=options.seed)
+        config = with_training_options(config, options)
         config.check()
         stop.check(config)
     except (ConfigError, argparse.ArgumentTypeError) as error:

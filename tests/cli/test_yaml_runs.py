@@ -50,6 +50,23 @@ def test_errors_of_an_environment_name_the_run(cli, tmp_path):
     assert err.startswith("flowrl: x.yaml, a: TD3 is for Box actions, not Discrete(2)")
 
 
+def test_options_of_a_training_apply_to_every_run(cli, tmp_path):
+    (tmp_path / "x.yaml").write_text(
+        "a: {plan: a2c, config: {num_workers: 2}, stop: {training_iteration: 1}}\n"
+        "b: {run: A2C, env: CartPole-v1, stop: {training_iteration: 1}}\n"
+    )
+    options = ["--in-process", "--trace", "5", "--report", "--display", "none"]
+    code, out, err = cli("train", "x.yaml", *options, "--run-dir", "r")
+    assert (code, err) == (0, "")
+    assert "iter " not in out  # the table of --display line
+    for name in "ab":
+        run = tmp_path / "r" / name
+        assert (run / "trace.json").exists()
+        assert (run / "report.html").exists()
+        settings = read_settings(run)
+        assert (settings["num_workers"], settings["trace_s"]) == (0, 5)
+
+
 def test_each_run_can_be_repeated_by_its_name(cli, tmp_path):
     (tmp_path / "x.yaml").write_text(
         "a: {plan: a2c, stop: {training_iteration: 1}}\nb: {plan: a2c, stop: {timesteps_total: 64}}"
