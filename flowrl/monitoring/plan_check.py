@@ -17,6 +17,7 @@ RULES: list[Callable[[CheckedPlan], Iterator[PlanProblem]]] = [
     training.trained_although_frozen,
     wiring.one_report,
     wiring.uncounted_rollouts,
+    wiring.rollouts_counted_twice,
     wiring.unused_branch,
     wiring.half_a_queue,
     wiring.unread_child,

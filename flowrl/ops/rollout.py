@@ -144,9 +144,8 @@ class CountRollouts:
     Args:
         workers: the WorkerSet that has sampled the fragments.
 
-    Raises (when called):
-        TypeError: the item is not a pair of sources and fragments.
-        ValueError: the fragment has been counted before.
+    Raises:
+        TypeError (when called): the item is not a pair of sources and fragments.
     """
 
     timer_name = "sample"
@@ -187,11 +186,6 @@ class CountRollouts:
             raise TypeError(
                 f"{self!r} takes pairs of sources and fragments, got {type(pair).__name__}: chain "
                 ".zip_with_source() before it"
-            )
-        if getattr(pair[1], "sources", ()):
-            raise ValueError(
-                f"{self!r}: these rollouts have been counted before: remove the operator, or use "
-                'ParallelRollouts(mode="raw"), which does not count them'
             )
         return pair
 

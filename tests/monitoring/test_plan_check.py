@@ -130,6 +130,22 @@ def test_raw_rollouts_that_nothing_counts():
         assert algorithm.train()["timesteps_total"] == 32
 
 
+def test_rollouts_that_are_counted_twice():
+    def plan(workers, config, mode="bulk_sync"):
+        rollouts = ParallelRollouts(workers, mode=mode)
+        if mode == "raw":
+            rollouts = rollouts.gather_sync()
+        counted = rollouts.zip_with_source().for_each(CountRollouts(workers))
+        return report(counted.for_each(TrainOneStep(workers)), workers, config)
+
+    assert "leave CountRollouts out" in problems_of(plan)["rollouts_counted_twice"]
+
+    def raw(workers, config):
+        return plan(workers, config, "raw")
+
+    assert problems_of(raw) == {}
+
+
 def test_weights_of_branches_that_share_a_buffer():
     def plan(workers, config, weights=(1, 2)):
         buffer = MultiAgentReplayBuffer(lambda policy_id: ReplayBuffer(100), replay_batch_size=8)

@@ -112,12 +112,6 @@ def test_count_rollouts_needs_sources(workers, item):
         CountRollouts(workers)(item)
 
 
-def test_rollouts_are_not_counted_twice(workers):
-    counted = ParallelRollouts(workers).zip_with_source().for_each(CountRollouts(workers))
-    with counted, pytest.raises(ValueError, match=r'counted before: .*mode="raw"'):
-        next(counted)
-
-
 def test_average_gradients_needs_a_list():
     with pytest.raises(TypeError, match="AverageGradients takes a list of Gradients"):
         AverageGradients()(3)

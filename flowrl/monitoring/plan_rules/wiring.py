@@ -46,6 +46,19 @@ def one_report(plan: CheckedPlan) -> Iterator[PlanProblem]:
         )
 
 
+def rollouts_counted_twice(plan: CheckedPlan) -> Iterator[PlanProblem]:
+    """CountRollouts after ParallelRollouts or AsyncGradients, which include it."""
+    counting = [stage for stage, _ in plan.stages_with(CountRollouts)]
+    for stage in counting:
+        if any(one in counting for one in walk(stage) if one is not stage):
+            yield PlanProblem(
+                "rollouts_counted_twice",
+                stage.line,
+                "the env steps of these rollouts have been counted before: leave CountRollouts "
+                'out, or use ParallelRollouts(mode="raw"), which does not count them',
+            )
+
+
 def uncounted_rollouts(plan: CheckedPlan) -> Iterator[PlanProblem]:
     """Fragments that are gathered from the workers without CountRollouts; an operator of the user
     may count."""
