@@ -150,10 +150,11 @@ class ActorCriticPolicy(TargetNetworkPolicy):
                     f"{setting}.initial_log_std: the networks of {name} have no parameters for "
                     "standard deviations: leave it out"
                 )
-            if model.vf_share_layers is not None:
+            if model.vf_share_layers:
                 raise ConfigError(
                     f"{setting}.vf_share_layers: the actor and the critics of {name} are separate "
-                    "networks: leave it out"
+                    "networks: set it to None, with several policies in the config of the "
+                    "PolicySpec"
                 )
             model.check_no_memory(name, setting)
         super().__init__(observation_space, action_space, config)

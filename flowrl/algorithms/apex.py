@@ -23,7 +23,7 @@ class APEXConfig(DQNConfig, AsyncLearnerConfig):
     prioritized_replay: bool = True
     target_network_update_freq: NonNegativeInt = 50_000
     """Rows trained on between updates of the target network; 0 updates it after every train
-    batch."""
+    batch, as a `tau` below 1 needs."""
     exploration_config: ExplorationConfig = ExplorationConfig(type="PerWorkerEpsilonGreedy")
     learner_queue_size: Count = 4
     max_weight_sync_delay: NonNegativeInt = 400

@@ -29,7 +29,8 @@ class AsyncLearnerConfig(AlgorithmConfig):
 
     @check_of_settings
     def _check_microbatches(self) -> Self:
-        if self.microbatch_size and (self.num_learners or self.num_gpus):
+        on_actors = self.num_learners or self.num_gpus
+        if self.microbatch_size and on_actors and self.policies is None:
             raise ValueError("microbatch_size: it needs num_learners=0 and num_gpus=0")
         return self
 

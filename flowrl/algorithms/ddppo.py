@@ -24,8 +24,8 @@ class DDPPOConfig(PPOConfig):
 
     @check_of_settings
     def _check_microbatches(self) -> Self:
-        if self.microbatch_size:
-            raise ValueError("microbatch_size: DD-PPO does not support it: leave it out")
+        if self.microbatch_size and self.num_workers and self.policies is None:
+            raise ValueError("microbatch_size: DD-PPO supports it only with num_workers=0")
         return self
 
     def build(self, plan: PlanSource | None = None) -> DDPPO:

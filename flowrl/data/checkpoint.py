@@ -168,11 +168,13 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
         raise CheckpointError(f"{name}: the manifest is damaged: {error}") from None
     if version != FORMAT:
         older = isinstance(version, int) and version < FORMAT
-        writer = f"flowrl {manifest['flowrl']}" if "flowrl" in manifest else "the flowrl version"
+        writer = "the flowrl version that wrote it"
+        if "flowrl" in manifest:
+            writer = f"flowrl {manifest['flowrl']}, which wrote it"
         remedy = "train again, or read it with" if older else "read it with"
         raise CheckpointError(
             f"{name}: checkpoint format {version} is not supported, this flowrl reads format "
-            f"{FORMAT} only: {remedy} {writer} that wrote it"
+            f"{FORMAT} only: {remedy} {writer}"
         )
     return dict(manifest)
 

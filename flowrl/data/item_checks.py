@@ -36,4 +36,8 @@ def how_to_get_a_batch(item: Any) -> str:
         return "pass the stream through AggregateBatches, which fetches the rows"
     if isinstance(item, tuple) and item and is_batch(item[0]):
         return "chain it before the operator that trains"
+    if isinstance(item, tuple) and len(item) == 2 and is_batch(item[1]):
+        return "chain .for_each(CountRollouts(workers)) after .zip_with_source()"
+    if isinstance(item, list) and item and is_batch(item[0]):
+        return "chain .combine(ConcatBatches(…)) instead of .batch(n)"
     return "make sure that the operator before it returns the batch"

@@ -184,11 +184,12 @@ class IndependentAgents(MultiAgentEnv):
             env.close()
 
 
-def make_multi_agent(env: str | type | Callable[..., Any]) -> Callable[[EnvContext], MultiAgentEnv]:
+def make_multi_agent(
+    env: str | type | Callable[..., Any],
+) -> Callable[[Mapping[str, Any]], MultiAgentEnv]:
     """Return a creator of multi-agent copies of a single-agent env; see IndependentAgents.
 
-    >>> from flowrl.envs import EnvContext
-    >>> four = make_multi_agent("CartPole-v1")(EnvContext({"num_agents": 4}))
+    >>> four = make_multi_agent("CartPole-v1")({"num_agents": 4})
     >>> sorted(four.reset(seed=0)[0])
     [0, 1, 2, 3]
 

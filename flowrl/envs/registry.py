@@ -100,8 +100,7 @@ def register_env(name: str, creator: EnvCreator) -> None:
     arguments.
 
     Raises:
-        ConfigError: the name is not a string, the creator is not callable, or it is a function with
-            two or more required arguments.
+        ConfigError: the name is not a string, or the creator is not callable.
     """
     if not isinstance(name, str) or not name:
         raise ConfigError(f"register_env: the name is a string, got {name!r}")
@@ -220,11 +219,7 @@ def _takes_context(function: Callable[..., Any]) -> bool:
 
 
 def _creator_of_function(function: Callable[..., Any]) -> EnvCreator:
-    """Return a creator that calls a function with the context or with keyword arguments.
-
-    Raises:
-        ConfigError: the function requires several positional arguments.
-    """
+    """Return a creator that calls a function with the context or with keyword arguments."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some builtins have none
@@ -232,26 +227,36 @@ def _creator_of_function(function: Callable[..., Any]) -> EnvCreator:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     positional = [p for p in signature.parameters.values() if p.kind in kinds]
     required = [p for p in positional if p.default is p.empty]
-    if len(required) > 1:
-        raise ConfigError(
-            f"env: {getattr(function, '__name__', repr(function))}{signature} has "
-            f"{len(required)} required arguments: define it as make_env(), as make_env(context), "
-            "which receives an EnvContext, or as make_env(size=8, …), which receives env_config "
-            "as keyword arguments"
-        )
     by_name = _takes_context(function)
     any_position = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
-    if required and not by_name and required[0].kind is not inspect.Parameter.POSITIONAL_ONLY:
-        return partial(_make_of_one_argument, function, required[0].name)
-    if required or by_name or (any_position and not positional):
+    if by_name and len(required) <= 1:
+        return function
+    if required:
+        return partial(_make_with_required_arguments, function, signature, len(required))
+    if any_position and not positional:
         return function
     return partial(_make_with_keywords, function)
 
 
-def _make_of_one_argument(function: Callable[..., Any], name: str, context: EnvContext) -> Any:
-    """Call a function with the context, or with keyword arguments if `env_config` names its
-    argument."""
-    return _make_with_keywords(function, context) if name in context else function(context)
+def _make_with_required_arguments(
+    function: Callable[..., Any], signature: inspect.Signature, count: int, context: EnvContext
+) -> Any:
+    """Call a function with `env_config` as keyword arguments if they fit, else with the context.
+
+    Raises:
+        ConfigError: it has several required arguments, and `env_config` does not fit.
+    """
+    try:
+        signature.bind(**context)
+    except TypeError:
+        if count == 1:
+            return function(context)
+        raise ConfigError(
+            f"env: {getattr(function, '__name__', repr(function))}{signature} has "
+            f"{count} required arguments, but env_config has {list(context)}: define it as "
+            "make_env(context), which receives an EnvContext, or set env_config to its arguments"
+        ) from None
+    return _make_with_keywords(function, context)
 
 
 def _check_copyable(env: Any) -> None:
@@ -365,15 +370,14 @@ def env_creator_for(env: Any) -> EnvCreator:
             - a class, called with `env_config` as keyword arguments; or with the EnvContext if its
               first argument is named `context`, `ctx`, `config`, `env_config` or `env_context`, and
               `env_config` has no such key;
-            - a function with one required argument, or whose first argument has one of these names:
-              called with the EnvContext;
-            - another function: called with `env_config` as keyword arguments;
+            - a function, called with the EnvContext if its first argument has one of these names or
+              its only required argument is no entry of `env_config`; else with `env_config` as
+              keyword arguments;
             - an environment, of which each sub-environment is a copy.
 
     Raises:
         ConfigError: the name is unknown (the message suggests the nearest one), the class lacks
-            reset() or step(), the function has two or more required arguments, or the environment
-            is an AsyncVectorEnv.
+            reset() or step(), or the environment is an AsyncVectorEnv.
     """
     if isinstance(env, str):
         if env in _CREATORS:

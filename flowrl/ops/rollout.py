@@ -338,7 +338,7 @@ class SelectExperiences:
                 f"policy_ids must be a collection of ids, such as [{self.policy_ids!r}], got "
                 f"{self.policy_ids!r}"
             )
-        if not self.policy_ids:
+        if not len(self.policy_ids):
             raise ValueError("policy_ids is empty, so no rows would be kept: name a policy")
 
     def __call__(self, batch: Batch | BatchRef) -> Batch | BatchRef:

@@ -42,8 +42,8 @@ class ModelConfig(Settings):
     """Activation of the hidden layers."""
     vf_share_layers: bool | None = None
     """Share one network between policy and value up to their heads. None shares it for image
-    observations, and always in DQN, whose values and advantages are the heads. SAC, TD3, DDPG and
-    CQL have separate networks."""
+    observations; DQN shares it by default, because its heads are values and advantages. SAC, TD3,
+    DDPG and CQL have separate networks."""
     free_log_std: bool = True
     """For continuous actions, make the log standard deviation a parameter instead of an
     output."""

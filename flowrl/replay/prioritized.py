@@ -57,9 +57,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         try:
             points = [(0, beta)] if np.ndim(beta) == 0 else beta
             self._beta = np.asarray(points, np.float64).reshape(-1, 2).T
-            numbers = np.asarray([*self._beta.ravel(), alpha, eps], np.float64)
             ascending = (np.diff(self._beta[0]) > 0).all()
-            valid = np.isfinite(numbers).all() and (numbers >= 0).all() and ascending
+            numbers = [*self._beta.ravel(), alpha, eps]
+            valid = ascending and all(0 <= number < np.inf for number in numbers)
         except (TypeError, ValueError):  # not numbers
             valid = False
         if not valid or not self._beta.size:

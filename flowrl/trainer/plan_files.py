@@ -107,24 +107,30 @@ def load_plan(plan: str, text: bytes | None = None) -> ModuleType:
         )  # the text that was checked
     except ConfigError as error:
         sys.modules.pop(spec.name, None)
-        raise ConfigError(f"plan: {path}, line {_failed_line(error, path)}: {error}") from error
+        raise ConfigError(f"plan: {_failed_line(error, path)}: {error}") from error
     except (Exception, SystemExit) as error:
         sys.modules.pop(spec.name, None)
         line = _failed_line(error, path)
-        raise ConfigError(f"plan: {path}, line {line}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"plan: {line}: {type(error).__name__}: {error}") from error
     _check_defines_plan(module, str(path))
     if algorithm_in(module) is not None:
         _LOADED_ALGORITHMS[str(path)] = text, module
     return module
 
 
-def _failed_line(error: BaseException, path: Path) -> int | None:
-    """Return the line of a plan file in which an error was raised or that called the code which
-    raised it."""
+def _failed_line(error: BaseException, path: Path) -> str:
+    """Return the plan file and its line that raised an error, or that used the code which raised
+    it; for other code of the user also the file and line in it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame.lineno for frame in frames if frame.filename == str(path)]
     if isinstance(error, SyntaxError) and error.filename == str(path):
-        return error.lineno
-    own = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
-    return own[-1].lineno if own else None
+        own = [error.lineno]
+    place = f"{path}, line {own[-1]}" if own and own[-1] else str(path)
+    last = frames[-1]
+    is_library = "site-packages" in last.filename or last.filename == __file__
+    if last.filename == str(path) or is_library or isinstance(error, ConfigError):
+        return place
+    return f"{place} ({last.filename}, line {last.lineno})"
 
 
 def _check_defines_plan(module: ModuleType, name: str) -> None:

@@ -73,7 +73,8 @@ def test_a_replay_ends_with_the_weights_of_the_run(tmp_path, plan):
     run_dir = train(tmp_path, plan, "--normalize-observations")
     saved, _ = read_checkpoint(max((run_dir / "checkpoints").iterdir()))
     settings = json.loads((run_dir / "config.json").read_text())
-    names = ("seed", "num_workers", "normalize_observations", "total_timesteps")
+    names = ["seed", "num_workers", "normalize_observations", "total_timesteps"]
+    names += [name for name in settings if name.startswith("replay_")]
     changes = {name: settings[name] for name in names}
     config = plan_config(plan, "CartPole-v1", tuned=False).updated(**changes, **NOT_REPLAYED)
     with config.build() as algorithm:
@@ -181,9 +182,10 @@ def test_the_death_of_a_worker_ends_the_recording(tmp_path):
         seed=1,
     )
     with config.build() as algorithm:
-        algorithm.learn(6000, run_dir=tmp_path / "run", progress=False)
+        stop = {"num_remote_worker_restarts": 1}
+        algorithm.learn(100_000, stop=stop, run_dir=tmp_path / "run", progress=False)
         assert algorithm.last_result["num_remote_worker_restarts"] == 1
-    total = config.updated(total_timesteps=6000, **NOT_REPLAYED)
+    total = config.updated(total_timesteps=100_000, **NOT_REPLAYED)
     safe = total.updated(env=lambda context: CartPoleEnv())
     with safe.build() as algorithm:
         replayed = Replay(algorithm, tmp_path / "run")

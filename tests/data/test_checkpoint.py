@@ -345,7 +345,7 @@ def test_other_format_versions_and_other_folders_are_rejected(tmp_path):
     path = write_example(tmp_path)
     for version, remedy in (
         (2, "train again, or read it with flowrl 0.3"),
-        (99, "only: read it with flowrl 0.3"),
+        (99, "only: read it with flowrl 0.3, which wrote it"),
     ):
         write_manifest(path, {"format": version, "files": {}, "flowrl": "0.3"})
         match = rf"manifest\.json: checkpoint format {version} is not supported.*{remedy}"

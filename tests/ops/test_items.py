@@ -78,6 +78,8 @@ IN_MESSAGE = {"TrainOneStep": "a learner", "ComputeGradients": "a learner"}
         ((), "tuple", NO_BATCH),
         ({"obs": 1}, "dict", NO_BATCH),
         ((SampleBatch(obs=[1.0]), {}), "tuple", TRAINED),
+        (((), SampleBatch(obs=[1.0])), "tuple", "chain .for_each(CountRollouts(workers)) after"),
+        ([SampleBatch(obs=[1.0])], "list", "chain .combine(ConcatBatches(…)) instead of .batch(n)"),
     ],
 )
 @pytest.mark.parametrize("operator", OPERATORS)

@@ -118,6 +118,8 @@ FUNCTIONS = {
     "positional": (lambda *args: CountEnv(args[0]["n"]), {"n": 4}, 4),
     "keyword": (lambda n=3: CountEnv(n), {"n": 4}, 4),
     "required_keyword": (lambda n: CountEnv(n), {"n": 4}, 4),
+    "two_required_keywords": (lambda n, m: CountEnv(n + m), {"n": 3, "m": 1}, 4),
+    "context_with_an_entry_of_its_name": (lambda n: CountEnv(n["n"]), {"n": 4, "m": 1}, 4),
     "keyword_default": (lambda n=3: CountEnv(n), {}, 3),
     "keywords": (lambda **kwargs: CountEnv(kwargs["n"]), {"n": 4}, 4),
     "partial": (partial(Sized, 5), {}, 5),
@@ -162,8 +164,11 @@ def test_class_whose_configuration_argument_is_a_key_receives_keywords():
 
 
 def test_functions_that_cannot_be_called_name_the_allowed_forms():
-    with pytest.raises(ConfigError, match=r"env: <lambda>\(a, b\) has 2 required .*make_env\(con"):
-        env_creator_for(lambda a, b: CountEnv())
+    message = (
+        r"env: <lambda>\(a, b\) has 2 required arguments, but env_config has .'a'.: def"
+    )
+    with pytest.raises(ConfigError, match=message):
+        RolloutWorker(lambda a, b: CountEnv(), Idle, {"env_config": {"a": 4}})
     with pytest.raises(ConfigError, match=r"env_config: <lambda>\(\) does not accept it: .*'n'"):
         RolloutWorker(lambda: CountEnv(), Idle, {"env_config": {"n": 4}})
 

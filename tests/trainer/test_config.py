@@ -265,7 +265,7 @@ INVALID = [
     (PPOConfig, {"grad_clip_by": "size"}, "grad_clip_by: "),
     (PPOConfig, {"adam_epsilon": 0.0}, "adam_epsilon: "),
     (PPOConfig, {"microbatch_size": -1}, "microbatch_size: "),
-    (DDPPOConfig, {"microbatch_size": 8}, "microbatch_size: DD-PPO does not support it"),
+    (DDPPOConfig, {"microbatch_size": 8, "num_workers": 2}, "microbatch_size: DD-PPO supports it"),
     (IMPALAConfig, {"microbatch_size": 8, "num_learners": 2}, "microbatch_size: it needs num_l"),
     (APEXConfig, {"microbatch_size": 8, "num_gpus": 1}, "microbatch_size: it needs num_learners"),
     (PPOConfig, {"on_nonfinite_update": "ignore"}, "on_nonfinite_update: "),

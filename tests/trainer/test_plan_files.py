@@ -142,6 +142,20 @@ def test_error_in_a_plan_file_names_the_line_of_the_file(tmp_path, text, line, m
         load_plan(str(file))
 
 
+def test_error_in_a_helper_of_a_plan_file_names_both_lines(tmp_path):
+    (tmp_path / "helper_of_wrong.py").write_text("def f():\n    return 1 / 0\n")
+    (tmp_path / "wrong.py").write_text("import helper_of_wrong\nhelper_of_wrong.f()\n")
+    message = r"wrong\.py, line 2 \(.*helper_of_wrong\.py, line 2\): ZeroDivisionError"
+    with pytest.raises(ConfigError, match=message):
+        load_plan(str(tmp_path / "wrong.py"))
+
+
+def test_plan_file_with_a_null_byte_is_named_without_a_line(tmp_path):
+    (tmp_path / "wrong.py").write_bytes(b"x = 1\x00\n")
+    with pytest.raises(ConfigError, match=r"wrong\.py: SyntaxError"):
+        load_plan(str(tmp_path / "wrong.py"))
+
+
 def test_imported_shipped_plan_is_that_plan():
     plan = load_plan("a2c")
     with Algorithm.from_plan(plan) as algorithm:
