@@ -56,7 +56,7 @@ class _ModelConfig(TypedDict, total=False):
     fcnet_activation: Literal["tanh", "relu", "silu", "elu", "gelu"]
     """Activation of the hidden layers."""
     vf_share_layers: bool | None
-    """Share one network between policy and value up to their heads. None shares it for image observations, and always in DQN, whose values and advantages are the heads. SAC, TD3, DDPG and CQL have separate networks."""
+    """Share one network between policy and value up to their heads. None shares it for image observations; DQN shares it by default, because its heads are values and advantages. SAC, TD3, DDPG and CQL have separate networks."""
     free_log_std: bool
     """For continuous actions, make the log standard deviation a parameter instead of an output."""
     initial_log_std: float
@@ -461,7 +461,7 @@ class _DQNConfigTraining(_OffPolicyConfigTraining, total=False):
 
 class _APEXConfigTraining(_DQNConfigTraining, _AsyncLearnerConfigTraining, total=False):
     target_network_update_freq: int
-    """Rows trained on between updates of the target network; 0 updates it after every train batch."""
+    """Rows trained on between updates of the target network; 0 updates it after every train batch, as a `tau` below 1 needs."""
     max_weight_sync_delay: int
     """Env steps that a worker samples between two updates of its weights."""
 

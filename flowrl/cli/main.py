@@ -101,6 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         exit_code: int = imported(_COMMANDS[name])(arguments[1:])
+        sys.stdout.flush()  # raises here, not at exit, if the reader of the output has closed it
         return exit_code
     except ConfigError as error:
         print(f"flowrl: {printable(error)}", file=sys.stderr)

@@ -422,11 +422,14 @@ def test_output_in_another_encoding_has_substitutes(arguments):
     assert b"?" in done.stdout
 
 
-def test_closed_output_of_explain_is_quiet():
+@pytest.mark.parametrize("command", [["explain", "ppo"], ["plans"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_closed_output_is_quiet(command, unbuffered):
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "flowrl", "explain", "ppo"]
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE)
+    program = [sys.executable, "-m", "flowrl", *command]
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(program, stdout=write, stderr=subprocess.PIPE, env=env)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, b"")
 
