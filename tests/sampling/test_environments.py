@@ -164,9 +164,7 @@ def test_class_whose_configuration_argument_is_a_key_receives_keywords():
 
 
 def test_functions_that_cannot_be_called_name_the_allowed_forms():
-    message = (
-        r"env: <lambda>\(a, b\) has 2 required arguments, but env_config has .'a'.: def"
-    )
+    message = r"env: <lambda>\(a, b\) has 2 required arguments, but env_config has .'a'.: def"
     with pytest.raises(ConfigError, match=message):
         RolloutWorker(lambda a, b: CountEnv(), Idle, {"env_config": {"a": 4}})
     with pytest.raises(ConfigError, match=r"env_config: <lambda>\(\) does not accept it: .*'n'"):
