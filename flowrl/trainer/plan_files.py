@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import inspect
 import sys
+import sysconfig
 import textwrap
 import traceback
 from collections.abc import Callable
@@ -19,6 +20,9 @@ from flowrl.setting_values import nearest
 PLAN_MODULE = "flowrl_plan_"
 """Prefix of the module name of a plan file; the file's stem follows."""
 _PACKAGE = Path(__file__).resolve().parents[1]
+_PATHS = sysconfig.get_paths()
+# starts of the files of code that is not the user's; "<" of code without a file
+_LIBRARIES = ("<", str(_PACKAGE), *(_PATHS[name] for name in ("stdlib", "purelib", "platlib")))
 
 
 def plans_folder() -> Path:
@@ -120,17 +124,16 @@ def load_plan(plan: str, text: bytes | None = None) -> ModuleType:
 
 def _failed_line(error: BaseException, path: Path) -> str:
     """Return the plan file and its line that raised an error, or that used the code which raised
-    it; for other code of the user also the file and line in it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame.lineno for frame in frames if frame.filename == str(path)]
+    it; also the line of the user's other code that was used."""
     if isinstance(error, SyntaxError) and error.filename == str(path):
-        own = [error.lineno]
-    place = f"{path}, line {own[-1]}" if own and own[-1] else str(path)
-    last = frames[-1]
-    is_library = "site-packages" in last.filename or last.filename == __file__
-    if last.filename == str(path) or is_library or isinstance(error, ConfigError):
-        return place
-    return f"{place} ({last.filename}, line {last.lineno})"
+        return f"{path}, line {error.lineno}" if error.lineno else str(path)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == str(path)]
+    if not own:
+        return str(path)
+    last = [f for f in frames if not f.filename.startswith(_LIBRARIES)][-1:] or own[-1:]
+    elsewhere = f" ({last[0].filename}, line {last[0].lineno})"
+    return f"{path}, line {own[-1].lineno}" + (elsewhere if last[0] not in own else "")
 
 
 def _check_defines_plan(module: ModuleType, name: str) -> None:
