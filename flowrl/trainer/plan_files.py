@@ -111,20 +111,20 @@ def load_plan(plan: str, text: bytes | None = None) -> ModuleType:
         )  # the text that was checked
     except ConfigError as error:
         sys.modules.pop(spec.name, None)
-        raise ConfigError(f"plan: {_failed_line(error, path)}: {error}") from error
+        raise ConfigError(f"plan: {_failed_place(error, path)}: {error}") from error
     except (Exception, SystemExit) as error:
         sys.modules.pop(spec.name, None)
-        line = _failed_line(error, path)
-        raise ConfigError(f"plan: {line}: {type(error).__name__}: {error}") from error
+        place = _failed_place(error, path)
+        raise ConfigError(f"plan: {place}: {type(error).__name__}: {error}") from error
     _check_defines_plan(module, str(path))
     if algorithm_in(module) is not None:
         _LOADED_ALGORITHMS[str(path)] = text, module
     return module
 
 
-def _failed_line(error: BaseException, path: Path) -> str:
-    """Return the plan file and its line that raised an error, or that used the code which raised
-    it; also the line of the user's other code that was used."""
+def _failed_place(error: BaseException, path: Path) -> str:
+    """Return the plan file and the number of its last line in the traceback of an error. If the
+    traceback ends in another file of the user, also return that file and line."""
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return f"{path}, line {error.lineno}" if error.lineno else str(path)
     frames = traceback.extract_tb(error.__traceback__)
