@@ -365,7 +365,7 @@ class _OnPolicyConfigTraining(_AlgorithmConfigTraining, total=False):
     use_gae: bool
     """Use generalized advantage estimation (Schulman et al. 2016, arXiv 1506.02438); if False, advantages are discounted returns minus values."""
     lambda_: float
-    """Lambda of GAE: 0 uses one-step value estimates, 1 full returns."""
+    """Lambda of GAE: 0 uses one-step value estimates, 1 full returns. Needs `use_gae`."""
     entropy_coeff: (
         float
         | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
@@ -533,7 +533,7 @@ class _MARWILConfigTraining(_AlgorithmConfigTraining, total=False):
     beta: float
     """Scale of the exponent in the weights of rows, exp(beta * normalized advantage); 0 weights all rows equally."""
     vf_coeff: float
-    """Weight of the value loss; unused if `beta` is 0."""
+    """Weight of the value loss; for a `beta` above 0."""
     moving_average_sqd_adv_norm_start: float
     """Initial value of the moving average of squared advantages, which normalizes advantages."""
     moving_average_sqd_adv_norm_update_rate: float

@@ -328,6 +328,18 @@ class Settings(BaseModel):
         """Return settings under their canonical names; a subclass may accept aliases."""
         return values
 
+    def _require(self, holds: Any, condition: str, *names: str) -> None:
+        """Raise ValueError if settings that need a condition were changed without it.
+
+        Args:
+            holds: whether the condition is true.
+            condition: the condition, for the message.
+            names: the settings, which have no effect without it.
+        """
+        for name in names if not holds else ():
+            if not equal(getattr(self, name), type(self).model_fields[name].default):
+                raise ValueError(f"{name} needs {condition}")
+
     def check_no_search(self) -> None:
         """Check that no setting is a search space, which only Ray Tune can draw values from.
 

@@ -54,6 +54,7 @@ class APPOConfig(VTraceConfig):
                 "the penalty is 0: set num_sgd_iter, sgd_minibatch_size, tau, or a "
                 "target_network_update_freq above train_batch_size"
             )
+        self._require(self.kl_coeff > 0, "a kl_coeff above 0", "kl_target")
         return self
 
     def build(self, plan: PlanSource | None = None) -> APPO:

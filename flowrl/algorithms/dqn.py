@@ -82,11 +82,8 @@ class DQNConfig(OffPolicyConfig):
     def _check_network_settings(self) -> Self:
         if not self.v_min < self.v_max:
             raise ValueError(f"v_min={self.v_min} is not below v_max={self.v_max}")
-        is_used = {"v_min": self.num_atoms > 1, "v_max": self.num_atoms > 1, "sigma0": self.noisy}
-        for name, used in is_used.items():
-            if not used and getattr(self, name) != type(self).model_fields[name].default:
-                condition = "noisy=True" if name == "sigma0" else "num_atoms above 1"
-                raise ValueError(f"{name} needs {condition}")
+        self._require(self.num_atoms > 1, "num_atoms above 1", "v_min", "v_max")
+        self._require(self.noisy, "noisy=True", "sigma0")
         if self.num_atoms > 1 and self.model.vf_share_layers is False:
             raise ValueError(
                 "vf_share_layers=False: with num_atoms above 1, one network computes the "

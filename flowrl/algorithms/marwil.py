@@ -47,11 +47,19 @@ class MARWILConfig(OfflineConfig):
     """Scale of the exponent in the weights of rows, exp(beta * normalized advantage); 0 weights all
     rows equally."""
     vf_coeff: NonNegative = 1.0
-    """Weight of the value loss; unused if `beta` is 0."""
+    """Weight of the value loss; for a `beta` above 0."""
     moving_average_sqd_adv_norm_start: Positive = 100.0
     """Initial value of the moving average of squared advantages, which normalizes advantages."""
     moving_average_sqd_adv_norm_update_rate: Annotated[Positive, Field(le=1)] = 1e-3
     """Weight of each train batch in the moving average of squared advantages."""
+
+    @check_of_settings
+    def _check_weights(self) -> Self:
+        self._require(
+            self.beta > 0, "a beta above 0", "vf_coeff",
+            "moving_average_sqd_adv_norm_start", "moving_average_sqd_adv_norm_update_rate",
+        )  # fmt: skip
+        return self
 
     def batches(self, workers: WorkerSet) -> ReadParquet | ReadMinari:
         """Return a stream of the train batches of a plan.

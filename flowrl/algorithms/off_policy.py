@@ -75,11 +75,10 @@ class OffPolicyConfig(AlgorithmConfig):
                 )
         if self.replay_mode == "lockstep" and self.prioritized_replay:
             raise ValueError('replay_mode="lockstep" draws uniformly: leave prioritized_replay out')
-        for name in ("alpha", "beta", "eps"):
-            name = f"prioritized_replay_{name}"
-            changed = getattr(self, name) != type(self).model_fields[name].default
-            if changed and not self.prioritized_replay:
-                raise ValueError(f"{name} needs prioritized_replay=True")
+        self._require(
+            self.prioritized_replay, "prioritized_replay=True",
+            "prioritized_replay_alpha", "prioritized_replay_beta", "prioritized_replay_eps",
+        )  # fmt: skip
         return self
 
     def check(self) -> None:

@@ -27,7 +27,7 @@ class OnPolicyConfig(AlgorithmConfig):
     """Use generalized advantage estimation (Schulman et al. 2016, arXiv 1506.02438); if False,
     advantages are discounted returns minus values."""
     lambda_: Fraction = 0.95
-    """Lambda of GAE: 0 uses one-step value estimates, 1 full returns."""
+    """Lambda of GAE: 0 uses one-step value estimates, 1 full returns. Needs `use_gae`."""
     entropy_coeff: Schedule = 0.0
     """Weight of the entropy bonus: a number, or a schedule as for `lr`."""
     vf_loss_coeff: Schedule = 0.5
@@ -40,8 +40,9 @@ class OnPolicyConfig(AlgorithmConfig):
     policy."""
 
     @check_of_settings
-    def _check_exploration(self) -> Self:
+    def _check_on_policy_settings(self) -> Self:
         self.exploration_config.check_has_probabilities()
+        self._require(self.use_gae, "use_gae=True", "lambda_")
         return self
 
 

@@ -55,9 +55,7 @@ class R2D2Config(DQNConfig):
                 raise ValueError(f"{name}: R2D2 does not support this option of DQN: leave it out")
         if self.replay_mode == "lockstep":
             raise ValueError('replay_mode="lockstep" draws rows, R2D2 learns from sequences')
-        default = type(self).model_fields["h_function_epsilon"].default
-        if self.h_function_epsilon != default and not self.use_h_function:
-            raise ValueError("h_function_epsilon needs use_h_function=True")
+        self._require(self.use_h_function, "use_h_function=True", "h_function_epsilon")
         return self
 
     def buffer_settings(self, policy_id: str, shard: int) -> dict[str, Any]:

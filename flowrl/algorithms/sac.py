@@ -4,7 +4,7 @@ of Christodoulou 2019 (arXiv 1910.07207)."""
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from gymnasium import spaces
@@ -20,7 +20,7 @@ from flowrl.policies.distributions import Categorical, SquashedGaussian
 from flowrl.policies.exploration import FORBIDDEN
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch
-from flowrl.settings import Finite, Positive
+from flowrl.settings import Finite, Positive, check_of_settings
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import AlgorithmConfig, PlanSetting, PlanSource
 
@@ -45,6 +45,11 @@ class SACConfig(ActorCriticConfig, SACSettings):
 
     plan: PlanSetting = "sac"
     exploration_config: ExplorationConfig = ExplorationConfig(random_timesteps=1000)
+
+    @check_of_settings
+    def _check_temperature(self) -> Self:
+        self._require(self.target_entropy is not None, "a target_entropy", "entropy_lr")
+        return self
 
     def build(self, plan: PlanSource | None = None) -> SAC:
         return self._build(plan)

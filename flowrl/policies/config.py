@@ -109,21 +109,18 @@ class ModelConfig(Settings):
             raise ValueError("use_lstm and use_attention: use only one of them")
         if self.custom_model is not None and (self.use_lstm or self.use_attention):
             raise ValueError("custom_model: use_lstm and use_attention have no effect on it")
-        if self.initial_log_std and not self.free_log_std:
-            raise ValueError("initial_log_std needs free_log_std=True")
-        if self.burn_in and not self.use_lstm and self.custom_model is None:
-            raise ValueError("burn_in needs use_lstm=True")
+        has_custom = self.custom_model is not None
+        of_lstm, of_attention = (
+            [name for name in type(self).model_fields if name.startswith(prefix)]
+            for prefix in ("lstm_", "attention_")
+        )
+        self._require(self.free_log_std, "free_log_std=True", "initial_log_std")
+        self._require(self.use_lstm or has_custom, "use_lstm=True", "burn_in")
+        self._require(self.use_lstm, "use_lstm=True", *of_lstm)
+        self._require(self.use_attention, "use_attention=True", *of_attention)
+        self._require(has_custom, "a custom_model", "custom_model_config")
         if self.conv_type == "resnet" and self.conv_filters is not None:
             raise ValueError("conv_filters: must be None if conv_type is 'resnet'")
-        for name, field in type(self).model_fields.items():
-            if getattr(self, name) == field.default:
-                continue
-            if name.startswith("lstm_") and not self.use_lstm:
-                raise ValueError(f"{name} needs use_lstm=True")
-            if name.startswith("attention_") and not self.use_attention:
-                raise ValueError(f"{name} needs use_attention=True")
-        if self.custom_model_config and self.custom_model is None:
-            raise ValueError("custom_model_config needs a custom_model")
         return self
 
     def check_no_memory(self, algorithm: str, setting: str = "model") -> None:
@@ -204,9 +201,7 @@ class ExplorationConfig(Settings):
         if max(values_between(self.epsilon)) > 1:
             raise ValueError("epsilon is a share of the actions and must be at most 1")
         for name, types in types_by_setting.items():
-            default = type(self).model_fields[name].default
-            if self.type not in types and getattr(self, name) != default:
-                raise ValueError(f"{name} is for the type {' or '.join(types)}")
+            self._require(self.type in types, f"the type {' or '.join(types)}", name)
         return self
 
 
@@ -278,6 +273,11 @@ class PolicyConfig(Settings):
     sgd_minibatch_size: NonNegativeInt = 0
     """Rows per update; 0 makes one update of the whole batch. The last minibatch may be
     smaller."""
+
+    @check_of_settings
+    def _check_gradient_settings(self) -> Self:
+        self._require(self.grad_clip is not None, "a grad_clip", "grad_clip_by")
+        return self
 
     def updated(self, **changes: Any) -> Self:
         model = changes.get("model")
