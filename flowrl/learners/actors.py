@@ -236,12 +236,7 @@ class LearnerGroup(Learner):
         from torch.distributed import TCPStore
 
         self._owns_ray = self._owns_ray or start_ray(self.workers.config.address)
-        gpus = ray.cluster_resources().get("GPU", 0)
-        if self.use_gpus and gpus < self.num_learners:
-            raise RuntimeError(
-                f"num_gpus={self.num_learners}: each learner needs a GPU, the cluster has "
-                f"{gpus:g} GPUs; num_learners={self.num_learners} starts learners on CPUs"
-            )
+        self._check_gpus()
         policies = self._policies()
         for policy in policies.values():
             check_distributable(policy)
@@ -267,8 +262,28 @@ class LearnerGroup(Learner):
                 ray.kill(actor)
         self._actors, self._store = [], None
 
+    def _check_gpus(self) -> None:
+        """Raise RuntimeError if the cluster lacks the GPUs."""
+        import ray
+
+        gpus = ray.cluster_resources().get("GPU", 0)
+        if self.use_gpus and gpus < self.num_learners:
+            raise RuntimeError(
+                f"num_gpus={self.num_learners}: each learner needs a GPU, the cluster has "
+                f"{gpus:g} GPUs; num_learners={self.num_learners} starts learners on CPUs"
+            )
+
     def start(self) -> None:
+        """Allow updates.
+
+        Raises:
+            RuntimeError: the cluster lacks the GPUs; without a cluster, the first update says so.
+        """
+        import ray
+
         self._stopped = False
+        if ray.is_initialized():
+            self._check_gpus()
 
     def stop(self) -> None:
         """Kill the actors, even during an update."""

@@ -34,8 +34,8 @@ from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.state_schema import check_finite, check_state, has_valid_numbers
 
 T = TypeVar("T")
-# of a state: what sampling needs besides the fields of Policy
 _UNSEEDED = contextlib.nullcontext()
+# of a state: what sampling needs besides the fields of Policy
 _ACTING_FIELDS = {"exploration": dict[str, np.ndarray], "network_rng": dict[str, Any]}
 
 __all__ = ["TensorBatch", "TorchPolicy"]

@@ -305,6 +305,13 @@ def test_missing_gpus_and_microbatches_are_rejected():
             next(stream)
 
 
+def test_a_learner_thread_finds_missing_gpus_before_sampling():
+    with IMPALAConfig(env="CartPole-v1", num_gpus=7).build() as algorithm:
+        with pytest.raises(RuntimeError, match=r"num_gpus=7: each learner needs a GPU.*has 0 GPUs"):
+            algorithm.train()
+        assert algorithm.workers.local_worker().reply_tags() == {}
+
+
 # -- decentralized training ------------------------------------------------------------------------
 
 
