@@ -40,6 +40,15 @@ def map_leaves(fn: Any, column: Any) -> Any:
     return optree.tree_map(fn, column)
 
 
+def as_arrays(column: Any) -> Any:
+    """Return a column with arrays in place of indexed columns."""
+    if type(column) is np.ndarray:
+        return column
+    if isinstance(column, (IndexedColumn, dict, tuple)):
+        return map_leaves(lambda c: np.asarray(c) if isinstance(c, IndexedColumn) else c, column)
+    return column
+
+
 def readonly_view(leaf: Any) -> Any:
     """Return a read-only view of an array; clone a tensor; return any other object itself."""
     if not isinstance(leaf, np.ndarray):
@@ -154,8 +163,7 @@ class Columns(dict[str, Any]):
     # -- reading -------------------------------------------------------------------------------
 
     def __getitem__(self, key: str) -> Any:
-        column = super().__getitem__(key)
-        return np.asarray(column) if isinstance(column, IndexedColumn) else column
+        return as_arrays(super().__getitem__(key))
 
     def __missing__(self, key: str) -> Any:
         if key in _ALIASES:
@@ -299,8 +307,7 @@ class Columns(dict[str, Any]):
                 from others.
         """
         self._check_is_stored(key)
-        column = super().pop(_ALIASES.get(key, key), *default)
-        return np.asarray(column) if isinstance(column, IndexedColumn) else column
+        return as_arrays(super().pop(_ALIASES.get(key, key), *default))
 
     # -- identity ------------------------------------------------------------------------------
 

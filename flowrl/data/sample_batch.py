@@ -15,13 +15,13 @@ import numpy as np
 from flowrl.data.columns import (
     PER_SEQUENCE,
     Columns,
+    as_arrays,
     concat_columns,
     deduplicate,
     map_leaves,
     readonly_view,
     restore_duplicates,
 )
-from flowrl.data.indexed_columns import IndexedColumn
 
 DEFAULT_POLICY_ID = "default_policy"
 
@@ -100,8 +100,7 @@ class SampleBatch(Columns):
 
     def __getitem__(self, key: str | slice | int | np.ndarray | Sequence[int]) -> Any:
         if isinstance(key, str):
-            column = dict.__getitem__(self, key)
-            return np.asarray(column) if isinstance(column, IndexedColumn) else column
+            return as_arrays(dict.__getitem__(self, key))
         if isinstance(key, slice):
             return self._slice_rows(key)
         if isinstance(key, (int, np.integer)) and not isinstance(key, bool):

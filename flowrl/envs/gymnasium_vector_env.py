@@ -226,11 +226,11 @@ class _Infos(Sequence[dict[str, Any]]):
     """Info dicts of a vector environment, one per sub-environment, extracted on access."""
 
     def __init__(self, infos: dict[str, Any], num_envs: int, ended: set[int]):
-        self._infos = {key: value for key, value in infos.items() if key not in _FINAL_KEYS}
+        self._infos = _copied({k: v for k, v in infos.items() if k not in _FINAL_KEYS})
         self._num_envs = num_envs
         # in SAME_STEP mode the infos of an episode's last step are in final_info
         self._ended = ended if "final_info" in infos else set()
-        self._final_infos = infos.get("final_info")
+        self._final_infos = _copied(infos.get("final_info"))
 
     def __len__(self) -> int:
         return self._num_envs
@@ -239,6 +239,13 @@ class _Infos(Sequence[dict[str, Any]]):
         if index in self._ended and isinstance(self._final_infos, dict):
             return _info_of(self._final_infos, index)
         return _info_of(self._infos, index)
+
+
+def _copied(infos: Any) -> Any:
+    """Return a copy of infos: an environment may reuse its dicts and arrays in the next step."""
+    if isinstance(infos, dict):
+        return {key: _copied(value) for key, value in infos.items()}
+    return infos.copy() if isinstance(infos, (np.ndarray, list)) else infos
 
 
 def _info_of(infos: dict[str, Any], index: int) -> dict[str, Any]:

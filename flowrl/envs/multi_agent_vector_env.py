@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from gymnasium import spaces
 
-from flowrl.data.spaces import copy_value, values_equal
+from flowrl.data.spaces import copy_value
 from flowrl.envs.env_state import copy_actions
 from flowrl.envs.multi_agent import is_multi_agent
 from flowrl.envs.restarting_envs import RestartingEnvs
@@ -281,7 +281,7 @@ class DirectMultiAgentVectorEnv:
 
             def matches(replayed: Any, saved: dict[Any, Any] = saved) -> bool:
                 return all(
-                    values_equal(saved[agent], obs)
+                    self.observation_check(agent).equals_saved(saved[agent], obs)
                     for agent, obs in replayed.items()
                     if agent in saved
                 )

@@ -10,7 +10,7 @@ import numpy as np
 import optree
 from gymnasium import spaces
 
-from flowrl.data.spaces import copy_value, leaf_names, leaf_spaces, leaf_values
+from flowrl.data.spaces import copy_value, leaf_names, leaf_spaces, leaf_values, values_equal
 from flowrl.errors import ConfigError
 
 OnInvalidStep = Literal["warn", "raise", "drop", "replace"]
@@ -226,6 +226,12 @@ class ObservationCheck:
         pairs = zip(leaf_values(self.space, observation), self._leaves, strict=True)
         repaired = iter([_repair(np.asarray(value), space) for value, space in pairs])
         return optree.tree_map(lambda _: next(repaired), observation)
+
+    def equals_saved(self, saved: Any, observation: Any) -> bool:
+        """Return whether an observation equals a saved one, which may have been repaired."""
+        return values_equal(saved, observation) or values_equal(
+            saved, self.repair(self.copy(observation))
+        )
 
     def describe_problem(self, observation: Any) -> str:
         """Describe an observation that is not `in_bounds`, for an error message: its first number

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import numpy as np
 from gymnasium import spaces
 
-from flowrl.data.spaces import values_equal
 from flowrl.envs.restarting_envs import RestartingEnvs
 from flowrl.envs.validation import (
     NUMBERS,
@@ -303,17 +302,10 @@ class DirectVectorEnv:
         restarted = []
         for i in range(self.num_envs):
             self._unchecked[i] = True
-            if not self._envs.replay(i, state, partial(self._matches, observations[i])):
+            if not self._envs.replay(i, state, partial(self._check.equals_saved, observations[i])):
                 observations[i] = self._reset(i)
                 restarted.append(i)
         return restarted
-
-    def _matches(self, saved: Any, observation: Any) -> bool:
-        """Compare a saved observation with a replayed one, which may need the same repair."""
-        if values_equal(saved, observation):
-            return True
-        check = self._check
-        return check.is_array and values_equal(saved, check.repair(np.asarray(observation)))
 
     def close(self) -> None:
         self._envs.close()

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from flowrl.data.types import AgentID, EpisodeID, PolicyID
 from flowrl.envs.multi_agent_vector_env import MultiAgentStep, MultiAgentVectorEnv, ResetResult
 from flowrl.envs.validation import ObservationCheck, check_reward
@@ -60,6 +62,7 @@ class AgentEpisodes:
     ):
         self._worker, self._agent_envs, self._policies = worker, agent_envs, policies
         self._soft_horizon = settings.horizon if settings.soft_horizon else None
+        self._replaces = settings.on_invalid_step == "replace"
         self.ids = IdCounter(first_id)
         self.checks, self.records, self._batches = checks, records, batches
         self.running: list[RunningEpisode | None] = [None] * agent_envs.num_envs
@@ -167,6 +170,8 @@ class AgentEpisodes:
             check_reward(reward)
             trajectory = episode.agents.get(agent)
             if trajectory is not None:
+                if self._replaces:
+                    reward = np.nan_to_num(reward, posinf=0.0, neginf=0.0)
                 trajectory.pending_reward += reward
             elif reward:
                 self.checks.warn(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
+from gymnasium import spaces
 
 from flowrl.data.types import AgentID, PolicyID
 from flowrl.errors import ConfigError
@@ -103,7 +104,7 @@ class AgentViews:
         self, view: View, episode: RunningEpisode, agent: AgentID, times: np.ndarray, shift: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return an agent's values `shift` env steps from times, and which of them exist."""
-        fill = np.asarray(fill_value(view, partial(self._worker.space_of, agent)))
+        fill = agent_fill_value(view, agent, partial(self._worker.space_of, agent))
         values = np.repeat(fill[None], len(times), 0)
         mask = np.zeros(len(times), bool)
         is_obs = view.source == "obs"
@@ -151,11 +152,37 @@ def shown_agents(view: View, agent: AgentID, worker: CallbackWorker | None) -> l
     """Return the agents whose rows a view of an agent shows.
 
     Raises:
-        ConfigError: the view shows all others, and the environment does not name its agents.
+        ConfigError: the view shows all others, and the environment does not name its agents or has
+            no other ones.
     """
     if view.agents != "others":
         return list(view.agents or ())
-    return [other for other in possible_agents(worker) if other != agent]
+    others = [other for other in possible_agents(worker) if other != agent]
+    if not others:
+        raise ConfigError('a view with agents="others" needs an environment with other agents')
+    return others
+
+
+def agent_fill_value(
+    view: View, agent: AgentID, find_space: Callable[[str], spaces.Space]
+) -> np.ndarray:
+    """Return zeros, which a view shows where an agent has no row.
+
+    Args:
+        view: the view.
+        agent: the agent whose rows it shows.
+        find_space: "obs" or "actions" -> its space.
+
+    Raises:
+        ConfigError: the space is a Dict or a Tuple.
+    """
+    fill = fill_value(view, find_space)
+    if isinstance(fill, (dict, tuple)):
+        raise ConfigError(
+            f"view of {view.source!r} of the agents {view.agents}: views of other agents support "
+            f"arrays, but the space of agent {agent!r} is a {type(fill).__name__.capitalize()}"
+        )
+    return np.asarray(fill)
 
 
 def check_shapes(view: View, shapes: Iterable[tuple[int, ...]]) -> None:

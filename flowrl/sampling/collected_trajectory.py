@@ -25,7 +25,7 @@ from flowrl.policies.acting_views import (
     state_index,
 )
 from flowrl.policies.policy import Policy
-from flowrl.sampling.agent_views import check_shapes, shown_agents
+from flowrl.sampling.agent_views import agent_fill_value, check_shapes, shown_agents
 from flowrl.sampling.views import check_repeats, max_seq_len
 
 
@@ -169,7 +169,7 @@ class TrajectoryViews:
             for known in trajectory.values:
                 if source in known:
                     return optree.tree_map(np.zeros_like, known[source])
-        return self._zero(view, trajectory.agent_id)
+        return fill_value(view, partial(space_of, self.policy))
 
     def show_agents(
         self, view: View, trajectory: CollectedTrajectory, row: int, by_agent: Any
@@ -185,20 +185,18 @@ class TrajectoryViews:
         time = trajectory.times[row - trajectory.dropped]
         values, mask = [], []
         for agent in agents:
+            find_space = partial(space_of, self.policy)
+            if self._worker is not None:
+                find_space = partial(self._worker.space_of, agent)
+            zero = agent_fill_value(view, agent, find_space)
             for shift in view.shifts:
                 value = _first(t.at_time(view.source, time, shift) for t in by_agent.get(agent, ()))
                 mask.append(value is not None)
-                values.append(self._zero(view, agent) if value is None else value)
+                values.append(zero if value is None else value)
         check_shapes(view, map(np.shape, values))
         shape = (len(agents), len(view.shifts)) if view.is_window else (len(agents),)
         column = column_of(view.source, values)
         return column.reshape(*shape, *column.shape[1:]), np.array(mask).reshape(shape)
-
-    def _zero(self, view: View, agent: AgentID) -> Any:
-        """Return the fill value of a view of an agent's rows."""
-        if view.agents is not None and self._worker is not None:
-            return fill_value(view, partial(self._worker.space_of, agent))
-        return fill_value(view, partial(space_of, self.policy))
 
 
 def column_of(name: str, values: list[Any]) -> Any:

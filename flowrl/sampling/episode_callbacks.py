@@ -189,6 +189,8 @@ class EpisodeCallbacks:
         episode = self._running[env]
         if episode is not None:
             episode.is_faulty = True
+            action = value_at(self._columns["actions"], (self._columns.lookback + row - 1, env))
+            episode.records[SINGLE_AGENT].action = action
             self._end(env)
             del self._finished[episode.episode_id]
         self.start(env, row)

@@ -43,6 +43,8 @@ class LaneRows:
         free: lanes without a trajectory, by environment.
         states: the initial states of the lanes.
         waiting: the trajectories that act in the next step.
+        needs_action: with a filter of observations, whether the current row of each lane has no
+            action yet, bool [lanes].
         time: number of steps that all environments have made together; unlike `t`, it does not
             start again with an episode.
     """
@@ -56,6 +58,7 @@ class LaneRows:
         self.columns = FragmentColumns(0, settings.fragment_length)
         self._check = ObservationCheck(policy.observation_space)
         self.current_rows, self.envs = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self.needs_action = np.zeros(0, bool)
         self.time = 0
         self._allocate()
         self.clear()
@@ -84,6 +87,7 @@ class LaneRows:
         self.free: dict[int, list[int]] = {}
         for lane in reversed(range(len(self.current_rows))):
             self.free.setdefault(int(self.envs[lane]), []).append(lane)
+        self.needs_action[:] = False
         if "pending_stats" in self.columns.arrays:
             self.columns["pending_stats"][:] = False
         self.segments: list[Segment] = []
@@ -134,6 +138,7 @@ class LaneRows:
         self.columns.add_lanes(1)
         self.states.add_lanes(1)
         self.current_rows, self.envs = np.append(self.current_rows, 0), np.append(self.envs, env)
+        self.needs_action = np.append(self.needs_action, False)
         return len(self.current_rows) - 1
 
     def _write(
@@ -148,6 +153,7 @@ class LaneRows:
         write(self.columns["raw_obs"], at, observation)
         if "pending_stats" in self.columns.arrays:
             self.columns["pending_stats"][at] = counts_in_filter
+            self.needs_action[lane] = True
         if self.shows_agents:
             self.columns["time"][at] = self.time
 
@@ -198,10 +204,7 @@ class LaneRows:
     ) -> None:
         columns, lane = self.columns, trajectory.lane
         at = columns.lookback + self.current_rows[lane], lane
-        reward = trajectory.pending_reward
-        columns["rewards"][at] = (
-            np.nan_to_num(reward, posinf=0, neginf=0) if self._replaces else reward
-        )
+        columns["rewards"][at] = trajectory.pending_reward
         trajectory.pending_reward = 0.0
         columns["t"][at] = t
         self._write_infos(at, info.copy() if info else None)
@@ -219,6 +222,7 @@ class LaneRows:
 
     def _release(self, trajectory: Trajectory) -> None:
         trajectory.alive = trajectory.needs_action = False
+        self.needs_action[trajectory.lane] = False
         self.free[int(self.envs[trajectory.lane])].append(trajectory.lane)
 
     def drop(self, trajectory: Trajectory) -> None:
@@ -277,6 +281,7 @@ class LaneRows:
         write(columns["raw_obs"], after, observations)
         if "pending_stats" in columns.arrays:
             columns["pending_stats"][after] = True
+            self.needs_action[index] = True
         if self.shows_agents:
             columns["time"][after] = self.time
             for name in FLAGS:

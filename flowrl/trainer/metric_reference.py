@@ -130,7 +130,11 @@ _TIMERS = {
     ),
     "sampler_inference_s": Metric("seconds", "The part of it in which policies act."),
     "sampler_env_step_s": Metric("seconds", "The part of it in which environments step."),
-    "sampler_reset_s": Metric("seconds", "The part of it in which environments are reset."),
+    "sampler_reset_s": Metric(
+        "seconds",
+        "The part of it in which environments are reset; 0 for environments in processes of their "
+        "own, and for vector environments of other libraries.",
+    ),
     "sampler_collection_s": Metric("seconds", "The part of it in which rows are collected."),
     "sampler_postprocess_s": Metric("seconds", "The part of it in which fragments are finished."),
     "sampler_weights_s": Metric("seconds", "Time in which workers load weights."),

@@ -9,7 +9,7 @@ import pytest
 from flowrl.algorithms.ppo import PPOTorchPolicy
 from flowrl.envs import MultiAgentEnv
 from flowrl.envs.validation import InvalidStepError
-from flowrl.policies import PolicySpec, ViewRequirement
+from flowrl.policies import ConfigError, PolicySpec, ViewRequirement
 from flowrl.sampling import RolloutWorker, SimpleListCollector
 
 from .fakes import Idle
@@ -85,6 +85,44 @@ class Numbers(Two):
 def test_plain_numbers_are_replaced(collector):
     w = worker(Numbers, sample_collector=collector, on_invalid_step="replace")
     assert sorted(w.sample()["p"]["new_obs"]) == [1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2]
+
+
+class Turns(Two):
+    """Agent "b" acts in each step, "a" in every fourth; a reward of "a" in between is invalid."""
+
+    def observations(self):
+        return {"a" if self.steps % 4 == 0 else "b": np.full(2, self.steps, np.float32)}
+
+    def rewards(self):
+        return {"a": np.nan if self.steps == 2 else 1.0}
+
+
+@COLLECTORS
+def test_an_invalid_reward_does_not_replace_the_sum_of_an_agent_that_waits(collector):
+    w = worker(Turns, sample_collector=collector, on_invalid_step="replace")
+    rows = w.sample()["p"]
+    assert rows["rewards"][rows["agent_index"] == 0].tolist() == [3.0]
+
+
+class Outside(Two):
+    def observe(self, agent, step):
+        return np.full(2, -5.0 * step, np.float32)
+
+
+@pytest.mark.parametrize("env", [Outside, Keys])
+def test_an_episode_whose_latest_observation_was_replaced_is_resumed(env):
+    settings = {"on_invalid_step": "replace", "rollout_fragment_length": 2}
+    saved, restored = (worker(env, {"p": PPOTorchPolicy}, **settings) for _ in range(2))
+    saved.sample()
+    assert restored.load_sampling_state_dict(saved.sampling_state_dict()) == 0
+
+
+@COLLECTORS
+def test_views_of_other_agents_support_only_arrays(collector):
+    w = worker(Keys, {"p": PPOTorchPolicy}, sample_collector=collector)
+    w.policy_map["p"].view_requirements["others"] = ViewRequirement("obs", agents="others")
+    with pytest.raises(ConfigError, match="of other agents support arrays"):
+        w.sample()
 
 
 class Bounds(Two):

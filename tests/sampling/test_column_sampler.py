@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from flowrl.algorithms.ppo import PPOTorchPolicy
 from flowrl.data import SampleBatch
+from flowrl.data.columns import leaves_of
 from flowrl.policies import ViewRequirement
 from flowrl.sampling import RolloutWorker, SimpleListCollector
 from flowrl.sampling.callbacks import DefaultCallbacks
@@ -250,6 +251,15 @@ def test_whole_episodes_equal_columns(model, length, fragment, envs, normalize):
             assert np.allclose(part[name], other[name], atol=1e-5), name
 
 
+@pytest.mark.parametrize("env", [Uneven, Nested])
+def test_each_observation_is_stored_once(env):
+    columns, _ = pair(5, 100, 1, env=env)
+    stored = dict(columns.sample().stored())
+    pairs = list(zip(leaves_of(stored["obs"]), leaves_of(stored["new_obs"]), strict=True))
+    assert len(pairs) == (1 if env is Uneven else 3)
+    assert all(np.shares_memory(obs, new_obs.base) for obs, new_obs in pairs)
+
+
 class Recorder(DefaultCallbacks):
     """Records what callbacks see of each episode."""
 
@@ -313,6 +323,28 @@ def test_callbacks_see_the_same_as_with_rows(length, fragment, envs, horizon, so
     metrics = [sorted((*e[:3], e.custom_metrics["events"]) for e in w.get_metrics())
                for w in (columns, rows)]  # fmt: skip
     assert metrics[0] == metrics[1]
+
+
+def test_callbacks_see_a_failure_as_with_rows():
+    seen = []
+    for collector in (None, SimpleListCollector):
+        created = []
+
+        def make(context, created=created):
+            created.append(context.vector_index)
+            fails = context.vector_index == 1 and created.count(1) == 1
+            return Uneven(7, (0, 2) if fails else None, OSError)
+
+        settings = {
+            "num_envs_per_worker": 2, "rollout_fragment_length": 3, "seed": 1, "explore": False,
+            "sample_collector": collector, "callbacks_class": Recorder, "model": SMALL,
+        }  # fmt: skip
+        worker = RolloutWorker(make, PPOTorchPolicy, settings)
+        for _ in range(4):
+            worker.sample()
+        seen.append(worker.callbacks.seen)
+    assert seen[0] == seen[1]
+    assert [is_faulty for *_, is_faulty, _ in seen[0]].count(True) == 1
 
 
 @pytest.mark.parametrize("model", ["plain", "lstm with actions", "attention"])

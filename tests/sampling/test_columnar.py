@@ -29,6 +29,32 @@ def worker(length=3, fragment=7, envs=1, creator=None, **config):
     )
 
 
+class ReusedInfos(gym.vector.VectorEnv):
+    """Two environments that write their infos into the same array in each step."""
+
+    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+    num_envs = 2
+    single_observation_space = gym.spaces.Box(-1, 1e6, (2,), np.float32)
+    single_action_space = gym.spaces.Discrete(2)
+    observation_space = gym.spaces.Box(-1, 1e6, (2, 2), np.float32)
+    action_space = gym.spaces.MultiDiscrete([2, 2])
+
+    def reset(self, *, seed=None, options=None):
+        self.steps = np.zeros(2, int)
+        return np.zeros((2, 2), np.float32), {}
+
+    def step(self, actions):
+        self.steps += 1
+        nothing = np.zeros(2, bool)
+        return np.zeros((2, 2), np.float32), np.ones(2), nothing, nothing, {"n": self.steps}
+
+
+@pytest.mark.parametrize("collector", [None, SimpleListCollector])
+def test_a_vector_environment_may_reuse_its_infos(collector):
+    w = worker(creator=lambda context: ReusedInfos(), fragment=3, sample_collector=collector)
+    assert [int(info["n"]) for info in w.sample()["infos"]] == [1, 2, 3, 1, 2, 3]
+
+
 def check_rows(batch, length):
     """Check every row's columns against the rules of CountEnv."""
     for row in batch.rows():

@@ -295,6 +295,50 @@ def test_memory_equals_rows(model, kind, seed, fragment, max_seq_len, soft, batc
     assert metrics_of(columns) == metrics_of(rows)
 
 
+class Seen(PPOTorchPolicy):
+    """Records the observation of each action."""
+
+    defers_values = False
+
+    def compute_actions(self, obs_batch, explore=True, state_batches=None):
+        actions, states, extra = super().compute_actions(obs_batch, explore, state_batches)
+        return actions, states, {**extra, "seen": np.array(obs_batch)}
+
+
+class SeenByAgent(Seen):
+    """Postprocesses the rows of each agent."""
+
+    def postprocess_trajectory(self, batch, other_batches=None, episode=None):
+        return super().postprocess_trajectory(batch, other_batches, episode)
+
+
+@pytest.mark.parametrize("policy_class", [Seen, SeenByAgent])
+@pytest.mark.parametrize("batch_mode", ["truncate_episodes", "complete_episodes"])
+@pytest.mark.parametrize("kind", ["always", "turns", "random"])
+def test_observations_are_those_of_the_actions_if_the_filter_changes(
+    policy_class, batch_mode, kind
+):
+    for seed in range(3):
+        columns, _ = pair(
+            kind, 2, seed=seed, policy_class=policy_class, normalize_observations=True,
+            batch_mode=batch_mode,
+        )  # fmt: skip
+        for k in range(10):
+            if k == 5:  # a restored sampler knows which observations have no action
+                restored, _ = pair(
+                    kind, 2, seed=seed, policy_class=policy_class, normalize_observations=True,
+                    batch_mode=batch_mode,
+                )  # fmt: skip
+                restored.load_state_dict(columns.state_dict())
+                assert restored.load_sampling_state_dict(columns.sampling_state_dict()) == 0
+                columns = restored
+            for batch in columns.sample().policy_batches.values():
+                np.testing.assert_allclose(batch["obs"], batch["seen"], atol=1e-6)
+            for updates in columns.reply_tags()["filters"]:
+                for policy_id, update in updates.items():
+                    columns.policy_map[policy_id].merge_filter_updates(update)
+
+
 class Recorder(DefaultCallbacks):
     """Records what callbacks see of each agent."""
 
