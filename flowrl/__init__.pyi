@@ -143,7 +143,7 @@ class _AtariSettings(TypedDict, total=False):
     frame_skip: int
     """Frames per env step; the action is repeated, the rewards are added, and the observation is the maximum of the last two frames."""
     noop_max: int
-    """An episode starts with up to this number of frames without an action, chosen at random."""
+    """An episode starts with up to this number of frames without an action, chosen at random; with none in games in which there is always an action (Backgammon)."""
     fire_on_reset: bool
     """Press FIRE at the start of an episode and after a lost life, in games that have it."""
     screen_size: int
@@ -285,7 +285,7 @@ class _AlgorithmConfigFramework(TypedDict, total=False):
     device: str
     """Device of the network in processes that learn: "cpu", "cuda", "cuda:1"; "auto" uses the GPU, if there is one, for observations with images, and the CPU for others. Workers that only sample use the CPU."""
     cuda_graphs: bool
-    """On a GPU, launch an update or a forward pass on images as one CUDA graph where its shapes stay the same: for the policies of PPO, A2C, DQN, SAC and TD3, not those derived from them, on networks of flowrl and torch without recurrent states, noisy layers, dropout and BatchNorm. Results differ by rounding only."""
+    """On a GPU, launch an update or a forward pass on images as one CUDA graph where its shapes stay the same: for the policies of PPO, A2C, DQN, SAC, TD3 and DDPG, not those that a user derives from them, on networks of flowrl and torch without recurrent states, noisy layers, dropout and BatchNorm. Results differ by rounding only."""
 
 class _AlgorithmConfigCheckpointing(TypedDict, total=False):
     checkpoint_frequency: int

@@ -98,9 +98,8 @@ class BenchmarkRow:
         return hashlib.sha256(text).hexdigest()[:12]
 
     def has_current_settings(self, result: dict[str, Any], library: str = "flowrl") -> bool:
-        """Return whether a result is of the row's present settings; old ones have no checksum."""
-        checksum = self.checksum(library)
-        return bool(result.get("settings", checksum) == checksum)
+        """Return whether a result is of the row's present settings."""
+        return bool(result["settings"] == self.checksum(library))
 
     def result_files(self, folder: Path, library: str = "flowrl") -> list[Path]:
         """Return the files with the results of a library, by seed."""

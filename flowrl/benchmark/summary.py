@@ -5,16 +5,28 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field, FiniteFloat
 
 from flowrl.benchmark.rows import BenchmarkRow, benchmark_rows
 from flowrl.errors import ConfigError
+from flowrl.state_schema import Fields, Natural, check_state
 from flowrl.trainer.runs.curve_drawing import draw_panels
 from flowrl.trainer.runs.learning_curves import Curve, mean_curve
 
 NUM_RESAMPLES = 10_000
+_Point = Annotated[list[FiniteFloat], Field(min_length=2)]  # env steps, mean return, …
+_RESULT: Fields = {
+    "seed": Natural,
+    "env_steps": Natural,
+    "settings": str,
+    "score": FiniteFloat,
+    "seconds": Annotated[FiniteFloat, Field(ge=0)],
+    "steps_to_threshold": Natural | None,
+    "curve": Annotated[list[_Point], Field(min_length=1)],
+}
 LIBRARIES = {"flowrl": "", "sb3": " of SB3"}  # library -> what a table adds to the plan
 
 
@@ -55,15 +67,11 @@ def read_result(path: Path) -> dict[str, Any]:
     """
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
-        missing = {"env_steps", "score", "steps_to_threshold", "seconds", "curve"} - result.keys()
-    except (OSError, ValueError, AttributeError) as error:
+        check_state(result, _RESULT)
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"benchmark: {path} contains no result: remove it to train again ({error})"
         ) from None
-    if missing:
-        raise ConfigError(
-            f"benchmark: {path} lacks {', '.join(sorted(missing))}: remove it to train again"
-        )
     return dict(result)
 
 

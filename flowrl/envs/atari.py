@@ -29,7 +29,8 @@ class AtariSettings(Settings):
     """Frames per env step; the action is repeated, the rewards are added, and the observation is
     the maximum of the last two frames."""
     noop_max: NonNegativeInt = 30
-    """An episode starts with up to this number of frames without an action, chosen at random."""
+    """An episode starts with up to this number of frames without an action, chosen at random; with
+    none in games in which there is always an action (Backgammon)."""
     fire_on_reset: bool = True
     """Press FIRE at the start of an episode and after a lost life, in games that have it."""
     screen_size: Count = 84
@@ -60,13 +61,18 @@ def is_atari(env: Any) -> bool:
     an old id, such as Breakout-v4."""
     if not isinstance(env, str):
         return False
-    if _OLD_IDS.match(env) and env not in gym.registry:
+    if has_old_form(env) and env not in gym.registry:
         with suppress(ConfigError):  # ale-py is not installed
             register_atari(env)
     spec = gym.registry.get(env)
     return _IDS.match(env) is not None or (
         spec is not None and str(spec.entry_point).startswith("ale_py")
     )
+
+
+def has_old_form(env_id: str) -> bool:
+    """Return whether an id may be the old one of a game, such as Breakout-v4."""
+    return _OLD_IDS.match(env_id) is not None
 
 
 def is_unprocessed(env: Any) -> bool:
@@ -115,16 +121,17 @@ def make_atari(env_id: str, settings: AtariSettings | None = None, **kwargs: Any
     kwargs |= {"frameskip": 1, "full_action_space": settings.full_action_space}
     if settings.repeat_action_probability is not None:
         kwargs["repeat_action_probability"] = settings.repeat_action_probability
+    game: Any = gym.make(env_id, disable_env_checker=True, **kwargs)
+    actions = game.unwrapped.get_action_meanings()
     env: gym.Env = AtariPreprocessing(
-        gym.make(env_id, disable_env_checker=True, **kwargs),
-        noop_max=settings.noop_max,
+        game,
+        noop_max=settings.noop_max if actions[0] == "NOOP" else 0,
         frame_skip=settings.frame_skip,
         screen_size=settings.screen_size,
         grayscale_obs=settings.grayscale,
         grayscale_newaxis=True,
     )
-    game: Any = env.unwrapped
-    has_fire = game.get_action_meanings()[FIRE:][:1] == ["FIRE"]
+    has_fire = actions[FIRE:][:1] == ["FIRE"]
     return FireAfterReset(env) if settings.fire_on_reset and has_fire else env
 
 
@@ -167,8 +174,8 @@ def for_vector_entry_point(settings: AtariSettings) -> dict[str, Any]:
 def for_envpool(env_id: str, settings: AtariSettings) -> dict[str, Any]:
     """Return the arguments with which EnvPool preprocesses in the same way.
 
-    It presses FIRE at the start of an episode only, and its observations are
-    [1 or 3, screen_size, screen_size].
+    It presses FIRE at the start of an episode only, for one frame, so that the starts of games
+    differ; its observations are [1 or 3, screen_size, screen_size].
     """
     probability = settings.repeat_action_probability
     if probability is None:

@@ -23,7 +23,7 @@ from gymnasium.wrappers import (
 )
 
 from flowrl.envs import no_velocities
-from flowrl.envs.atari import AtariSettings, is_atari, make_atari, register_atari
+from flowrl.envs.atari import AtariSettings, has_old_form, is_atari, make_atari, register_atari
 from flowrl.envs.time_limit import Horizon, get_max_steps, set_max_steps
 from flowrl.errors import ConfigError, check_installed, install_hint
 from flowrl.setting_values import nearest
@@ -137,15 +137,19 @@ def ensure_registered(env_id: str) -> None:
     except gym.error.Error as error:
         if ":" in env_id:
             return  # creating it imports the module that registers it
-        with suppress(ConfigError):  # ale-py is not installed
+        needs_extra = ""
+        try:
             register_atari(f"ALE/{env_id}")
+        except ConfigError:  # ale-py is not installed
+            if has_old_form(env_id):
+                needs_extra = f" {install_hint('An Atari game', 'atari')}."
         if env_id in gym.registry:  # a game by its old id, such as Breakout-v4
             return
         namespace = env_id.partition("/")[0] if "/" in env_id else None
         if f"ALE/{env_id}" in gym.registry:
             hint = f" Did you mean 'ALE/{env_id}'?"
         elif namespace in {None, *(spec.namespace for spec in gym.registry.values())}:
-            hint = nearest(env_id, [*_CREATORS, *gym.registry])
+            hint = nearest(env_id, [*_CREATORS, *gym.registry]) or needs_extra
         else:
             hint = (
                 f" No imported package registers {namespace!r}: install the package, and name the "

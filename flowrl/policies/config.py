@@ -249,8 +249,9 @@ class PolicyConfig(Settings):
     only sample use the CPU."""
     cuda_graphs: bool = setting(True, group="framework")
     """On a GPU, launch an update or a forward pass on images as one CUDA graph where its shapes
-    stay the same: for the policies of PPO, A2C, DQN, SAC and TD3, not those derived from them, on
-    networks of flowrl and torch without recurrent states, noisy layers, dropout and BatchNorm.
+    stay the same: for the policies of PPO, A2C, DQN, SAC, TD3 and DDPG, not those that a user
+    derives from them, on networks of flowrl and torch without recurrent states, noisy layers,
+    dropout and BatchNorm.
     Results differ by rounding only."""
     model: ModelConfig = ModelConfig()
     """The network."""

@@ -131,7 +131,8 @@ class TorchPolicy(Policy):
             device = torch.device(name)
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as error:
-            raise ConfigError(f"device: {name!r} is not available: {error}") from error
+            reason = str(error).partition("\n")[0].partition(". ")[0]  # torch may add a table
+            raise ConfigError(f"device: {name!r} is not available: {reason}") from error
         return device
 
     # -- parts that a subclass may replace -------------------------------------------------------

@@ -302,9 +302,11 @@ class ColumnSampler:
         failed = [env for env, _ in step.failed] if step.failed else ()
         self.faulty_episodes += len(failed)
         soft = self._tracker.record_ends(t, step.ended, step.final, step.skipped, failed)
-        for envs in (step.ended, step.skipped, failed) if states else ():
-            if len(envs):
+        for envs in (step.ended, step.skipped, failed):
+            if len(envs) and states:
                 self._states.restart(envs)
+            if len(envs) and self._lost_lives is not None:
+                self._lost_lives.start(envs)
         return soft
 
     def _warn_without_data(self, steps: int) -> None:

@@ -21,6 +21,10 @@ class LostLives:
     def __init__(self, num_envs: int):
         self.lives = np.zeros(num_envs, np.int64)
 
+    def start(self, envs: Any) -> None:
+        """Start another game in environments: its lives are not compared with those before."""
+        self.lives[envs] = 0
+
     def after(self, infos: Sequence[Mapping[str, Any]]) -> np.ndarray:
         """Return in which environments a step has lost a life, bool [N].
 

@@ -7,7 +7,7 @@ import pytest
 
 from flowrl.benchmark.rows import benchmark_rows, shipped_tables
 from flowrl.benchmark.run import result_of, train_flowrl
-from flowrl.benchmark.summary import interquartile_mean, read_results
+from flowrl.benchmark.summary import LIBRARIES, interquartile_mean, read_result
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MAX_SECONDS = 300  # of a training that is repeated here
@@ -16,13 +16,24 @@ MAX_SECONDS = 300  # of a training that is repeated here
 def recorded():
     """Yield the rows that train in minutes, with their recorded scores."""
     for row in benchmark_rows(shipped_tables()):
-        results = read_results(row, RESULTS)
+        results = [read_result(path) for path in row.result_files(RESULTS)]
         if results and np.median([result["seconds"] for result in results]) <= MAX_SECONDS:
             yield pytest.param(row, [result["score"] for result in results], id=row.name)
 
 
 def test_there_are_recorded_scores():
     assert len(list(recorded())) >= 1
+
+
+def test_recorded_scores_are_of_the_present_settings():
+    """A changed tuned example needs new results."""
+    rows = {}
+    for row in benchmark_rows(shipped_tables()):
+        for library in LIBRARIES:
+            rows |= dict.fromkeys(row.result_files(RESULTS, library), (row, library))
+    assert rows.keys() == set(RESULTS.glob("*-seed*.json"))
+    for path, (row, library) in rows.items():
+        assert row.has_current_settings(read_result(path), library), path
 
 
 @pytest.mark.seeds

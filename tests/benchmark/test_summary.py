@@ -22,8 +22,10 @@ ROW = BenchmarkRow("t", "ppo", "A/b-v0", 1000, {"paper": 12.5}, threshold=20.0)
 
 
 def write(folder, seed, score, reached, **more):
-    values = {"env_steps": 1000, "curve": [], "score": score, "steps_to_threshold": reached}
-    values |= {"seconds": 10.0 + seed, **more}
+    values = {
+        "seed": seed, "env_steps": 1000, "settings": ROW.checksum(), "curve": [[1000, 8.0, 10.0]],
+        "score": score, "steps_to_threshold": reached, "seconds": 10.0 + seed, **more,
+    }  # fmt: skip
     (folder / ROW.file_name(seed)).write_text(json.dumps(values))
 
 
@@ -99,15 +101,31 @@ def test_steps_to_another_threshold_are_not_shown(tmp_path):
     [
         ('{"plan": ', r"seed0\.json contains no result: remove it to train again"),
         ("[1]", "contains no result"),
-        (
-            '{"score": 1.0}',
-            r"seed0\.json lacks curve, env_steps, seconds, steps_to_threshold: remove",
-        ),
+        ('{"score": 1.0}', r"contains no result: .* \(seed: field required\)"),
     ],
 )
 def test_files_without_a_result_are_named(tmp_path, text, match):
     (tmp_path / ROW.file_name(0)).write_text(text)
     with pytest.raises(ConfigError, match=match):
+        read_results(ROW, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("curve", []),
+        ("curve", [[1]]),
+        ("score", "x"),
+        ("score", None),
+        ("score", float("nan")),
+        ("seconds", -1.0),
+        ("env_steps", "a"),
+        ("settings", None),
+    ],
+)
+def test_fields_of_a_result_are_checked(tmp_path, name, value):
+    write(tmp_path, 0, **{"score": 1.0, "reached": None, name: value})
+    with pytest.raises(ConfigError, match=rf"seed0\.json contains no result: .*\({name}"):
         read_results(ROW, tmp_path)
 
 

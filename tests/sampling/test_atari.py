@@ -179,6 +179,18 @@ def test_lost_lives_are_found():
     assert lives.after([]).tolist() == [False, False]
 
 
+def test_lives_of_another_game_are_not_compared():
+    lives = LostLives(2)
+    lives.after([{"lives": 4}, {"lives": 4}])
+    lives.start(np.array([0]))  # its episode was truncated
+    assert lives.after([{"lives": 3}, {"lives": 3}]).tolist() == [False, True]
+
+
+def test_a_game_without_a_no_op_action_starts_without():
+    with PPO("ALE/Backgammon-v5", **SMALL) as algorithm:
+        assert algorithm.workers.local_worker().sample().count == 128
+
+
 @pytest.mark.parametrize("mode", ["flowrl", "async", "vector_entry_point", "envpool"])
 def test_episodes_continue_after_lost_lives(mode):
     """Rows of lost lives are terminated for the learner; returns are those of whole games."""

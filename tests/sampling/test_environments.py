@@ -64,6 +64,7 @@ def test_async_vector_environments_are_rejected_before_they_are_copied():
             "PongNoFrameskip-v4",
             r"the Atari environment .*: pip install \"flowrl-dataflow\[atari\]\"$",
         ),
+        ("Zzzzzz-v4", r"An Atari game needs the extra atari: pip install"),
         ("minihack/Maze-v0", r"registers 'minihack': install .*env=\"module:minihack/Maze-v0\""),
         ("zzzzzz", r"register_env\(name, creator\)"),
     ],
