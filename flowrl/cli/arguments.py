@@ -116,9 +116,13 @@ def reject_settings(command: str, run: str, arguments: Sequence[str]) -> None:
                 f"Algorithm.from_checkpoint({run!r}, {change}).{method}"
             )
         if name == "config" or algorithms_with(name.split(".")[0]):
+            from flowrl.policies.json_codec import text_of_changes
+
+            change = "{…}" if name == "config" else text_of_changes([name])
             raise ConfigError(
                 f"{flag}: flowrl {command} uses the settings of the run; to change them, use "
-                f"Python: Algorithm.from_checkpoint({run!r}, config={{…}}).{method}"
+                f"Python: Algorithm.from_checkpoint({run!r}, config={change}).{method}; with "
+                "trust=True if the run needs --trust"
             )
 
 

@@ -179,20 +179,16 @@ def _without_actors(config: Any) -> Any:
 def _reject_flags_without_effect(config: Any, defaults: Any) -> None:
     """Reject changes of policy settings if every policy has its own config."""
     from flowrl.policies.config import PolicyConfig
-    from flowrl.policies.policy_spec import specs_of
 
-    if config.policies is None:
-        return
-    specs = specs_of(config.policies)
-    if not all(isinstance(spec.config, PolicyConfig) for spec in specs.values()):
-        return
-    for name in [n for n in PolicyConfig.model_fields if n not in ("seed", "total_timesteps")]:
-        if getattr(config, name) != getattr(defaults, name):
-            flag = name.rstrip("_").replace("_", "-")
-            raise ConfigError(
-                f"--{flag}: every policy of this plan has its own settings: "
-                f"--policies.{next(iter(specs))}.config.{flag}"
-            )
+    fields = PolicyConfig.model_fields
+    changed = [name for name in fields if getattr(config, name) != getattr(defaults, name)]
+    name = config.without_effect(changed)
+    if name is not None:
+        flag = name.rstrip("_").replace("_", "-")
+        raise ConfigError(
+            f"--{flag}: every policy of this plan has its own settings: "
+            f"--policies.{next(iter(config.policies))}.config.{flag}"
+        )
 
 
 def is_algorithm_run(arguments: list[str]) -> bool:

@@ -20,7 +20,7 @@ from flowrl.policies.code_references import (
     UntrustedCodeError,
     code_path,
 )
-from flowrl.policies.policy_spec import PolicySpec
+from flowrl.policies.policy_spec import PolicySpec, changed_specs, changes_specs
 from flowrl.settings import Settings, imported, within_record
 
 # keys that mark encoded objects
@@ -112,6 +112,8 @@ def changed_values(
                 raise ConfigError(within_record(name, str(error))) from None
         elif name not in changes:
             values[name] = decode_setting(name, value, resolver)
+        elif name == "policies" and changes_specs(change):
+            values[name] = changed_specs(decode_setting(name, value, resolver), change)
     return values
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gymnasium import spaces
 
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.errors import ConfigError, add_note
+from flowrl.setting_values import nearest
+from flowrl.settings import Settings, within_record
 
 
 @dataclass
@@ -72,6 +74,53 @@ def specs_of(policies: Any) -> dict[str, PolicySpec]:
     if not specs:
         raise ConfigError("policies: there must be at least one")
     return {policy_id: PolicySpec.from_value(spec) for policy_id, spec in specs.items()}
+
+
+def changes_specs(policies: Any) -> bool:
+    """Return whether a value of the setting `policies` changes given policies: id -> mapping."""
+    return (
+        isinstance(policies, Mapping)
+        and bool(policies)
+        and all(isinstance(change, Mapping) for change in policies.values())
+    )
+
+
+def changed_specs(policies: Any, changes: Mapping[str, Mapping[str, Any]]) -> dict[str, PolicySpec]:
+    """Return PolicySpecs with changes.
+
+    Args:
+        policies: the present value of the setting `policies`.
+        changes: policy id -> fields of its PolicySpec to replace; a mapping for `config` changes
+            only the settings that it names.
+
+    Raises:
+        ConfigError: a policy, a field or a setting is unknown, or a setting is invalid.
+    """
+    specs = specs_of(policies)
+    for policy_id, change in changes.items():
+        if policy_id not in specs:
+            raise ConfigError(
+                f"policies: no policy {policy_id!r}.{nearest(str(policy_id), list(specs))}"
+            )
+        spec, fields = specs[policy_id], dict(change)
+        if unknown := fields.keys() - vars(spec).keys():
+            raise ConfigError(
+                f"policies.{policy_id}: no field {min(unknown)!r}: change settings with "
+                f"{{{policy_id!r}: {{'config': {{…}}}}}}"
+            )
+        if isinstance(fields.get("config"), Mapping):
+            fields["config"] = _changed_config(spec.config, fields["config"], policy_id)
+        specs[policy_id] = replace(spec, **fields)
+    return specs
+
+
+def _changed_config(config: Any, changes: Mapping[str, Any], policy_id: str) -> Any:
+    if not isinstance(config, Settings):
+        return {**(config or {}), **changes}
+    try:
+        return config.updated(**changes)
+    except ConfigError as error:
+        raise ConfigError(within_record(f"policies.{policy_id}.config", str(error))) from None
 
 
 class PolicyMapping:

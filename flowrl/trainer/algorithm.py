@@ -186,7 +186,9 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
             base = plan_config(plan, settings.get("env"))
         else:
             base = config
-        algorithm = base.updated(**settings).build(plan=plan)
+        changed = base.updated(**settings)
+        changed.check_has_effect(changed.canonical(settings))
+        algorithm = changed.build(plan=plan)
         if not isinstance(algorithm, cls):
             algorithm.stop()
             raise ConfigError(

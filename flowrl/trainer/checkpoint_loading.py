@@ -22,6 +22,7 @@ from flowrl.policies.code_references import (
     code_path,
 )
 from flowrl.policies.json_codec import config_from_json, is_given, missing_settings_error
+from flowrl.policies.policy_spec import changes_specs
 from flowrl.setting_aliases import canonical_names
 from flowrl.trainer.plan_files import (
     PLAN_MODULE,
@@ -98,6 +99,8 @@ def _settings_of_manifest(
     for name in ("model", "q_model"):
         if not is_given(changes, f"{name}.custom_model"):
             chosen_by_caller.discard(name)
+    if changes_specs(changes.get("policies")):
+        chosen_by_caller.discard("policies")
     plan = changes.get("plan", manifest["config"]["values"].get("plan"))
     if is_plan_file(plan):
         plan = str(Path(plan).resolve())  # once: the file that is checked is the one executed
@@ -111,6 +114,7 @@ def _settings_of_manifest(
         changes = changes | {"plan": plan}
     resolver = CodeResolver(trust, known | _known_classes(cls_of_run, plan), plan_modules)
     settings = config_from_json(manifest["config"], changes, resolver)
+    settings.check_has_effect(changes)
     code = None if trust else untrusted_code(settings, chosen_by_caller)
     if code is not None:
         raise UntrustedCodeError(

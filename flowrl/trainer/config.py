@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -18,7 +18,7 @@ from flowrl.envs.registry import NO_ENV_MESSAGE, env_creator_for
 from flowrl.errors import ConfigError
 from flowrl.ops.report import ReportingConfig
 from flowrl.policies.config import PolicyConfig
-from flowrl.policies.policy_spec import PolicyMapping, specs_of
+from flowrl.policies.policy_spec import PolicyMapping, changed_specs, changes_specs, specs_of
 from flowrl.seeding import derive_seed
 from flowrl.setting_aliases import canonical_names
 from flowrl.setting_values import nearest
@@ -158,9 +158,38 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
         return self.env
 
     def updated(self, **changes: Any) -> Self:
+        """Return a validated copy with changes; a dict updates a nested record key by key.
+
+        `policies={"cat": {"config": {"lr": 1e-4}}}` changes only these settings of one policy.
+        """
+        if self.policies is not None and changes_specs(changes.get("policies")):
+            changes["policies"] = changed_specs(self.policies, changes["policies"])
         copied = super().updated(**changes)
         copied._lineage = self._lineage
         return copied
+
+    def without_effect(self, names: Iterable[str]) -> str | None:
+        """Return the first of these settings that has no effect because every policy has a config
+        of its own; None if there is none."""
+        specs = {} if self.policies is None else specs_of(self.policies)
+        if not specs or not all(isinstance(s.config, PolicyConfig) for s in specs.values()):
+            return None
+        own = PolicyConfig.model_fields.keys() - {"seed", "total_timesteps"}
+        return next((name for name in names if name in own), None)
+
+    def check_has_effect(self, names: Iterable[str]) -> None:
+        """Check that changes of these settings have an effect.
+
+        Raises:
+            ConfigError: every policy has a config of its own.
+        """
+        name = self.without_effect(names)
+        if name is not None:
+            policy_id = next(iter(specs_of(self.policies)))
+            raise ConfigError(
+                f"{name}: every policy of this plan has its own settings: "
+                f"policies={{{policy_id!r}: {{'config': {{{name!r}: …}}}}}}"
+            )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

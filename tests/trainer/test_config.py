@@ -3,6 +3,7 @@
 import argparse
 import inspect
 import json
+import re
 import sys
 import time
 
@@ -410,6 +411,32 @@ def test_policy_specs_survive_conversion_to_dict():
     assert restored.for_policy("a").lr == 0.1
     with pytest.raises(ConfigError, match="must be a mapping"):
         A2CConfig.from_dict([1])
+
+
+def test_a_mapping_changes_settings_of_one_policy():
+    policies = {"a": PolicySpec(config=DQNConfig()), "b": PolicySpec(config={"gamma": 0.5})}
+    config = AlgorithmConfig(env=CARTPOLE, policies=policies)
+    changes = {"a": {"config": {"lr": 0.1}}, "b": {"config": {"lr": 0.2}}}
+    changed = config.updated(policies=changes)
+    assert isinstance(changed.policies["a"].config, DQNConfig)
+    assert [changed.for_policy(policy_id).lr for policy_id in "ab"] == [0.1, 0.2]
+    assert changed.for_policy("b").gamma == 0.5
+    assert config.for_policy("a").lr == DQNConfig().lr  # it is unchanged
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dqm": {"config": {}}}, "policies: no policy 'dqm'. Did you mean 'dqn'?"),
+        ({"dqn": {"lr": 0.1}}, "policies.dqn: no field 'lr': change settings with {'dqn': {'conf"),
+        ({"dqn": {"config": {"lrr": 1}}}, "setting 'policies.dqn.config.lrr'. Did you mean 'lr'?"),
+        ({"dqn": {"config": {"lr": -1}}}, "policies.dqn.config.lr: values must be from 0"),
+    ],
+)
+def test_invalid_changes_of_policies_are_rejected(changes, message):
+    config = AlgorithmConfig(env=CARTPOLE, policies={"dqn": PolicySpec(config=DQNConfig())})
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        config.updated(policies=changes)
 
 
 def test_aliases_work_in_updates_and_attributes():

@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
+from flowrl import Algorithm
 from flowrl.algorithms.a2c import A2CConfig
 from flowrl.data.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
 from flowrl.envs import MultiAgentEnv, make_multi_agent
 from flowrl.envs.env_state import pack_actions, unpack_actions
+from flowrl.errors import ConfigError
 from flowrl.ops import (
     ApplyGradients,
     AverageGradients,
@@ -26,6 +28,7 @@ from flowrl.ops import (
     StandardMetricsReporting,
     TrainOneStep,
 )
+from flowrl.policies import PolicySpec
 from flowrl.sampling import DefaultCallbacks
 from flowrl.trainer.plan_settings import plan_config
 from tests.data.test_checkpoint import assert_same
@@ -639,3 +642,29 @@ def test_fragments_sampled_ahead_count_as_dropped_after_restore(tmp_path):
     dropped = after["counters"]["num_env_steps_dropped"]
     assert dropped > 0
     assert after["timesteps_total"] == before["timesteps_total"] + dropped + 33
+
+
+def test_settings_of_one_policy_change_in_a_checkpoint(tmp_path):
+    small = {"ppo": {"config": {"train_batch_size": 64, "sgd_minibatch_size": 32}}}
+    plan = {"policies": small, "total_timesteps": 1000, "min_sample_timesteps_per_iteration": 64}
+    with Algorithm.from_plan("ppo_dqn", **plan) as algorithm:
+        algorithm.train()
+        path = algorithm.save(tmp_path / "c")
+    changes = {"policies": {"dqn": {"config": {"lr": 1e-4}}}}
+    with Algorithm.from_checkpoint(path, config=changes) as changed:
+        policies = changed.workers.local_worker().policy_map
+        assert policies["dqn"].config.lr == 1e-4
+        assert policies["ppo"].config.train_batch_size == 64
+        changed.train()
+
+
+def test_a_change_without_effect_is_rejected_if_policies_have_their_own_settings(tmp_path):
+    policies = {"ppo": PolicySpec(config=A2CConfig(seed=0))}
+    config = A2CConfig(env="CartPole-v1", policies=policies)
+    message = r"^lr: every policy of this plan has its own settings: policies=\{'ppo': \{'config':"
+    with pytest.raises(ConfigError, match=message):
+        Algorithm.from_plan("a2c", config, lr=1e-4)
+    with config.build() as algorithm:
+        path = algorithm.save(tmp_path / "c")
+    with pytest.raises(ConfigError, match=message):
+        Algorithm.from_checkpoint(path, config={"lr": 1e-4})

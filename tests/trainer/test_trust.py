@@ -262,6 +262,16 @@ def test_caller_can_replace_untrusted_settings(saved, tmp_path, evil):
     assert not evil.executed()
 
 
+def test_changes_of_one_policy_do_not_replace_the_code_of_others(saved, tmp_path, evil):
+    spec = {"__policy_spec__": {"config": {"model": {"custom_model": "evil_module:Evil"}}}}
+    manifest = replaced(saved[1], ("config", "values", "policies"), {"a": spec, "b": spec})
+    path = write_manifest(tmp_path / "c", saved[0], manifest)
+    changes = {"policies": {"a": {"config": {"lr": 0.1}}}}
+    with pytest.raises(CheckpointError, match="trust=True"):
+        A2C.from_checkpoint(path, config=changes)
+    assert not evil.executed()
+
+
 def test_ray_on_this_machine_needs_no_trust(saved, tmp_path):
     manifest = replaced(saved[1], ("config", "values", "address"), "local")
     with Algorithm.from_checkpoint(write_manifest(tmp_path / "c", saved[0], manifest)) as algorithm:
