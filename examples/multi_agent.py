@@ -8,7 +8,6 @@ import argparse
 from pettingzoo.classic import tictactoe_v3
 
 from flowrl import PPO, PolicySpec
-from flowrl.envs import PettingZooEnv
 from flowrl.policies import Policy
 
 
@@ -22,7 +21,7 @@ class RandomMoves(Policy):
 
 def main(timesteps: int) -> None:
     algo = PPO(
-        PettingZooEnv(tictactoe_v3.env()),  # turn-based; there is also a ParallelPettingZooEnv
+        tictactoe_v3.env,  # turn-based; functions of parallel environments work, too
         policies={"learner": PolicySpec(), "random": PolicySpec(policy_class=RandomMoves)},
         policy_mapping_fn=lambda agent_id: "learner" if agent_id == "player_1" else "random",
         policies_to_train=["learner"],

@@ -28,7 +28,7 @@ def execution_plan(workers, config):
     rows_of_ppo, rows_of_dqn = ops.ParallelRollouts(workers, mode="bulk_sync").duplicate(2)
     train_ppo = (
         rows_of_ppo.for_each(ops.SelectExperiences(["ppo"]))
-        .combine(ops.ConcatBatches(ppo.train_batch_size))
+        .combine(ops.ConcatBatches(ppo.train_batch_size, count_steps_by="agent_steps"))
         .for_each(ops.TrainOneStep(workers, policies=["ppo"]))
     )
     buffer = dqn.replay_buffer(["dqn"])
@@ -38,7 +38,9 @@ def execution_plan(workers, config):
         ops.Replay(local_buffer=buffer)
         .for_each(ops.TrainOneStep(workers, policies=["dqn"]))
         .for_each(ops.UpdateReplayPriorities(local_buffer=buffer))
-        .for_each(ops.UpdateTargetNetwork(workers, 500, policies=["dqn"]))  # env steps
+        .for_each(
+            ops.UpdateTargetNetwork(workers, dqn.target_network_update_freq, policies=["dqn"])
+        )
     )
     train = ops.Concurrently([train_ppo, store, train_dqn], output_indexes=[0, 2])
     return ops.StandardMetricsReporting(train, workers, config)

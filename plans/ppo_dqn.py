@@ -50,7 +50,7 @@ config = AlgorithmConfig(
             )
         ),
     },
-    policy_mapping_fn=lambda agent_id, *args, **kwargs: "ppo" if agent_id % 2 else "dqn",
+    policy_mapping_fn=lambda agent_id: "ppo" if agent_id % 2 else "dqn",
     min_sample_timesteps_per_iteration=1000,
     metrics_num_episodes_for_smoothing=20,
 )

@@ -15,7 +15,9 @@ from flowrl.ops import (
 config = DQNConfig(
     env="CartPole-v1",
     n_step=3,
-    num_atoms=51,  # between v_min and v_max, the bounds of the environment's discounted returns
+    # values of the distribution, from v_min to v_max: set these to the bounds of the discounted
+    # returns of your environment
+    num_atoms=51,
     noisy=True,
     exploration_config={"type": "EpsilonGreedy", "epsilon": 0.0},
 )

@@ -63,7 +63,7 @@ config = AlgorithmConfig(
             )
         ),
     },
-    policy_mapping_fn=lambda agent_id, *args, **kwargs: ("ppo", "dqn", "sac")[agent_id % 3],
+    policy_mapping_fn=lambda agent_id: ("ppo", "dqn", "sac")[agent_id % 3],
     min_sample_timesteps_per_iteration=1000,
     metrics_num_episodes_for_smoothing=20,
 )

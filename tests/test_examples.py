@@ -14,12 +14,12 @@ ROOT = Path(__file__).parents[1]
 SCRIPTS = {
     "own_environment": (None, ["--timesteps", "2000"], "return"),
     "own_plan": (None, ["--timesteps", "4000"], "advantages"),
-    "custom_network": (None, ["--timesteps", "4000"], ""),
-    "ppo_and_dqn": (None, ["--timesteps", "3000"], ""),
-    "multi_agent": ("marl", ["--timesteps", "2000"], ""),
-    "tune_learning_rate": ("tune", ["--timesteps", "2000"], ""),
-    "learn_offline": ("offline", ["--timesteps", "2000", "--rows", "2000"], ""),
-    "deploy_onnx": ("onnx", ["--timesteps", "2000"], ""),
+    "custom_network": (None, ["--timesteps", "4000"], "mean return of 20 episodes: "),
+    "ppo_and_dqn": (None, ["--timesteps", "3000"], "mean return per agent: PPO "),
+    "multi_agent": ("marl", ["--timesteps", "2000"], "mean return of 200 games: "),
+    "tune_learning_rate": ("tune", ["--timesteps", "2000"], "best: lr="),
+    "learn_offline": ("offline", ["--timesteps", "2000", "--rows", "2000"], "of MARWIL"),
+    "deploy_onnx": ("onnx", ["--timesteps", "2000"], "imported: ['numpy', 'onnxr"),
 }
 
 

@@ -101,9 +101,10 @@ class OfflineConfig(AlgorithmConfig):
             check_installed("minari", f"input_={self.input_!r}", extra="minari")
             self._open(MinariDataset, self.input_.removeprefix(MINARI))
         elif not Path(self.input_).expanduser().exists():
+            env = f" --env {self.env}" if isinstance(self.env, str) else ""
             raise ConfigError(
                 f"input_: there is no {Path(self.input_).absolute()}. To record experience, set "
-                "`output` in a run that samples: flowrl train ppo --output experience"
+                f"`output` in a run that samples: flowrl train ppo{env} --output experience"
             )
         else:
             check_installed("pyarrow", f"input_={self.input_!r}", extra="offline")
