@@ -37,7 +37,7 @@ def test_table_of_scores_is_the_generated_one(monkeypatch):
 
 
 def test_number_of_plans():
-    assert f"{len(shipped_plans())} plans are included" in README
+    assert f"{len(shipped_plans())} plans are shipped" in README
 
 
 def test_two_algorithms_is_the_shipped_plan():

@@ -64,7 +64,7 @@ def start_ray(address: str | None = None, num_cpus: int | None = None, **options
         `leave_ray()` once when it no longer needs Ray.
 
     Raises:
-        ConfigError: there is no cluster at the address.
+        ConfigError: there is no cluster at the address, or Ray did not start in time.
     """
     import ray
 
@@ -84,6 +84,14 @@ def start_ray(address: str | None = None, num_cpus: int | None = None, **options
                 raise
             raise ConfigError(
                 f"address (or RAY_ADDRESS): no Ray cluster at {cluster!r}: {error}"
+            ) from error
+        except Exception as error:
+            if "timed out during startup" not in str(error):
+                raise
+            raise ConfigError(
+                "Ray did not start in time, because the machine is busy or lacks memory: try "
+                'again, start it before (ray start --head) and set address="auto", or sample in '
+                "this process (num_workers=0)"
             ) from error
         _num_users = 0
     else:

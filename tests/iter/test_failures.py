@@ -476,6 +476,19 @@ def test_address_without_a_cluster_is_an_error(monkeypatch):
         ray_runtime.start_ray()
 
 
+def test_ray_that_does_not_start_in_time_is_an_error(monkeypatch):
+    import ray
+
+    def time_out(*args, **options):
+        raise Exception("The current node timed out during startup. This could happen because …")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", time_out)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match=r"the machine is busy .* \(num_workers=0\)$"):
+        ray_runtime.start_ray()
+
+
 @pytest.mark.parametrize("in_process", [False, True])
 def test_error_on_a_shard_leaves_its_item_there(ray_session, in_process):
     def fail(item):
