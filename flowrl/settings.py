@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import wraps
 from importlib import import_module
@@ -25,6 +25,8 @@ from flowrl.setting_aliases import nearest_setting, setting_hint
 from flowrl.setting_values import equal, is_search, type_text
 
 R = TypeVar("R", bound="Settings")
+Needs = Mapping[str, tuple[str, Any]]
+"""Settings that have no effect with one value of another one: name -> (other setting, value)."""
 
 
 def imported(path: str) -> Any:

@@ -15,7 +15,7 @@ from flowrl.algorithms.vtrace import VTraceConfig, VTracePolicy
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.target_network import TargetNetworkPolicy
 from flowrl.policies.torch_policy import TensorBatch
-from flowrl.settings import Fraction, NonNegativeInt, Positive, check_of_settings
+from flowrl.settings import Fraction, Needs, NonNegativeInt, Positive, check_of_settings
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import PlanSetting, PlanSource
 
@@ -24,6 +24,7 @@ class APPOConfig(VTraceConfig):
     """Settings of APPO."""
 
     algorithm: ClassVar[str] = "flowrl.algorithms.appo:APPO"
+    needs: ClassVar[Needs] = {"kl_target": ("kl_coeff", 0)}
 
     plan: PlanSetting = "appo"
     clip_param: Schedule = 0.2
@@ -54,7 +55,6 @@ class APPOConfig(VTraceConfig):
                 "the penalty is 0: set num_sgd_iter, sgd_minibatch_size, tau, or a "
                 "target_network_update_freq above train_batch_size"
             )
-        self._require(self.kl_coeff > 0, "a kl_coeff above 0", "kl_target")
         return self
 
     def build(self, plan: PlanSource | None = None) -> APPO:

@@ -59,10 +59,6 @@ class CQLConfig(SACSettings, OfflineConfig):
     @check_of_settings
     def _check_penalty(self) -> Self:
         self._require(self.lagrangian, "lagrangian=True", "lagrangian_thresh")
-        learns_weight = self.lagrangian or self.target_entropy is not None
-        self._require(learns_weight, "a target_entropy or lagrangian=True", "entropy_lr")
-        has_penalty = self.lagrangian or self.min_q_weight > 0
-        self._require(has_penalty, "a min_q_weight above 0", "temperature", "num_actions")
         return self
 
     def batches(self, workers: WorkerSet) -> ReadParquet | ReadMinari:

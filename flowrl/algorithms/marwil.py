@@ -21,6 +21,7 @@ from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import (
     Count,
+    Needs,
     NonNegative,
     NonNegativeInt,
     Positive,
@@ -38,6 +39,13 @@ class MARWILConfig(OfflineConfig):
     """Settings of MARWIL."""
 
     algorithm: ClassVar[str] = "flowrl.algorithms.marwil:MARWIL"
+    needs: ClassVar[Needs] = dict.fromkeys(
+        (
+            "vf_coeff", "moving_average_sqd_adv_norm_start",
+            "moving_average_sqd_adv_norm_update_rate",
+        ),
+        ("beta", 0),
+    )  # fmt: skip
 
     plan: PlanSetting = "marwil"
     train_batch_size: Count = 512
@@ -52,14 +60,6 @@ class MARWILConfig(OfflineConfig):
     """Initial value of the moving average of squared advantages, which normalizes advantages."""
     moving_average_sqd_adv_norm_update_rate: Annotated[Positive, Field(le=1)] = 1e-3
     """Weight of each train batch in the moving average of squared advantages."""
-
-    @check_of_settings
-    def _check_weights(self) -> Self:
-        self._require(
-            self.beta > 0, "a beta above 0", "vf_coeff",
-            "moving_average_sqd_adv_norm_start", "moving_average_sqd_adv_norm_update_rate",
-        )  # fmt: skip
-        return self
 
     def batches(self, workers: WorkerSet) -> ReadParquet | ReadMinari:
         """Return a stream of the train batches of a plan.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from flowrl.policies.models.fcnet import acts_by_numpy
 from flowrl.policies.returns import discounted_returns, generalized_advantages
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TorchPolicy
-from flowrl.settings import Fraction, check_of_settings
+from flowrl.settings import Fraction, Needs, check_of_settings
 from flowrl.trainer.config import AlgorithmConfig
 
 _ONE_NUMBER_PER_ROW = ("advantages", "value_targets", "action_logp", "vf_preds")
@@ -23,11 +23,13 @@ _ACTING = {"compute_actions", "_act", "extra_action_out", "compute_values"}
 class OnPolicyConfig(AlgorithmConfig):
     """Settings that the on-policy algorithms share."""
 
+    needs: ClassVar[Needs] = {"lambda_": ("use_gae", False)}
+
     use_gae: bool = True
     """Use generalized advantage estimation (Schulman et al. 2016, arXiv 1506.02438); if False,
     advantages are discounted returns minus values."""
     lambda_: Fraction = 0.95
-    """Lambda of GAE: 0 uses one-step value estimates, 1 full returns. Needs `use_gae`."""
+    """Lambda of GAE: 0 uses one-step value estimates, 1 full returns."""
     entropy_coeff: Schedule = 0.0
     """Weight of the entropy bonus: a number, or a schedule as for `lr`."""
     vf_loss_coeff: Schedule = 0.5
@@ -40,9 +42,8 @@ class OnPolicyConfig(AlgorithmConfig):
     policy."""
 
     @check_of_settings
-    def _check_on_policy_settings(self) -> Self:
+    def _check_exploration(self) -> Self:
         self.exploration_config.check_has_probabilities()
-        self._require(self.use_gae, "use_gae=True", "lambda_")
         return self
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -12,7 +12,7 @@ from flowrl.algorithms.on_policy import OnPolicyConfig, OnPolicyPolicy
 from flowrl.policies.config import MAX_SGD_ITER
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch
-from flowrl.settings import Count, NonNegativeInt, Positive, check_of_settings
+from flowrl.settings import Count, Needs, NonNegativeInt, Positive
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import PlanSetting, PlanSource
 
@@ -21,6 +21,7 @@ class PPOConfig(OnPolicyConfig):
     """Settings of PPO."""
 
     algorithm: ClassVar[str] = "flowrl.algorithms.ppo:PPO"
+    needs: ClassVar[Needs] = {"kl_target": ("kl_coeff", 0)}
 
     plan: PlanSetting = "ppo"
     num_sgd_iter: Annotated[Count, Field(le=MAX_SGD_ITER)] = 10
@@ -38,11 +39,6 @@ class PPOConfig(OnPolicyConfig):
     kl_stop: Positive | None = None
     """Stop training on a batch after a pass whose mean KL divergence in nats exceeds this; None
     never stops early."""
-
-    @check_of_settings
-    def _check_kl_settings(self) -> Self:
-        self._require(self.kl_coeff > 0, "a kl_coeff above 0", "kl_target")
-        return self
 
     def build(self, plan: PlanSource | None = None) -> PPO:
         return self._build(plan)

@@ -4,7 +4,7 @@ of Christodoulou 2019 (arXiv 1910.07207)."""
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import torch
 from gymnasium import spaces
@@ -20,7 +20,7 @@ from flowrl.policies.distributions import Categorical, SquashedGaussian
 from flowrl.policies.exploration import FORBIDDEN
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch
-from flowrl.settings import Finite, Positive, check_of_settings
+from flowrl.settings import Finite, Needs, Positive
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import AlgorithmConfig, PlanSetting, PlanSource
 
@@ -42,14 +42,10 @@ class SACConfig(ActorCriticConfig, SACSettings):
     """Settings of SAC."""
 
     algorithm: ClassVar[str] = "flowrl.algorithms.sac:SAC"
+    needs: ClassVar[Needs] = {"entropy_lr": ("target_entropy", None)}
 
     plan: PlanSetting = "sac"
     exploration_config: ExplorationConfig = ExplorationConfig(random_timesteps=1000)
-
-    @check_of_settings
-    def _check_temperature(self) -> Self:
-        self._require(self.target_entropy is not None, "a target_entropy", "entropy_lr")
-        return self
 
     def build(self, plan: PlanSource | None = None) -> SAC:
         return self._build(plan)

@@ -6,7 +6,7 @@ without noise on target actions.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 
@@ -15,7 +15,7 @@ from flowrl.policies.config import ExplorationConfig
 from flowrl.policies.distributions import SquashedDeterministic
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch
-from flowrl.settings import Count, NonNegative, check_of_settings
+from flowrl.settings import Count, Needs, NonNegative
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import PlanSetting, PlanSource
 
@@ -24,6 +24,7 @@ class TD3Config(ActorCriticConfig):
     """Settings of TD3."""
 
     algorithm: ClassVar[str] = "flowrl.algorithms.td3:TD3"
+    needs: ClassVar[Needs] = {"target_noise_clip": ("target_noise", 0)}
 
     plan: PlanSetting = "td3"
     lr: Schedule = 1e-3
@@ -37,11 +38,6 @@ class TD3Config(ActorCriticConfig):
     exploration_config: ExplorationConfig = ExplorationConfig(
         type="GaussianNoise", scale=0.1, random_timesteps=1000
     )
-
-    @check_of_settings
-    def _check_target_noise(self) -> Self:
-        self._require(self.target_noise > 0, "a target_noise above 0", "target_noise_clip")
-        return self
 
     def build(self, plan: PlanSource | None = None) -> TD3:
         return self._build(plan)

@@ -181,8 +181,7 @@ def _reject_flags_without_effect(config: Any, defaults: Any) -> None:
     from flowrl.policies.config import PolicyConfig
 
     fields = PolicyConfig.model_fields
-    changed = [name for name in fields if getattr(config, name) != getattr(defaults, name)]
-    name = config.without_effect(changed)
+    name = config.without_effect(n for n in fields if config[n] != defaults[n])
     if name is not None:
         flag = name.rstrip("_").replace("_", "-")
         raise ConfigError(

@@ -44,9 +44,12 @@ def as_arrays(column: Any) -> Any:
     """Return a column with arrays in place of indexed columns."""
     if type(column) is np.ndarray:
         return column
-    if isinstance(column, (IndexedColumn, dict, tuple)):
-        return map_leaves(lambda c: np.asarray(c) if isinstance(c, IndexedColumn) else c, column)
-    return column
+    if isinstance(column, IndexedColumn):
+        return np.asarray(column)
+    nested = isinstance(column, (dict, tuple))
+    if not nested or not any(isinstance(leaf, IndexedColumn) for leaf in leaves_of(column)):
+        return column
+    return map_leaves(np.asarray, column)
 
 
 def readonly_view(leaf: Any) -> Any:

@@ -229,9 +229,11 @@ class ObservationCheck:
 
     def equals_saved(self, saved: Any, observation: Any) -> bool:
         """Return whether an observation equals a saved one, which may have been repaired."""
-        return values_equal(saved, observation) or values_equal(
-            saved, self.repair(self.copy(observation))
-        )
+        if values_equal(saved, observation):
+            return True
+        if not self.is_array and _structure_problem(self.space, observation, "obs") is not None:
+            return False
+        return values_equal(saved, self.repair(self.copy(observation)))
 
     def describe_problem(self, observation: Any) -> str:
         """Describe an observation that is not `in_bounds`, for an error message: its first number

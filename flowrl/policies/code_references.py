@@ -44,7 +44,9 @@ class UntrustedCodeError(CheckpointError):
             super().__init__(f"{where}it names {code}, which is not trusted: {remedy}")
         else:
             changes = "…"
-            for name in reversed(setting.split(".")):
+            # a mapping would change a policy of the checkpoint, whose code is not trusted
+            names = ["policies"] if setting.startswith("policies.") else setting.split(".")
+            for name in reversed(names):
                 changes = f"{{{name!r}: {changes}}}"
             super().__init__(
                 f"{where}its setting {setting} is {code}, which is not trusted: pass the setting "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import Field, SkipValidation, model_validator
 from pydantic.functional_validators import AfterValidator
@@ -15,6 +15,7 @@ from flowrl.settings import (
     Count,
     Finite,
     Fraction,
+    Needs,
     NonNegative,
     NonNegativeInt,
     Positive,
@@ -209,7 +210,14 @@ MAX_SGD_ITER = 100_000
 
 
 class PolicyConfig(Settings):
-    """Settings of every policy."""
+    """Settings of every policy.
+
+    Attributes:
+        needs: settings that have no effect with one value of another one; a subclass names only its
+            own.
+    """
+
+    needs: ClassVar[Needs] = {"grad_clip_by": ("grad_clip", None)}
 
     gamma: Fraction = 0.99
     """Discount per env step."""
@@ -274,11 +282,6 @@ class PolicyConfig(Settings):
     sgd_minibatch_size: NonNegativeInt = 0
     """Rows per update; 0 makes one update of the whole batch. The last minibatch may be
     smaller."""
-
-    @check_of_settings
-    def _check_gradient_settings(self) -> Self:
-        self._require(self.grad_clip is not None, "a grad_clip", "grad_clip_by")
-        return self
 
     def updated(self, **changes: Any) -> Self:
         model = changes.get("model")

@@ -11,6 +11,7 @@ from gymnasium import spaces
 
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.errors import ConfigError, add_note
+from flowrl.setting_aliases import canonical_names
 from flowrl.setting_values import nearest
 from flowrl.settings import Settings, within_record
 
@@ -50,7 +51,8 @@ class PolicySpec:
             return cls(value)
         raise ConfigError(
             "policies: each value must be a PolicySpec(policy_class, observation_space, "
-            f"action_space, config), got {value!r}"
+            f"action_space, config), got {value!r}; a mapping only changes a policy that exists, "
+            "in updated() and from_checkpoint()"
         )
 
 
@@ -105,7 +107,7 @@ def changed_specs(policies: Any, changes: Mapping[str, Mapping[str, Any]]) -> di
         spec, fields = specs[policy_id], dict(change)
         if unknown := fields.keys() - vars(spec).keys():
             raise ConfigError(
-                f"policies.{policy_id}: no field {min(unknown)!r}: change settings with "
+                f"policies.{policy_id}: no field {min(unknown, key=str)!r}: change settings with "
                 f"{{{policy_id!r}: {{'config': {{…}}}}}}"
             )
         if isinstance(fields.get("config"), Mapping):
@@ -116,7 +118,12 @@ def changed_specs(policies: Any, changes: Mapping[str, Mapping[str, Any]]) -> di
 
 def _changed_config(config: Any, changes: Mapping[str, Any], policy_id: str) -> Any:
     if not isinstance(config, Settings):
-        return {**(config or {}), **changes}
+        merged = canonical_names(dict(config or {}))
+        for name, value in canonical_names(dict(changes)).items():
+            before = merged.get(name)
+            is_nested = isinstance(before, Mapping) and isinstance(value, Mapping)
+            merged[name] = {**before, **value} if is_nested else value
+        return merged
     try:
         return config.updated(**changes)
     except ConfigError as error:

@@ -126,9 +126,6 @@ def load_episodes(
         if saved["episode"] is not None:
             trajectory.episode = loaded[saved["episode"]]
         trajectory.check = episodes.check_of(trajectory.agent_id)
-        if trajectory.alive:
-            lanes = policies[trajectory.policy_id]
-            lanes.needs_action[trajectory.lane] = trajectory.needs_action
         trajectories.append(trajectory)
     for episode, saved in zip(loaded, state["episodes"], strict=True):
         episode.agents = {agent: trajectories[number] for agent, number in saved["agents"]}
@@ -165,7 +162,7 @@ def _load_lanes(lanes: PolicyLanes, state: dict[str, Any]) -> None:
     lanes.free = {env: list(free) for env, free in state["free"].items()}
     lanes.states.load_state_dict(state["states"])
     lanes.segments = []
-    lanes.needs_action = np.zeros(len(lanes.envs), bool)
+    lanes.waits = np.zeros(len(lanes.envs), bool)
     if state["infos"] is not None:
         column = lanes.columns.allocate("infos", (), np.dtype(object))
         for row, infos in enumerate(state["infos"]):

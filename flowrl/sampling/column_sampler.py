@@ -195,6 +195,8 @@ class ColumnSampler:
         self._tracker.start()
         self._states.restart(slice(None))
         self._states.begin()
+        if self._lost_lives is not None:
+            self._lost_lives.start(range(self.vector_env.num_envs))
         self.vector_env.reset(self._raw.target(0))
         self._raw.complete(0)
         if self._callbacks is not None:
@@ -302,11 +304,11 @@ class ColumnSampler:
         failed = [env for env, _ in step.failed] if step.failed else ()
         self.faulty_episodes += len(failed)
         soft = self._tracker.record_ends(t, step.ended, step.final, step.skipped, failed)
-        for envs in (step.ended, step.skipped, failed):
-            if len(envs) and states:
+        for envs in (step.ended, step.skipped, failed) if states else ():
+            if len(envs):
                 self._states.restart(envs)
-            if len(envs) and self._lost_lives is not None:
-                self._lost_lives.start(envs)
+        if self._lost_lives is not None:
+            self._lost_lives.start([*step.ended, *failed])
         return soft
 
     def _warn_without_data(self, steps: int) -> None:
@@ -447,6 +449,8 @@ class ColumnSampler:
         self._raw.complete(self._num_rows)
         self._tracker.restart(restarted, self._num_rows)
         self._states.restart(restarted)
+        if self._lost_lives is not None:
+            self._lost_lives.start(restarted)
         if self._callbacks is not None:
             without_record = running["callbacks"] is None
             for env in range(self.vector_env.num_envs) if without_record else restarted:

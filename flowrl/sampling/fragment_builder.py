@@ -352,7 +352,7 @@ def _observations(
     count = len(optree.tree_leaves(bases)[0]) - len(cuts)
     return {
         "obs": map_leaves(lambda base: base[:count], bases),
-        "new_obs": map_leaves(lambda base: NextRows(base, count, cuts), bases),
+        "new_obs": map_leaves(lambda base: np.asarray(NextRows(base, count, cuts)), bases),
     }
 
 

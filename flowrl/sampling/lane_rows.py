@@ -43,8 +43,8 @@ class LaneRows:
         free: lanes without a trajectory, by environment.
         states: the initial states of the lanes.
         waiting: the trajectories that act in the next step.
-        needs_action: with a filter of observations, whether the current row of each lane has no
-            action yet, bool [lanes].
+        waits: with a filter of observations, whether the current row of each lane was written since
+            the policy has acted on the lane, bool [lanes].
         time: number of steps that all environments have made together; unlike `t`, it does not
             start again with an episode.
     """
@@ -58,7 +58,7 @@ class LaneRows:
         self.columns = FragmentColumns(0, settings.fragment_length)
         self._check = ObservationCheck(policy.observation_space)
         self.current_rows, self.envs = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        self.needs_action = np.zeros(0, bool)
+        self.waits = np.zeros(0, bool)
         self.time = 0
         self._allocate()
         self.clear()
@@ -87,7 +87,6 @@ class LaneRows:
         self.free: dict[int, list[int]] = {}
         for lane in reversed(range(len(self.current_rows))):
             self.free.setdefault(int(self.envs[lane]), []).append(lane)
-        self.needs_action[:] = False
         if "pending_stats" in self.columns.arrays:
             self.columns["pending_stats"][:] = False
         self.segments: list[Segment] = []
@@ -138,7 +137,7 @@ class LaneRows:
         self.columns.add_lanes(1)
         self.states.add_lanes(1)
         self.current_rows, self.envs = np.append(self.current_rows, 0), np.append(self.envs, env)
-        self.needs_action = np.append(self.needs_action, False)
+        self.waits = np.append(self.waits, False)
         return len(self.current_rows) - 1
 
     def _write(
@@ -153,7 +152,7 @@ class LaneRows:
         write(self.columns["raw_obs"], at, observation)
         if "pending_stats" in self.columns.arrays:
             self.columns["pending_stats"][at] = counts_in_filter
-            self.needs_action[lane] = True
+            self.waits[lane] = True
         if self.shows_agents:
             self.columns["time"][at] = self.time
 
@@ -222,7 +221,6 @@ class LaneRows:
 
     def _release(self, trajectory: Trajectory) -> None:
         trajectory.alive = trajectory.needs_action = False
-        self.needs_action[trajectory.lane] = False
         self.free[int(self.envs[trajectory.lane])].append(trajectory.lane)
 
     def drop(self, trajectory: Trajectory) -> None:
@@ -281,7 +279,7 @@ class LaneRows:
         write(columns["raw_obs"], after, observations)
         if "pending_stats" in columns.arrays:
             columns["pending_stats"][after] = True
-            self.needs_action[index] = True
+            self.waits[index] = True
         if self.shows_agents:
             columns["time"][after] = self.time
             for name in FLAGS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,10 @@ class LostLives:
     def __init__(self, num_envs: int):
         self.lives = np.zeros(num_envs, np.int64)
 
-    def start(self, envs: Any) -> None:
+    def start(self, envs: Iterable[int]) -> None:
         """Start another game in environments: its lives are not compared with those before."""
-        self.lives[envs] = 0
+        for env in envs:
+            self.lives[env] = 0
 
     def after(self, infos: Sequence[Mapping[str, Any]]) -> np.ndarray:
         """Return in which environments a step has lost a life, bool [N].

@@ -98,7 +98,7 @@ class PolicyLanes(LaneRows):
             self._at_first_step = False
         at = self.columns.lookback + self.current_rows[lanes], lanes
         to_env = self._outputs.store(at, *outputs)
-        self.needs_action[lanes] = False
+        self.waits[lanes] = False
         if isinstance(to_env, np.ndarray):
             return to_env.tolist() if to_env.ndim == 1 else list(to_env)
         return to_env
@@ -132,7 +132,7 @@ class PolicyLanes(LaneRows):
 
     def normalize_current(self) -> None:
         """Normalize the current rows that have no action yet; they may follow a segment."""
-        self._normalize(self.needs_action.nonzero()[0])
+        self._normalize(self.waits.nonzero()[0])
 
     def take(self, segments: list[Segment]) -> SampleBatch:
         """Return the rows of segments; call `normalize_current` before."""

@@ -187,7 +187,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         else:
             base = config
         changed = base.updated(**settings)
-        changed.check_has_effect(changed.canonical(settings))
+        changed.check_changes({name: base[name] for name in changed.canonical(settings)})
         algorithm = changed.build(plan=plan)
         if not isinstance(algorithm, cls):
             algorithm.stop()

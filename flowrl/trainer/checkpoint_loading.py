@@ -21,7 +21,12 @@ from flowrl.policies.code_references import (
     UntrustedCodeError,
     code_path,
 )
-from flowrl.policies.json_codec import config_from_json, is_given, missing_settings_error
+from flowrl.policies.json_codec import (
+    config_from_json,
+    decode_setting,
+    is_given,
+    missing_settings_error,
+)
 from flowrl.policies.policy_spec import changes_specs
 from flowrl.setting_aliases import canonical_names
 from flowrl.trainer.plan_files import (
@@ -114,7 +119,9 @@ def _settings_of_manifest(
         changes = changes | {"plan": plan}
     resolver = CodeResolver(trust, known | _known_classes(cls_of_run, plan), plan_modules)
     settings = config_from_json(manifest["config"], changes, resolver)
-    settings.check_has_effect(changes)
+    saved = manifest["config"]["values"]
+    unused = [name for name in changes if name in saved and settings.without_effect([name])]
+    settings.check_changes({n: decode_setting(n, saved[n], resolver) for n in unused})
     code = None if trust else untrusted_code(settings, chosen_by_caller)
     if code is not None:
         raise UntrustedCodeError(

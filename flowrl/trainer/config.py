@@ -21,7 +21,7 @@ from flowrl.policies.config import PolicyConfig
 from flowrl.policies.policy_spec import PolicyMapping, changed_specs, changes_specs, specs_of
 from flowrl.seeding import derive_seed
 from flowrl.setting_aliases import canonical_names
-from flowrl.setting_values import nearest
+from flowrl.setting_values import equal, nearest
 from flowrl.settings import (
     Count,
     NonNegativeInt,
@@ -177,13 +177,16 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
         own = PolicyConfig.model_fields.keys() - {"seed", "total_timesteps"}
         return next((name for name in names if name in own), None)
 
-    def check_has_effect(self, names: Iterable[str]) -> None:
-        """Check that changes of these settings have an effect.
+    def check_changes(self, before: Mapping[str, Any]) -> None:
+        """Check that changed settings have an effect.
+
+        Args:
+            before: their values before the change.
 
         Raises:
             ConfigError: every policy has a config of its own.
         """
-        name = self.without_effect(names)
+        name = self.without_effect(n for n, value in before.items() if not equal(value, self[n]))
         if name is not None:
             policy_id = next(iter(specs_of(self.policies)))
             raise ConfigError(

@@ -76,6 +76,7 @@ def check_start(config: Any, workers: WorkerSet, stage: Stage) -> None:
                 policy_id, type(policy).__name__, type(weights).__name__,
             )  # fmt: skip
         if isinstance(policy.config, PolicyConfig):
+            _warn_about_needed_settings(policy_id, policy)
             _warn_about_unused_settings(config, policy_id, policy)
             _warn_about_stacked_images(policy_id, policy)
             _warn_about_large_observations(policy_id, policy)
@@ -197,6 +198,19 @@ def _schedules_of(config: Any) -> Iterator[tuple[str, Any]]:
             changes = own if isinstance(own, Mapping) else {}
             for name, schedule in schedules_in(config):
                 yield f"{prefix}{name}", changes.get(name, schedule)
+
+
+def _warn_about_needed_settings(policy_id: str, policy: Policy) -> None:
+    """Warn about settings that have no effect with the value of another one."""
+    config = policy.config
+    for cls in type(config).__mro__:
+        for name, (other, value) in vars(cls).get("needs", {}).items():
+            default = type(config).model_fields[name].default
+            if config[other] == value and config[name] != default:
+                log.warning(
+                    "policy %s: %s: no effect, because %s is %r",
+                    policy_id, name, other, config[other],
+                )  # fmt: skip
 
 
 def _warn_about_unused_settings(config: Any, policy_id: str, policy: Policy) -> None:

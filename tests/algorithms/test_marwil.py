@@ -132,13 +132,13 @@ def test_most_returns_without_later_rewards_are_a_warning(caplog):
 def test_loss_matches_a_reference_implementation(beta):
     average = "moving_average_sqd_adv_norm"
     more = {"vf_coeff": 0.3, f"{average}_start": 50.0, f"{average}_update_rate": 0.2}
-    with MARWIL(small(MARWILConfig, ".", beta=beta, **(more if beta else {}))) as algorithm:
+    with MARWIL(small(MARWILConfig, ".", beta=beta, **more)) as algorithm:
         policy = algorithm.workers.local_worker().policy
         batch = random_batch()
         logits, values, _ = policy.model.compute_outputs({"obs": batch["obs"]})
         logits = logits.astype(np.float64)
         total = 0.0
-        start = mean_square = 50.0 if beta else 100.0
+        mean_square = 50.0
         advantages = batch["value_targets"].astype(np.float64) - values
         if beta:
             mean_square += 0.2 * ((advantages**2).mean() - mean_square)
@@ -150,7 +150,7 @@ def test_loss_matches_a_reference_implementation(beta):
                 total += 0.3 * 0.5 * advantages[i] ** 2 / 16
         _, stats = policy.compute_gradients(batch)
         assert stats["total_loss"] == pytest.approx(total, rel=1e-5)
-        assert policy.mean_square == start
+        assert policy.mean_square == 50.0
         policy.learn_on_batch(batch)
         assert policy.mean_square == pytest.approx(mean_square)
         state = policy.get_state()

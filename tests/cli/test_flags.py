@@ -101,12 +101,12 @@ def test_flags_set_nested_settings_and_schedules(cli, tmp_path):
     assert sac["q_model"]["fcnet_hiddens"] == [8]
     assert sac["actor_lr"] == [[0, 1e-3], [1000, 0.0]]
     prefix = "--policies.ppo.config"
-    flags = [f"{prefix}.lambda", "0.5", f"{prefix}.vf-clip-param", "2", "--stop-iters", "1"]
+    flags = [f"{prefix}.lambda", "0.5", f"{prefix}.use-gae", "false", "--stop-iters", "1"]
     flags += ["--min-sample-timesteps-per-iteration", "300", "--run-dir", "p"]
     code, _, err = cli("train", "ppo_dqn", *flags)
     assert (code, err) == (0, "")
     ppo = open_run(str(tmp_path / "p")).config.for_policy("ppo")
-    assert (ppo.lambda_, ppo.vf_clip_param) == (0.5, 2)
+    assert (ppo.lambda_, ppo.use_gae) == (0.5, False)
 
 
 def test_flags_of_one_policy_are_kept_by_a_resumed_run(cli, tmp_path):

@@ -125,6 +125,24 @@ def test_views_of_other_agents_support_only_arrays(collector):
         w.sample()
 
 
+class Alone(Two):
+    possible_agents = ["a"]
+
+    def observations(self):
+        return {"a": self.observe("a", self.steps)}
+
+    def rewards(self):
+        return {"a": 1.0}
+
+
+@COLLECTORS
+def test_views_of_all_others_need_another_agent(collector):
+    w = worker(Alone, sample_collector=collector)
+    w.policy_map["p"].view_requirements["others"] = ViewRequirement("obs", agents="others")
+    with pytest.raises(ConfigError, match="needs an environment with other agents"):
+        w.sample()
+
+
 class Bounds(Two):
     """Agent "b" has larger bounds than the policy, agent "c" of the policy smaller ones."""
 

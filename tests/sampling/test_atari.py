@@ -186,6 +186,33 @@ def test_lives_of_another_game_are_not_compared():
     assert lives.after([{"lives": 3}, {"lives": 3}]).tolist() == [False, True]
 
 
+class BonusLives(gym.Env):
+    """Each game starts with 3 lives, and a fourth one is won in step 2."""
+
+    observation_space = gym.spaces.Box(0, 255, (4,), np.uint8)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        self.steps = 0
+        return np.zeros(4, np.uint8), {"lives": 3}
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 8:
+            raise OSError("the game crashed")
+        return np.zeros(4, np.uint8), 0.0, False, False, {"lives": 3 + (self.steps >= 2)}
+
+
+@pytest.mark.parametrize("horizon", [3, None])  # games are truncated, or fail
+def test_a_game_is_not_compared_with_the_one_before(monkeypatch, horizon):
+    monkeypatch.setattr("flowrl.envs.env_factory.is_atari", lambda env: True)
+    settings = {**SMALL, "num_envs_per_worker": 1, "rollout_fragment_length": 12, "model": {}}
+    with PPO(BonusLives, **settings, atari={}, horizon=horizon) as algorithm:
+        batch = algorithm.workers.local_worker().sample()
+    assert batch.count >= 4  # rows of a game that fails are dropped
+    assert not batch["terminateds"].any()
+
+
 def test_a_game_without_a_no_op_action_starts_without():
     with PPO("ALE/Backgammon-v5", **SMALL) as algorithm:
         assert algorithm.workers.local_worker().sample().count == 128

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from flowrl.algorithms.ppo import PPOTorchPolicy
 from flowrl.data import SampleBatch
-from flowrl.data.columns import leaves_of
 from flowrl.policies import ViewRequirement
 from flowrl.sampling import RolloutWorker, SimpleListCollector
 from flowrl.sampling.callbacks import DefaultCallbacks
@@ -249,15 +248,6 @@ def test_whole_episodes_equal_columns(model, length, fragment, envs, normalize):
             if normalize and name in ("advantages", "value_targets", "next_values"):
                 continue  # the scale depends on the episodes before
             assert np.allclose(part[name], other[name], atol=1e-5), name
-
-
-@pytest.mark.parametrize("env", [Uneven, Nested])
-def test_each_observation_is_stored_once(env):
-    columns, _ = pair(5, 100, 1, env=env)
-    stored = dict(columns.sample().stored())
-    pairs = list(zip(leaves_of(stored["obs"]), leaves_of(stored["new_obs"]), strict=True))
-    assert len(pairs) == (1 if env is Uneven else 3)
-    assert all(np.shares_memory(obs, new_obs.base) for obs, new_obs in pairs)
 
 
 class Recorder(DefaultCallbacks):

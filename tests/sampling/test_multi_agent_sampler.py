@@ -324,7 +324,7 @@ def test_observations_are_those_of_the_actions_if_the_filter_changes(
             batch_mode=batch_mode,
         )  # fmt: skip
         for k in range(10):
-            if k == 5:  # a restored sampler knows which observations have no action
+            if k == 5:  # in a restored sampler, too
                 restored, _ = pair(
                     kind, 2, seed=seed, policy_class=policy_class, normalize_observations=True,
                     batch_mode=batch_mode,

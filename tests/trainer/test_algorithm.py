@@ -118,7 +118,8 @@ def test_value_targets_are_returns_if_lambda_is_one(use_gae):
         PPOTorchPolicy,
         {
             "seed": 1,
-            **({"lambda_": 1} if use_gae else {"use_gae": False}),
+            "use_gae": use_gae,
+            "lambda_": 1,
             "gamma": 0.9,
             "rollout_fragment_length": 90,
         },

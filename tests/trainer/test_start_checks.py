@@ -12,7 +12,9 @@ from torch import nn
 
 from flowrl import DQN, PPO, PPOConfig
 from flowrl.algorithms.a2c import A2C, A2CConfig
+from flowrl.algorithms.appo import APPOConfig
 from flowrl.algorithms.sac import SACConfig
+from flowrl.algorithms.td3 import DDPGConfig
 from flowrl.envs import make_multi_agent
 from flowrl.errors import ConfigError
 from flowrl.offline.parquet import OfflineDataError
@@ -48,6 +50,29 @@ def small(**settings):
             **settings,
         }
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "reason"),
+    [
+        (PPOConfig, {"kl_target": 0.02}, "kl_target: no effect, because kl_coeff is 0.0"),
+        (APPOConfig, {"kl_target": 0.02}, "kl_target: no effect, because kl_coeff is 0.0"),
+        (A2CConfig, {"use_gae": False, "lambda_": 1.0}, "lambda_: no effect, because use_gae is F"),
+        (SACConfig, {"target_entropy": None, "entropy_lr": 1e-3}, "because target_entropy is None"),
+        (DDPGConfig, {"target_noise_clip": 0.1}, "no effect, because target_noise is 0.0"),
+        (A2CConfig, {"grad_clip": None, "grad_clip_by": "value"}, "because grad_clip is None"),
+        (A2CConfig, {"grad_clip": None}, None),
+        (PPOConfig, {"kl_target": 0.02, "kl_coeff": 0.1}, None),
+    ],
+)
+def test_settings_without_effect_are_reported(config, settings, reason, caplog):
+    env = "Pendulum-v1" if config in (SACConfig, DDPGConfig) else "CartPole-v1"
+    algorithm = config(env=env, model={"fcnet_hiddens": [8]}, seed=0, **settings).build()
+    with algorithm, caplog.at_level(logging.WARNING, "flowrl"):
+        algorithm.check_start()
+    found = [text for text in caplog.messages if "no effect, because" in text]
+    assert len(found) == (reason is not None)
+    assert reason is None or reason in found[0]
 
 
 def warnings_at_start(algorithm, caplog, iterations=2):
