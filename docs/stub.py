@@ -30,6 +30,13 @@ __version__: str
 """
 
 
+# group -> the parameters of its method that may be passed by position
+_POSITIONAL = {
+    "environment": "env: Any = ..., ",
+    "framework": 'framework: Literal["torch"] = ..., ',
+    "callbacks": "callbacks_class: type[DefaultCallbacks] | None = ..., ",
+}
+
 Fields = dict[str, Any]
 """Name of a setting -> its pydantic field."""
 
@@ -55,7 +62,8 @@ def stub() -> str:
         parts += _algorithm(name, config, groups)
     declared = {class_name for name in configs for class_name in (name, f"{name}Config")}
     imports = [
-        f"import {module}" for module in sorted({cls.__module__ for cls in records.values()})
+        "from .trainer.config import PlanSource as _PlanSource",
+        *(f"import {module}" for module in sorted({cls.__module__ for cls in records.values()})),
     ]
     for module, names in flowrl.NAMES.items():
         for name in names:
@@ -72,7 +80,7 @@ def _algorithm(name: str, config: type[AlgorithmConfig], groups: list[str]) -> l
     doc = f'"""{_summary(config)}"""'
     init = f"def __init__(self, {settings}) -> None: ..."
     methods = [_method(config, group) for group in changed]
-    build = f"def build(self, plan: Any = None) -> {name}: ..."
+    build = f"def build(self, plan: _PlanSource | None = None) -> {name}: ..."
     doc_of_algorithm = f'"""{_summary(getattr(flowrl, name))}"""'
     init_of_algorithm = f"def __init__(self, env_or_config: Any = None, {settings}) -> None: ..."
     bases = [*(_name(config, group) for group in changed), "_Settings"]
@@ -158,9 +166,9 @@ def _entry(name: str, field: Any) -> str:
 
 
 def _method(config: type[AlgorithmConfig], group: str) -> str:
-    env = "env: Any = ..., " if group == "environment" else ""
     return (
-        f"def {group}(self, {env}**settings: Unpack[{_name(config, group)}]) -> Self:\n"
+        f"def {group}(self, {_POSITIONAL.get(group, '')}**settings: "
+        f"Unpack[{_name(config, group)}]) -> Self:\n"
         f'        """{_summary(getattr(FluentSettings, group))}"""'
     )
 
@@ -177,8 +185,7 @@ def _type(annotation: Any) -> str:
     if annotation is NoneType:
         return "None"
     if origin is list and get_origin(arguments[0]) is tuple:  # rows, such as those of schedules
-        cells = " | ".join(dict.fromkeys(map(_type, get_args(arguments[0]))))
-        return f"collections.abc.Sequence[collections.abc.Sequence[{cells}]]"
+        return "collections.abc.Sequence[list[Any] | tuple[Any, ...]]"  # a str is a Sequence, too
     if origin in (list, dict, tuple):
         return f"{origin.__name__}[{', '.join(map(_type, arguments))}]"
     if isinstance(annotation, type) and issubclass(annotation, Settings):

@@ -6,6 +6,7 @@ import collections.abc
 import typing
 from typing import Any, Literal, Self, TypedDict, Unpack
 
+from .trainer.config import PlanSource as _PlanSource
 import flowrl.envs.atari
 import flowrl.policies.config
 from .algorithms.a2c import A2C as _A2C
@@ -67,7 +68,7 @@ class _ModelConfig(TypedDict, total=False):
     """Library that multiplies large matrices where fully connected networks use numpy; "auto" is torch on processors of Intel, and numpy on others."""
     conv_type: Literal["plain", "resnet"]
     """For images: plain convolutions, or IMPALA's small residual network."""
-    conv_filters: collections.abc.Sequence[collections.abc.Sequence[int]] | None
+    conv_filters: collections.abc.Sequence[list[Any] | tuple[Any, ...]] | None
     """Plain convolutions, [channels, kernel, stride] each. None uses those of the Nature CNN, or two small ones below 36 pixels."""
     conv_activation: Literal["tanh", "relu", "silu", "elu", "gelu"]
     """Activation of the convolutions and of `post_fcnet_hiddens`."""
@@ -120,21 +121,13 @@ class _ExplorationConfig(TypedDict, total=False):
     """How actions are chosen. "StochasticSampling" samples from the distribution. "EpsilonGreedy" takes the best action, except for a share of random ones; "PerWorkerEpsilonGreedy" has another share on each worker. "GaussianNoise" and "OrnsteinUhlenbeckNoise" add independent or correlated noise to the best action. "Random" acts uniformly at random."""
     random_timesteps: int
     """Env steps of random actions at the start."""
-    epsilon: (
-        float
-        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
-        | dict[str, float | str]
-    )
+    epsilon: float | collections.abc.Sequence[list[Any] | tuple[Any, ...]] | dict[str, float | str]
     """EpsilonGreedy: share of random actions."""
     epsilon_base: float
     """PerWorkerEpsilonGreedy: worker i = 1 … N explores with epsilon_base ** (1 + (i - 1) / (N - 1) * epsilon_exponent) (Horgan et al. 2018)."""
     epsilon_exponent: float
     """PerWorkerEpsilonGreedy: exponent of the spread of epsilon over workers; 0 makes all equal."""
-    scale: (
-        float
-        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
-        | dict[str, float | str]
-    )
+    scale: float | collections.abc.Sequence[list[Any] | tuple[Any, ...]] | dict[str, float | str]
     """Standard deviation of GaussianNoise, for actions in [-1, 1]; of OrnsteinUhlenbeckNoise, the standard deviation of the change per step."""
     ou_theta: float
     """OrnsteinUhlenbeckNoise: rate at which the noise returns to 0, per step."""
@@ -206,11 +199,7 @@ class _AlgorithmConfigRollouts(TypedDict, total=False):
 class _AlgorithmConfigTraining(TypedDict, total=False):
     gamma: float
     """Discount per env step."""
-    lr: (
-        float
-        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
-        | dict[str, float | str]
-    )
+    lr: float | collections.abc.Sequence[list[Any] | tuple[Any, ...]] | dict[str, float | str]
     """Learning rate: a number, or a schedule [[step, value], …], linear in between. Steps are env steps, or percentages of `total_timesteps`: [["0%", 1e-3], ["100%", 0]] (as a flag: step, value, step, value …)."""
     total_timesteps: int | None
     """Env steps of the whole training, which schedules in percent follow. On the command line, the default is the value of `--stop-timesteps`, and a run without another limit stops after `total_timesteps`. A resumed run may have a larger value."""
@@ -365,17 +354,13 @@ class _OnPolicyConfigTraining(_AlgorithmConfigTraining, total=False):
     use_gae: bool
     """Use generalized advantage estimation (Schulman et al. 2016, arXiv 1506.02438); if False, advantages are discounted returns minus values."""
     lambda_: float
-    """Lambda of GAE: 0 uses one-step value estimates, 1 full returns. Needs `use_gae`."""
+    """Lambda of GAE: 0 uses one-step value estimates, 1 full returns."""
     entropy_coeff: (
-        float
-        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
-        | dict[str, float | str]
+        float | collections.abc.Sequence[list[Any] | tuple[Any, ...]] | dict[str, float | str]
     )
     """Weight of the entropy bonus: a number, or a schedule as for `lr`."""
     vf_loss_coeff: (
-        float
-        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
-        | dict[str, float | str]
+        float | collections.abc.Sequence[list[Any] | tuple[Any, ...]] | dict[str, float | str]
     )
     """Weight of the value loss: a number, or a schedule as for `lr`."""
     standardize_advantages: bool
@@ -432,9 +417,7 @@ class _OffPolicyConfigTraining(_AlgorithmConfigTraining, total=False):
     """Draw rows by their last TD error (prioritized experience replay, Schaul et al. 2016, arXiv 1511.05952); if False, uniformly."""
     prioritized_replay_alpha: float
     """Prioritization exponent alpha; 0 draws uniformly."""
-    prioritized_replay_beta: (
-        float | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
-    )
+    prioritized_replay_beta: float | collections.abc.Sequence[list[Any] | tuple[Any, ...]]
     """Exponent beta of the importance weights: a number, or points [(rows stored, value), …]; 1 corrects the bias of prioritization fully. Rows may be percentages of `total_timesteps`."""
     prioritized_replay_eps: float
     """Added to absolute TD errors, so that every row can be drawn."""
@@ -475,15 +458,11 @@ class _VTraceConfigTraining(_AsyncLearnerConfigTraining, total=False):
     vtrace_clip_pg_rho_threshold: float
     """Maximum importance ratio in the policy gradient."""
     entropy_coeff: (
-        float
-        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
-        | dict[str, float | str]
+        float | collections.abc.Sequence[list[Any] | tuple[Any, ...]] | dict[str, float | str]
     )
     """Weight of the entropy bonus: a number, or a schedule as for `lr`."""
     vf_loss_coeff: (
-        float
-        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
-        | dict[str, float | str]
+        float | collections.abc.Sequence[list[Any] | tuple[Any, ...]] | dict[str, float | str]
     )
     """Weight of the value loss: a number, or a schedule as for `lr`."""
     max_policy_lag: int | None
@@ -501,9 +480,7 @@ class _VTraceConfigTraining(_AsyncLearnerConfigTraining, total=False):
 
 class _APPOConfigTraining(_VTraceConfigTraining, total=False):
     clip_param: (
-        float
-        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
-        | dict[str, float | str]
+        float | collections.abc.Sequence[list[Any] | tuple[Any, ...]] | dict[str, float | str]
     )
     """Clip the probability ratio to the target network's policy to 1 ± this; a number, or a schedule as for `lr`."""
     clip_sampled_ratio: float
@@ -548,14 +525,14 @@ class _ActorCriticSettingsTraining(_AlgorithmConfigTraining, total=False):
     """Networks of the critics; None uses `model`. A mapping contains the settings that differ from `model`. A custom model is created for each critic, whose observation space contains the action."""
     actor_lr: (
         float
-        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+        | collections.abc.Sequence[list[Any] | tuple[Any, ...]]
         | dict[str, float | str]
         | None
     )
     """Learning rate of the actor; None uses `lr`."""
     critic_lr: (
         float
-        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+        | collections.abc.Sequence[list[Any] | tuple[Any, ...]]
         | dict[str, float | str]
         | None
     )
@@ -574,7 +551,7 @@ class _SACSettingsTraining(_ActorCriticSettingsTraining, total=False):
     """Target entropy in nats, to which the temperature adapts: "auto" uses minus the number of action dimensions, or 0.98 of the maximum entropy of the actions that are not masked for Discrete actions. None keeps the temperature fixed."""
     entropy_lr: (
         float
-        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+        | collections.abc.Sequence[list[Any] | tuple[Any, ...]]
         | dict[str, float | str]
         | None
     )
@@ -609,9 +586,7 @@ class _TD3ConfigTraining(_ActorCriticConfigTraining, total=False):
 
 class _PPOConfigTraining(_OnPolicyConfigTraining, total=False):
     clip_param: (
-        float
-        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
-        | dict[str, float | str]
+        float | collections.abc.Sequence[list[Any] | tuple[Any, ...]] | dict[str, float | str]
     )
     """Clip the probability ratio to 1 ± this; a number, or a schedule as for `lr`."""
     vf_clip_param: float | None
@@ -679,7 +654,9 @@ class _Methods:
         """Set when and how policies are evaluated."""
     def offline_data(self, **settings: Unpack[_AlgorithmConfigOfflineData]) -> Self:
         """Set where experience is written to and read from."""
-    def framework(self, **settings: Unpack[_AlgorithmConfigFramework]) -> Self:
+    def framework(
+        self, framework: Literal["torch"] = ..., **settings: Unpack[_AlgorithmConfigFramework]
+    ) -> Self:
         """Set the device, the precision and compilation; the framework is torch."""
     def checkpointing(self, **settings: Unpack[_AlgorithmConfigCheckpointing]) -> Self:
         """Set when a run writes checkpoints, and which it keeps."""
@@ -687,7 +664,11 @@ class _Methods:
         """Set the processors and the cluster that workers use."""
     def fault_tolerance(self, **settings: Unpack[_AlgorithmConfigFaultTolerance]) -> Self:
         """Set what happens when workers and environments fail."""
-    def callbacks(self, **settings: Unpack[_AlgorithmConfigCallbacks]) -> Self:
+    def callbacks(
+        self,
+        callbacks_class: type[DefaultCallbacks] | None = ...,
+        **settings: Unpack[_AlgorithmConfigCallbacks],
+    ) -> Self:
         """Set the callbacks class."""
     def reporting(self, **settings: Unpack[_AlgorithmConfigReporting]) -> Self:
         """Set how often results are reported, their averages, and experiment trackers."""
@@ -702,7 +683,7 @@ class A2CConfig(_Methods, _A2CConfig):
     def __init__(self, **settings: Unpack[_A2CSettings]) -> None: ...
     def training(self, **settings: Unpack[_OnPolicyConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
-    def build(self, plan: Any = None) -> A2C: ...
+    def build(self, plan: _PlanSource | None = None) -> A2C: ...
 
 class A2C(_A2C):
     """A2C with the plan `a2c`; A2CConfig has its settings."""
@@ -720,7 +701,7 @@ class A3CConfig(_Methods, _A3CConfig):
         """Set how workers sample."""
     def training(self, **settings: Unpack[_A3CConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
-    def build(self, plan: Any = None) -> A3C: ...
+    def build(self, plan: _PlanSource | None = None) -> A3C: ...
 
 class A3C(_A3C):
     """A3C with the plan `a3c`; A3CConfig has its settings."""
@@ -736,7 +717,7 @@ class APEXConfig(_Methods, _APEXConfig):
     def __init__(self, **settings: Unpack[_APEXSettings]) -> None: ...
     def training(self, **settings: Unpack[_APEXConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
-    def build(self, plan: Any = None) -> APEX: ...
+    def build(self, plan: _PlanSource | None = None) -> APEX: ...
 
 class APEX(_APEX):
     """Ape-X with the plan `apex`; APEXConfig has its settings."""
@@ -752,7 +733,7 @@ class APPOConfig(_Methods, _APPOConfig):
     def __init__(self, **settings: Unpack[_APPOSettings]) -> None: ...
     def training(self, **settings: Unpack[_APPOConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
-    def build(self, plan: Any = None) -> APPO: ...
+    def build(self, plan: _PlanSource | None = None) -> APPO: ...
 
 class APPO(_APPO):
     """APPO with the plan `appo`; APPOConfig has its settings."""
@@ -770,7 +751,7 @@ class BCConfig(_Methods, _BCConfig):
         """Set how policies learn, and the algorithm's own settings."""
     def offline_data(self, **settings: Unpack[_OfflineConfigOfflineData]) -> Self:
         """Set where experience is written to and read from."""
-    def build(self, plan: Any = None) -> BC: ...
+    def build(self, plan: _PlanSource | None = None) -> BC: ...
 
 class BC(_BC):
     """BC with the plan `bc`; BCConfig has its settings."""
@@ -788,7 +769,7 @@ class CQLConfig(_Methods, _CQLConfig):
         """Set how policies learn, and the algorithm's own settings."""
     def offline_data(self, **settings: Unpack[_OfflineConfigOfflineData]) -> Self:
         """Set where experience is written to and read from."""
-    def build(self, plan: Any = None) -> CQL: ...
+    def build(self, plan: _PlanSource | None = None) -> CQL: ...
 
 class CQL(_CQL):
     """CQL with the plan `cql`; CQLConfig has its settings."""
@@ -804,7 +785,7 @@ class DDPGConfig(_Methods, _DDPGConfig):
     def __init__(self, **settings: Unpack[_DDPGSettings]) -> None: ...
     def training(self, **settings: Unpack[_TD3ConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
-    def build(self, plan: Any = None) -> DDPG: ...
+    def build(self, plan: _PlanSource | None = None) -> DDPG: ...
 
 class DDPG(_DDPG):
     """DDPG with the plan `td3`; DDPGConfig has its settings."""
@@ -822,7 +803,7 @@ class DDPPOConfig(_Methods, _DDPPOConfig):
         """Set how workers sample."""
     def training(self, **settings: Unpack[_PPOConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
-    def build(self, plan: Any = None) -> DDPPO: ...
+    def build(self, plan: _PlanSource | None = None) -> DDPPO: ...
 
 class DDPPO(_DDPPO):
     """DD-PPO with the plan `ddppo`; DDPPOConfig has its settings."""
@@ -838,7 +819,7 @@ class DQNConfig(_Methods, _DQNConfig):
     def __init__(self, **settings: Unpack[_DQNSettings]) -> None: ...
     def training(self, **settings: Unpack[_DQNConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
-    def build(self, plan: Any = None) -> DQN: ...
+    def build(self, plan: _PlanSource | None = None) -> DQN: ...
 
 class DQN(_DQN):
     """DQN with the plan `dqn`; DQNConfig has its settings."""
@@ -854,7 +835,7 @@ class IMPALAConfig(_Methods, _IMPALAConfig):
     def __init__(self, **settings: Unpack[_IMPALASettings]) -> None: ...
     def training(self, **settings: Unpack[_VTraceConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
-    def build(self, plan: Any = None) -> IMPALA: ...
+    def build(self, plan: _PlanSource | None = None) -> IMPALA: ...
 
 class IMPALA(_IMPALA):
     """IMPALA with the plan `impala`; IMPALAConfig has its settings."""
@@ -872,7 +853,7 @@ class MARWILConfig(_Methods, _MARWILConfig):
         """Set how policies learn, and the algorithm's own settings."""
     def offline_data(self, **settings: Unpack[_OfflineConfigOfflineData]) -> Self:
         """Set where experience is written to and read from."""
-    def build(self, plan: Any = None) -> MARWIL: ...
+    def build(self, plan: _PlanSource | None = None) -> MARWIL: ...
 
 class MARWIL(_MARWIL):
     """MARWIL with the plan `marwil`; MARWILConfig has its settings."""
@@ -888,7 +869,7 @@ class PPOConfig(_Methods, _PPOConfig):
     def __init__(self, **settings: Unpack[_PPOSettings]) -> None: ...
     def training(self, **settings: Unpack[_PPOConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
-    def build(self, plan: Any = None) -> PPO: ...
+    def build(self, plan: _PlanSource | None = None) -> PPO: ...
 
 class PPO(_PPO):
     """PPO with the plan `ppo`; PPOConfig has its settings."""
@@ -906,7 +887,7 @@ class R2D2Config(_Methods, _R2D2Config):
         """Set how workers sample."""
     def training(self, **settings: Unpack[_R2D2ConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
-    def build(self, plan: Any = None) -> R2D2: ...
+    def build(self, plan: _PlanSource | None = None) -> R2D2: ...
 
 class R2D2(_R2D2):
     """R2D2 with the plan `r2d2`; R2D2Config has its settings."""
@@ -922,7 +903,7 @@ class SACConfig(_Methods, _SACConfig):
     def __init__(self, **settings: Unpack[_SACSettings]) -> None: ...
     def training(self, **settings: Unpack[_SACConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
-    def build(self, plan: Any = None) -> SAC: ...
+    def build(self, plan: _PlanSource | None = None) -> SAC: ...
 
 class SAC(_SAC):
     """SAC with the plan `sac`; SACConfig has its settings."""
@@ -938,7 +919,7 @@ class SimpleQConfig(_Methods, _SimpleQConfig):
     def __init__(self, **settings: Unpack[_SimpleQSettings]) -> None: ...
     def training(self, **settings: Unpack[_DQNConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
-    def build(self, plan: Any = None) -> SimpleQ: ...
+    def build(self, plan: _PlanSource | None = None) -> SimpleQ: ...
 
 class SimpleQ(_SimpleQ):
     """SimpleQ with the plan `dqn`; SimpleQConfig has its settings."""
@@ -954,7 +935,7 @@ class TD3Config(_Methods, _TD3Config):
     def __init__(self, **settings: Unpack[_TD3Settings]) -> None: ...
     def training(self, **settings: Unpack[_TD3ConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
-    def build(self, plan: Any = None) -> TD3: ...
+    def build(self, plan: _PlanSource | None = None) -> TD3: ...
 
 class TD3(_TD3):
     """TD3 with the plan `td3`; TD3Config has its settings."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import wraps
 from importlib import import_module
-from typing import Annotated, Any, NamedTuple, Never, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Never, Self, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -403,10 +403,13 @@ class Settings(BaseModel):
             raise KeyError(f"no setting {name!r}.{self.hint(name)}")
         return getattr(self, name)
 
-    def __setitem__(self, name: str, value: Any) -> Never:
-        raise TypeError(
-            f"settings are assigned as attributes: .{name} = {value!r} instead of [{name!r}] = …"
-        )
+    if not TYPE_CHECKING:  # type checkers report the assignment themselves
+
+        def __setitem__(self, name: str, value: Any) -> Never:
+            raise TypeError(
+                f"settings are assigned as attributes: .{name} = {value!r} instead of "
+                f"[{name!r}] = …"
+            )
 
     def __delitem__(self, name: str) -> None:
         delattr(self, name)

@@ -1,6 +1,6 @@
 """A2C: workers sample in parallel, the learner takes one gradient step per train batch."""
 
-from flowrl.algorithms.a2c import A2CConfig
+from flowrl import A2CConfig
 from flowrl.ops import ConcatBatches, ParallelRollouts, StandardMetricsReporting, TrainOneStep
 
 config = A2CConfig(

@@ -1,6 +1,6 @@
 """A2C with replay: store rollouts in a small replay buffer, train on sampled batches."""
 
-from flowrl.algorithms.a2c import A2CConfig
+from flowrl import A2CConfig
 from flowrl.ops import (
     Concurrently,
     ParallelRollouts,

@@ -1,6 +1,6 @@
 """A3C: workers compute gradients of their own samples, the learner applies each on arrival."""
 
-from flowrl.algorithms.a3c import A3CConfig
+from flowrl import A3CConfig
 from flowrl.ops import ApplyGradients, AsyncGradients, StandardMetricsReporting
 
 config = A3CConfig(

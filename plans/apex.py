@@ -1,6 +1,6 @@
 """Ape-X: workers fill replay buffers on actors, an asynchronous learner trains on samples."""
 
-from flowrl.algorithms.apex import APEXConfig
+from flowrl import APEXConfig
 from flowrl.ops import (
     Concurrently,
     Dequeue,

@@ -1,6 +1,6 @@
 """APPO: workers sample without waiting, an asynchronous learner optimizes a clipped loss."""
 
-from flowrl.algorithms.appo import APPOConfig
+from flowrl import APPOConfig
 from flowrl.ops import (
     AggregateBatches,
     BroadcastUpdateLearnerWeights,

@@ -1,6 +1,6 @@
 """BC: imitate the actions in recorded experience; the environment is only for evaluation."""
 
-from flowrl.algorithms.marwil import BCConfig
+from flowrl import BCConfig
 from flowrl.ops import StandardMetricsReporting, TrainOneStep
 
 config = BCConfig(env="CartPole-v1", input_="experience", lr=1e-3)

@@ -1,6 +1,6 @@
 """CQL: learn conservative Q-values offline; the environment is only for evaluation."""
 
-from flowrl.algorithms.cql import CQLConfig
+from flowrl import CQLConfig
 from flowrl.ops import StandardMetricsReporting, TrainOneStep, UpdateTargetNetwork
 
 config = CQLConfig(env="Pendulum-v1", input_="experience")

@@ -1,6 +1,6 @@
 """DD-PPO: every worker learns from its own samples with gradients averaged over all workers."""
 
-from flowrl.algorithms.ddppo import DDPPOConfig
+from flowrl import DDPPOConfig
 from flowrl.ops import StandardMetricsReporting, TrainOnWorkers
 
 config = DDPPOConfig(

@@ -1,6 +1,6 @@
 """DQN: store rollouts in a replay buffer, train on sampled batches."""
 
-from flowrl.algorithms.dqn import DQNConfig
+from flowrl import DQNConfig
 from flowrl.ops import (
     Concurrently,
     ParallelRollouts,

@@ -1,6 +1,6 @@
 """Distributed DQN: store rollouts in replay buffers on actors, which receive them by reference."""
 
-from flowrl.algorithms.dqn import DQNConfig
+from flowrl import DQNConfig
 from flowrl.ops import (
     Concurrently,
     ParallelRollouts,

@@ -1,6 +1,6 @@
 """IMPALA: workers sample without waiting, an asynchronous learner corrects with V-trace."""
 
-from flowrl.algorithms.impala import IMPALAConfig
+from flowrl import IMPALAConfig
 from flowrl.ops import (
     AggregateBatches,
     BroadcastUpdateLearnerWeights,

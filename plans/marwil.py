@@ -1,6 +1,6 @@
 """MARWIL: imitate recorded actions, weighted by their advantages."""
 
-from flowrl.algorithms.marwil import MARWILConfig
+from flowrl import MARWILConfig
 from flowrl.ops import StandardMetricsReporting, TrainOneStep
 
 config = MARWILConfig(env="CartPole-v1", input_="experience", lr=1e-3)

@@ -1,6 +1,6 @@
 """PPO: workers sample in parallel, the learner takes several epochs over each train batch."""
 
-from flowrl.algorithms.ppo import PPOConfig
+from flowrl import PPOConfig
 from flowrl.ops import ConcatBatches, ParallelRollouts, StandardMetricsReporting, TrainOneStep
 
 config = PPOConfig(

@@ -1,6 +1,6 @@
 """Asynchronous PPO: sample the next train batch while a learner thread trains on the last one."""
 
-from flowrl.algorithms.ppo import PPOConfig
+from flowrl import PPOConfig
 from flowrl.ops import (
     ConcatBatches,
     Concurrently,

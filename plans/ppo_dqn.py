@@ -1,7 +1,6 @@
 """PPO and DQN in one plan: each trains its own policy on the same stream of experience."""
 
-from flowrl.algorithms.dqn import DQNConfig
-from flowrl.algorithms.ppo import PPOConfig
+from flowrl import AlgorithmConfig, DQNConfig, PPOConfig
 from flowrl.envs import make_multi_agent
 from flowrl.ops import (
     ConcatBatches,
@@ -16,7 +15,6 @@ from flowrl.ops import (
     UpdateTargetNetwork,
 )
 from flowrl.policies import PolicySpec
-from flowrl.trainer.config import AlgorithmConfig
 
 config = AlgorithmConfig(
     env=make_multi_agent("CartPole-v1"),

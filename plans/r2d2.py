@@ -1,6 +1,6 @@
 """R2D2: store sequences with their recurrent states, train on sampled sequences."""
 
-from flowrl.algorithms.r2d2 import R2D2Config
+from flowrl import R2D2Config
 from flowrl.ops import (
     Concurrently,
     ParallelRollouts,

@@ -1,6 +1,6 @@
 """Rainbow: DQN with return distributions, noisy layers, priorities and n-step returns."""
 
-from flowrl.algorithms.dqn import DQNConfig
+from flowrl import DQNConfig
 from flowrl.ops import (
     Concurrently,
     ParallelRollouts,

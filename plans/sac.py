@@ -1,6 +1,6 @@
 """SAC: store rollouts in a replay buffer, train an actor and two critics on sampled batches."""
 
-from flowrl.algorithms.sac import SACConfig
+from flowrl import SACConfig
 from flowrl.ops import (
     Concurrently,
     ParallelRollouts,

@@ -1,6 +1,6 @@
 """TD3: store rollouts in a replay buffer, train a deterministic actor and two critics."""
 
-from flowrl.algorithms.td3 import TD3Config
+from flowrl import TD3Config
 from flowrl.ops import (
     Concurrently,
     ParallelRollouts,

@@ -1,8 +1,6 @@
 """PPO, DQN and discrete SAC in one environment: three sub-plans share one stream."""
 
-from flowrl.algorithms.dqn import DQNConfig
-from flowrl.algorithms.ppo import PPOConfig
-from flowrl.algorithms.sac import SACConfig
+from flowrl import AlgorithmConfig, DQNConfig, PPOConfig, SACConfig
 from flowrl.envs import make_multi_agent
 from flowrl.ops import (
     ConcatBatches,
@@ -17,7 +15,6 @@ from flowrl.ops import (
     UpdateTargetNetwork,
 )
 from flowrl.policies import PolicySpec
-from flowrl.trainer.config import AlgorithmConfig
 
 config = AlgorithmConfig(
     env=make_multi_agent("CartPole-v1"),

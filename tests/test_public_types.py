@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 PROGRAM = """
-from flowrl import DQN, PPO, PPOConfig
+from flowrl import DQN, PPO, DefaultCallbacks, PPOConfig
 
 config = PPOConfig().environment("CartPole-v1").rollouts(num_workers=2)
 config = config.training(lr=[["0%", 1e-3], ["50%", 0]], model={"fcnet_hiddens": [64, 64]})
@@ -24,6 +24,33 @@ DQN("CartPole-v1", n_step="3")
 DQN("CartPole-v1", clip_param=0.2)
 PPOConfig().rollouts(num_wokers=2)
 PPOConfig().training(model={"fcnet_hidden": [64]})
+PPOConfig(lr="abc")
+PPOConfig()["lr"] = 0.1
+PPOConfig().callbacks(DefaultCallbacks).framework("torch").build(5)
+"""
+
+PLAN = """
+from flowrl.data import Batch
+from flowrl.ops import ConcatBatches, ParallelRollouts, SelectExperiences, TrainOneStep
+from flowrl.ops import UpdateReplayPriorities
+from flowrl.policies import TensorBatch, TorchPolicy
+from flowrl.sampling import WorkerSet
+
+
+def plan(workers: WorkerSet) -> None:
+    rollouts = ParallelRollouts(workers, mode="bulk_sync")
+    reveal_type(rollouts)
+    reveal_type(ParallelRollouts(workers, mode="raw"))
+    batches = rollouts.for_each(SelectExperiences(["p"])).combine(ConcatBatches(64))
+    batches.for_each(TrainOneStep(workers))
+    rollouts.for_each(ConcatBatches(64)).for_each(TrainOneStep(workers))
+    batches.for_each(UpdateReplayPriorities())
+
+
+class MyPolicy(TorchPolicy):
+    def loss(self, batch: TensorBatch) -> int:
+        reveal_type(self.model)
+        return 1
 """
 
 
@@ -32,17 +59,54 @@ def test_stub_has_the_present_settings():
     assert (ROOT / "flowrl" / "__init__.pyi").read_text() == generate(), "run python docs/stub.py"
 
 
-@pytest.mark.slow
-def test_type_checker_knows_settings_and_return_types(tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "mypy", "--cache-dir", os.devnull, "program.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    lines = re.findall(r"^program.py:(\d+): (\w+): (.*)", done.stdout, re.MULTILINE)
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory):
+    """Return mypy's output for the programs and the shipped plans, checked in one run."""
+    folder = tmp_path_factory.mktemp("types")
+    (folder / "program.py").write_text(PROGRAM)
+    (folder / "plan.py").write_text(PLAN)
+    plans = sorted((ROOT / "plans").glob("*.py"))
+    command = [sys.executable, "-m", "mypy", "--cache-dir", os.devnull, "--scripts-are-modules"]
+    command += ["program.py", "plan.py", *map(str, plans)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
+
+
+def messages(output, name):
+    """Return the revealed types in a file, and its errors by line."""
+    lines = re.findall(rf"^{name}:(\d+): (\w+): (.*)", output, re.MULTILINE)
     revealed = [message for _, _, message in lines if message.startswith("Revealed")]
-    errors = {int(number): message for number, kind, message in lines if kind == "error"}
+    return revealed, {int(number): text for number, kind, text in lines if kind == "error"}
+
+
+@pytest.mark.slow
+def test_type_checker_knows_settings_and_return_types(checked):
+    revealed, errors = messages(checked, "program.py")
     assert revealed == ['Revealed type is "flowrl.PPO"'] * 3
-    assert sorted(errors) == [10, 11, 12, 13]
+    assert sorted(errors) == [10, 11, 12, 13, 14, 15, 16]
     assert 'Argument "n_step" to "DQN" has incompatible type "str"' in errors[10]
     assert 'Unexpected keyword argument "clip_param" for "DQN"' in errors[11]
     assert 'did you mean "num_workers"?' in errors[12]
     assert 'Argument "model" to "training"' in errors[13]
+    assert 'Argument "lr" to "PPOConfig" has incompatible type "str"' in errors[14]
+    assert "Unsupported target for indexed assignment" in errors[15]
+    assert 'Argument 1 to "build" of "PPOConfig" has incompatible type "int"' in errors[16]
+
+
+@pytest.mark.slow
+def test_type_checker_knows_the_items_of_streams(checked):
+    revealed, errors = messages(checked, "plan.py")
+    batch = "SampleBatch | flowrl.data.sample_batch.MultiAgentBatch]"
+    assert [text.replace('"', "").split(" is ")[1] for text in revealed] == [
+        f"flowrl.iter.local.LocalIterator[flowrl.data.sample_batch.{batch}",
+        f"flowrl.iter.parallel.ParallelIterator[flowrl.data.sample_batch.{batch}",
+        "flowrl.policies.models.base.ModelV2",
+    ]
+    assert sorted(errors) == [15, 16, 20]
+    assert 'Argument 1 to "for_each"' in errors[15]
+    assert 'Argument 1 to "for_each"' in errors[16]
+    assert "incompatible with return type" in errors[20]
+
+
+@pytest.mark.slow
+def test_type_checker_finds_no_errors_in_shipped_plans(checked):
+    assert "Found 10 errors in 2 files" in checked

@@ -2,9 +2,13 @@
 
 import importlib
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from flowrl.trainer.algorithm import Algorithm
+    from flowrl.trainer.config import AlgorithmConfig
 
 __all__ = ["Algorithm", "AlgorithmConfig", "ConfigError"]
 

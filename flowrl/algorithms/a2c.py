@@ -9,7 +9,7 @@ import torch
 from flowrl.algorithms.on_policy import OnPolicyConfig, OnPolicyPolicy
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import Count
-from flowrl.trainer.algorithm import Algorithm
+from flowrl.trainer.algorithm import Algorithm, PolicyClass
 from flowrl.trainer.config import PlanSetting, PlanSource
 
 
@@ -60,7 +60,7 @@ class A2C(Algorithm):
         >>> algo.learn(total_timesteps=100_000)  # doctest: +SKIP
     """
 
-    policy_class = A2CTorchPolicy
+    policy_class: ClassVar[PolicyClass] = A2CTorchPolicy
     config_class = A2CConfig
 
 

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from flowrl.algorithms.a2c import A2C, A2CConfig, A2CTorchPolicy
 from flowrl.settings import Count, NonNegativeInt, check_of_settings
+from flowrl.trainer.algorithm import PolicyClass
 from flowrl.trainer.config import PlanSetting, PlanSource
 
 
@@ -76,7 +77,7 @@ class A3C(A2C):
         >>> algo.learn(total_timesteps=100_000)  # doctest: +SKIP
     """
 
-    policy_class = A3CTorchPolicy
+    policy_class: ClassVar[PolicyClass] = A3CTorchPolicy
     config_class = A3CConfig
 
 

@@ -8,6 +8,7 @@ from flowrl.algorithms.async_learner import AsyncLearnerConfig
 from flowrl.algorithms.dqn import DQN, DQNConfig, DQNTorchPolicy
 from flowrl.policies.config import ExplorationConfig
 from flowrl.settings import Count, NonNegativeInt
+from flowrl.trainer.algorithm import PolicyClass
 from flowrl.trainer.config import PlanSetting, PlanSource
 
 
@@ -56,7 +57,7 @@ class APEX(DQN):
         >>> algo.learn(total_timesteps=100_000)  # doctest: +SKIP
     """
 
-    policy_class = APEXTorchPolicy
+    policy_class: ClassVar[PolicyClass] = APEXTorchPolicy
     config_class = APEXConfig
 
 

@@ -16,7 +16,7 @@ from flowrl.policies.schedules import Schedule
 from flowrl.policies.target_network import TargetNetworkPolicy
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import Fraction, Needs, NonNegativeInt, Positive, check_of_settings
-from flowrl.trainer.algorithm import Algorithm
+from flowrl.trainer.algorithm import Algorithm, PolicyClass
 from flowrl.trainer.config import PlanSetting, PlanSource
 
 
@@ -115,7 +115,7 @@ class APPO(Algorithm):
         >>> algo.learn(total_timesteps=100_000)  # doctest: +SKIP
     """
 
-    policy_class = APPOTorchPolicy
+    policy_class: ClassVar[PolicyClass] = APPOTorchPolicy
     config_class = APPOConfig
 
 

@@ -21,7 +21,7 @@ from flowrl.ops import ReadMinari, ReadParquet
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import Count, NonNegative, NonNegativeInt, Positive, check_of_settings
-from flowrl.trainer.algorithm import Algorithm
+from flowrl.trainer.algorithm import Algorithm, PolicyClass
 from flowrl.trainer.config import PlanSetting, PlanSource
 
 log = logging.getLogger("flowrl")
@@ -180,7 +180,7 @@ class CQLTorchPolicy(SACTorchPolicy):
 class CQL(Algorithm):
     """CQL with the plan `cql`; CQLConfig has its settings."""
 
-    policy_class = CQLTorchPolicy
+    policy_class: ClassVar[PolicyClass] = CQLTorchPolicy
     config_class = CQLConfig
 
 

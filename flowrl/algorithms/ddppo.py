@@ -9,6 +9,7 @@ from typing import ClassVar, Literal, Self
 
 from flowrl.algorithms.ppo import PPO, PPOConfig, PPOTorchPolicy
 from flowrl.settings import Count, check_of_settings
+from flowrl.trainer.algorithm import PolicyClass
 from flowrl.trainer.config import PlanSetting, PlanSource
 
 
@@ -47,7 +48,7 @@ class DDPPO(PPO):
         >>> algo.learn(total_timesteps=100_000)  # doctest: +SKIP
     """
 
-    policy_class = DDPPOTorchPolicy
+    policy_class: ClassVar[PolicyClass] = DDPPOTorchPolicy
     config_class = DDPPOConfig
 
 

@@ -39,7 +39,7 @@ from flowrl.settings import (
     Positive,
     check_of_settings,
 )
-from flowrl.trainer.algorithm import Algorithm
+from flowrl.trainer.algorithm import Algorithm, PolicyClass
 from flowrl.trainer.config import PlanSetting, PlanSource
 
 
@@ -330,7 +330,7 @@ class DQN(Algorithm):
         >>> algo.learn(total_timesteps=100_000)  # doctest: +SKIP
     """
 
-    policy_class = DQNTorchPolicy
+    policy_class: ClassVar[PolicyClass] = DQNTorchPolicy
     config_class = DQNConfig
 
 

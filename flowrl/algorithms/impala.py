@@ -8,7 +8,7 @@ import torch
 
 from flowrl.algorithms.vtrace import VTraceConfig, VTracePolicy
 from flowrl.policies.torch_policy import TensorBatch
-from flowrl.trainer.algorithm import Algorithm
+from flowrl.trainer.algorithm import Algorithm, PolicyClass
 from flowrl.trainer.config import PlanSetting, PlanSource
 
 
@@ -57,7 +57,7 @@ class IMPALA(Algorithm):
         >>> algo.learn(total_timesteps=100_000)  # doctest: +SKIP
     """
 
-    policy_class = IMPALATorchPolicy
+    policy_class: ClassVar[PolicyClass] = IMPALATorchPolicy
     config_class = IMPALAConfig
 
 

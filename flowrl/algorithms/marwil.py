@@ -27,7 +27,7 @@ from flowrl.settings import (
     Positive,
     check_of_settings,
 )
-from flowrl.trainer.algorithm import Algorithm
+from flowrl.trainer.algorithm import Algorithm, PolicyClass
 from flowrl.trainer.config import PlanSetting, PlanSource
 
 log = logging.getLogger("flowrl")
@@ -231,7 +231,7 @@ class MARWILTorchPolicy(TorchPolicy):
 class MARWIL(Algorithm):
     """MARWIL with the plan `marwil`; MARWILConfig has its settings."""
 
-    policy_class = MARWILTorchPolicy
+    policy_class: ClassVar[PolicyClass] = MARWILTorchPolicy
     config_class = MARWILConfig
 
 
@@ -245,7 +245,7 @@ class BCTorchPolicy(MARWILTorchPolicy):
 class BC(MARWIL):
     """BC with the plan `bc`; BCConfig has its settings."""
 
-    policy_class = BCTorchPolicy
+    policy_class: ClassVar[PolicyClass] = BCTorchPolicy
     config_class = BCConfig
 
 

@@ -13,7 +13,7 @@ from flowrl.policies.config import MAX_SGD_ITER
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import Count, Needs, NonNegativeInt, Positive
-from flowrl.trainer.algorithm import Algorithm
+from flowrl.trainer.algorithm import Algorithm, PolicyClass
 from flowrl.trainer.config import PlanSetting, PlanSource
 
 
@@ -150,7 +150,7 @@ class PPO(Algorithm):
         >>> algo.learn(total_timesteps=100_000)  # doctest: +SKIP
     """
 
-    policy_class = PPOTorchPolicy
+    policy_class: ClassVar[PolicyClass] = PPOTorchPolicy
     config_class = PPOConfig
 
 

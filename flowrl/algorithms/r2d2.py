@@ -16,6 +16,7 @@ from flowrl.policies.exploration import FORBIDDEN
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.policies.views import ViewRequirement
 from flowrl.settings import Count, Positive, check_of_settings
+from flowrl.trainer.algorithm import PolicyClass
 from flowrl.trainer.config import PlanSetting, PlanSource
 
 RAW_REWARDS = "raw_rewards"  # column: rewards before clipping and scaling, as `prev_rewards`
@@ -226,7 +227,7 @@ class R2D2(DQN):
         >>> algo.learn(total_timesteps=100_000)  # doctest: +SKIP
     """
 
-    policy_class = R2D2TorchPolicy
+    policy_class: ClassVar[PolicyClass] = R2D2TorchPolicy
     config_class = R2D2Config
 
 

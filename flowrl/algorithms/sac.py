@@ -21,7 +21,7 @@ from flowrl.policies.exploration import FORBIDDEN
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import Finite, Needs, Positive
-from flowrl.trainer.algorithm import Algorithm
+from flowrl.trainer.algorithm import Algorithm, PolicyClass
 from flowrl.trainer.config import AlgorithmConfig, PlanSetting, PlanSource
 
 
@@ -181,7 +181,7 @@ class SAC(Algorithm):
         >>> algo.learn(total_timesteps=100_000)  # doctest: +SKIP
     """
 
-    policy_class = SACTorchPolicy
+    policy_class: ClassVar[PolicyClass] = SACTorchPolicy
     config_class = SACConfig
 
 

@@ -16,7 +16,7 @@ from flowrl.policies.distributions import SquashedDeterministic
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import Count, Needs, NonNegative
-from flowrl.trainer.algorithm import Algorithm
+from flowrl.trainer.algorithm import Algorithm, PolicyClass
 from flowrl.trainer.config import PlanSetting, PlanSource
 
 
@@ -109,7 +109,7 @@ class TD3(Algorithm):
         >>> algo.learn(total_timesteps=100_000)  # doctest: +SKIP
     """
 
-    policy_class = TD3TorchPolicy
+    policy_class: ClassVar[PolicyClass] = TD3TorchPolicy
     config_class = TD3Config
 
 
@@ -127,7 +127,7 @@ class DDPG(TD3):
         >>> algo.learn(total_timesteps=100_000)  # doctest: +SKIP
     """
 
-    policy_class = DDPGTorchPolicy
+    policy_class: ClassVar[PolicyClass] = DDPGTorchPolicy
     config_class = DDPGConfig
 
 

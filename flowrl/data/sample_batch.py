@@ -7,8 +7,8 @@ changed in place: `with_columns()` returns a new batch that shares the other col
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, overload
 
 import numpy as np
 
@@ -98,7 +98,16 @@ class SampleBatch(Columns):
 
     # -- columns -------------------------------------------------------------------------------
 
-    def __getitem__(self, key: str | slice | int | np.ndarray | Sequence[int]) -> Any:
+    @overload
+    def __getitem__(self, key: str) -> Any: ...
+
+    @overload
+    def __getitem__(self, key: int) -> dict[str, Any]: ...
+
+    @overload
+    def __getitem__(self, key: slice | np.ndarray | list[int]) -> SampleBatch: ...
+
+    def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):
             return as_arrays(dict.__getitem__(self, key))
         if isinstance(key, slice):

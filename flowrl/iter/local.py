@@ -111,7 +111,7 @@ class LocalIterator(Generic[T]):
         """Group the items into lists of n; the last list may be shorter."""
         return self._chain(Batch(self.stage, n), f".batch({n})")
 
-    def flatten(self) -> LocalIterator[Any]:
+    def flatten(self: LocalIterator[list[U]]) -> LocalIterator[U]:
         """Return the elements of items that are lists."""
         return self._chain(Flatten(self.stage), ".flatten()")
 
@@ -144,7 +144,7 @@ class LocalIterator(Generic[T]):
         name = name or str(self.stage)
         return self.tap(name, lambda item: print(f"{name}: {describe(item)}"))
 
-    def zip_with_source(self) -> LocalIterator[tuple[tuple[Any, ...], T]]:
+    def zip_with_source(self) -> LocalIterator[tuple[tuple[Source, ...], T]]:
         """Return (sources, item) for every item; `sources` is a tuple of `Source`."""
         return self._chain(ZipWithSource(self.stage), ".zip_with_source()")
 
@@ -185,13 +185,14 @@ class LocalIterator(Generic[T]):
 
     def union(
         self,
-        *others: LocalIterator[Any],
+        *others: LocalIterator[U],
         deterministic: bool = False,
         round_robin_weights: Sequence[float | str] | None = None,
-    ) -> LocalIterator[Any]:
+    ) -> LocalIterator[T | U]:
         """Return the items of this stream and of the others.
 
         Args:
+            others: the other streams.
             deterministic: take one item of each stream in turn, and wait for a stream whose workers
                 are slow; a stream that depends on another one gives up its turn until it is ready.
             round_robin_weights: items of each stream per turn; fractions accumulate; "*" takes all
@@ -200,7 +201,7 @@ class LocalIterator(Generic[T]):
         for other in others:
             if not isinstance(other, LocalIterator):
                 raise TypeError(f"union() takes LocalIterators, got {type(other).__name__}")
-        branches = (self, *others)
+        branches: list[LocalIterator[Any]] = [self, *others]
         stage = Union([b.stage for b in branches], round_robin_weights, ordered=deterministic)
         return LocalIterator(stage, f"LocalUnion[{', '.join(repr(b) for b in branches)}]")
 

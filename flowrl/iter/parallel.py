@@ -80,7 +80,7 @@ class ParallelIterator(Generic[T]):
         _validate(lambda it: it.batch(n))
         return self._chain("batch", f".batch({n})", n)
 
-    def flatten(self) -> ParallelIterator[Any]:
+    def flatten(self: ParallelIterator[list[U]]) -> ParallelIterator[U]:
         """Return the elements of items that are lists."""
         return self._chain("flatten", ".flatten()")
 
@@ -149,7 +149,7 @@ class ParallelIterator(Generic[T]):
         name = f"{self.name}.repartition[num_partitions={num_partitions}]"
         return ParallelIterator(_shards_of(pool), name, self._shards[0].recovery)
 
-    def union(self, other: ParallelIterator[Any]) -> ParallelIterator[Any]:
+    def union(self, other: ParallelIterator[U]) -> ParallelIterator[T | U]:
         """Return the shards of both iterators, each with its own steps."""
         if not isinstance(other, ParallelIterator):
             raise TypeError(f"union() takes a ParallelIterator, got {type(other).__name__}")
@@ -375,12 +375,12 @@ def _check_shards(num_shards: int) -> None:
 
 
 def from_iterators(
-    generators: Sequence[Any],
+    generators: Sequence[Iterable[T] | Callable[[], Iterable[T]]],
     repeat: bool = False,
     name: str | None = None,
     in_process: bool = False,
     recovery: Recovery | None = None,
-) -> ParallelIterator[Any]:
+) -> ParallelIterator[T]:
     """Create one shard per iterable, or per callable that returns one.
 
     A shard whose actor dies is recreated and skips the items received before, so its generator

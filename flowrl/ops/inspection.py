@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from flowrl.iter.stage import describe
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.setting_values import check_int
 
+T = TypeVar("T")
 ColumnsOrFunction = Collection[str] | Callable[[Any], Any]
 
 before_breakpoint: list[Callable[[], None]] = []
@@ -61,7 +62,7 @@ class Print:
         self.every, self.what, self.name, self.workers = every, what, name, workers
         self._num_items = 0
 
-    def __call__(self, item: Any) -> Any:
+    def __call__(self, item: T) -> T:
         number, self._num_items = self._num_items, self._num_items + 1
         if number % self.every == 0:
             what = self.what
@@ -88,7 +89,7 @@ class Breakpoint:
     def __init__(self, when: Callable[[Any], bool] | None = None):
         self.when = when
 
-    def __call__(self, item: Any) -> Any:
+    def __call__(self, item: T) -> T:
         if self.when is None or self.when(item):
             for prepare in list(before_breakpoint):
                 prepare()
@@ -123,7 +124,7 @@ class Record:
         check_int("Record: n", n)
         self.items: deque[Any] = deque(maxlen=n)
 
-    def __call__(self, item: Any) -> Any:
+    def __call__(self, item: T) -> T:
         self.items.append(item)
         return item
 

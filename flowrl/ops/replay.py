@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 from flowrl.data import Batch, BatchRef
 from flowrl.data.item_checks import check_batch
@@ -19,6 +19,8 @@ from flowrl.replay.replay_ratio import EMPTY
 from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.setting_values import check_int
 from flowrl.state_schema import Fields, StateError, check_own_state
+
+AnyBatch = TypeVar("AnyBatch", bound=Batch | BatchRef)
 
 
 class StoreToReplayBuffer:
@@ -67,9 +69,9 @@ class StoreToReplayBuffer:
         buffer."""
         return self.buffer.waits() if isinstance(self.buffer, ReplayActors) else []
 
-    def __call__(self, batch: Any) -> Any:
+    def __call__(self, batch: AnyBatch) -> AnyBatch:
         if isinstance(batch, BatchRef) and not isinstance(self.buffer, ReplayActors):
-            batch = batch.get()
+            batch = cast(Any, batch.get())
         check_batch(batch, "StoreToReplayBuffer", by_reference=True)
         self.buffer.add(batch)
         counters = _get_shared_metrics().counters
@@ -97,7 +99,7 @@ class StoreToReplayBuffer:
         return f"StoreToReplayBuffer({self.buffer!r})"
 
 
-class Replay(LocalIterator[Any]):
+class Replay(LocalIterator[Batch]):
     """An endless stream of batches drawn from a replay buffer.
 
     In a plan with Concurrently that also stores to the buffer, it is not ready while storing is

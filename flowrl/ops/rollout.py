@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar, cast, overload
 
 import numpy as np
 
 from flowrl.data import Batch, BatchRef, MultiAgentBatch, SampleBatch
 from flowrl.data.item_checks import check_batch
-from flowrl.iter import LocalIterator, Source, _get_shared_metrics
+from flowrl.iter import LocalIterator, ParallelIterator, Source, _get_shared_metrics
 from flowrl.iter.metrics import MetricsContext, count_bytes_between_nodes, current_metrics
 from flowrl.ops.aggregation import leave_in_store
 from flowrl.ops.offline import WriteParquet
@@ -21,9 +21,47 @@ from flowrl.sampling.worker_set import WorkerSet
 from flowrl.setting_values import check_int
 from flowrl.state_schema import Fields, Natural
 
+AnyBatch = TypeVar("AnyBatch", bound=Batch | BatchRef)
 
-class ParallelRollouts(LocalIterator[Any]):
-    """An endless stream of experience from all workers.
+
+@overload
+def ParallelRollouts(workers: WorkerSet, *, mode: Literal["raw"]) -> ParallelIterator[Batch]: ...
+
+
+@overload
+def ParallelRollouts(
+    workers: WorkerSet,
+    *,
+    mode: Literal["bulk_sync", "async"] = ...,
+    num_async: int = ...,
+    max_policy_lag: int | None = ...,
+    limit: StalenessLimit | None = ...,
+    by_reference: Literal[False] = ...,
+) -> LocalIterator[Batch]: ...
+
+
+@overload
+def ParallelRollouts(
+    workers: WorkerSet,
+    *,
+    mode: Literal["async"],
+    num_async: int = ...,
+    max_policy_lag: int | None = ...,
+    limit: StalenessLimit | None = ...,
+    by_reference: bool,
+) -> LocalIterator[Batch | BatchRef]: ...
+
+
+def ParallelRollouts(
+    workers: WorkerSet,
+    *,
+    mode: Literal["bulk_sync", "async", "raw"] = "bulk_sync",
+    num_async: int = 1,
+    max_policy_lag: int | None = None,
+    limit: StalenessLimit | None = None,
+    by_reference: bool = False,
+) -> Any:
+    """Return an endless stream of experience from all workers.
 
     Counts `num_env_steps_sampled` and `num_agent_steps_sampled`; times `sample`, from the request
     for a batch until it has arrived. Batches carry their `sources`. If the setting `output` names a
@@ -48,75 +86,53 @@ class ParallelRollouts(LocalIterator[Any]):
         ValueError: the options contradict each other or the settings.
         TypeError: `workers` is not a WorkerSet.
     """
-
-    def __new__(
-        cls,
-        workers: WorkerSet,
-        *,
-        mode: Literal["bulk_sync", "async", "raw"] = "bulk_sync",
-        num_async: int = 1,
-        max_policy_lag: int | None = None,
-        limit: StalenessLimit | None = None,
-        by_reference: bool = False,
-    ) -> Any:
-        if not isinstance(workers, WorkerSet):
-            raise TypeError(
-                "ParallelRollouts takes a WorkerSet, the first argument of a plan, got a "
-                f"{type(workers).__name__}"
-            )
-        if mode != "async":
-            for name, is_default in (
-                ("num_async", num_async == 1),
-                ("max_policy_lag", max_policy_lag is None),
-                ("limit", limit is None),
-                ("by_reference", not by_reference),
-            ):
-                if not is_default:
-                    raise ValueError(f'{name} is for mode="async", not {mode!r}')
-        if mode != "raw":
-            return super().__new__(cls)
-        if workers.config.output is not None:
-            raise ValueError(
-                'output: in mode="raw" fragments stay on the workers, so nothing can be written'
-            )
-        return workers.parallel_iterator()
-
-    def __init__(
-        self,
-        workers: WorkerSet,
-        *,
-        mode: Literal["bulk_sync", "async", "raw"] = "bulk_sync",
-        num_async: int = 1,
-        max_policy_lag: int | None = None,
-        limit: StalenessLimit | None = None,
-        by_reference: bool = False,
-    ):
-        check_lag(max_policy_lag)
-        if limit is not None:
-            limit.steps_per_fragment = workers.steps_per_fragment()
-        shards = workers.parallel_iterator()
-        if by_reference and workers.num_workers:
-            shards = shards.for_each(leave_in_store)
-        if mode == "bulk_sync":
-            fragments: LocalIterator[Any] = shards.batch_across_shards()
-        elif mode == "async":
-            fragments = shards.gather_async(num_async=num_async, limit=limit)
-        else:
-            raise ValueError(f'mode must be "bulk_sync", "async" or "raw", got {mode!r}')
-        rollouts = fragments.zip_with_source().for_each(CountRollouts(workers))
-        output = workers.config.output
-        if output is not None:
-            if by_reference and workers.num_workers:
-                raise ValueError(
-                    "output: the fragments of this plan do not pass through the driver, which "
-                    "writes them: use num_workers=0, or by_reference=False in the plan"
-                )
-            write = WriteParquet(output, workers.config.output_rows_per_file)
-            rollouts = rollouts.for_each(write)
-        if max_policy_lag is not None:
-            rollouts = rollouts.filter(DropStale(workers, max_policy_lag))
-        super().__init__(rollouts.stage, f"ParallelRollouts(mode={mode!r})")
-        self.stage.name, self.stage.title = "ParallelRollouts", self.name
+    if not isinstance(workers, WorkerSet):
+        raise TypeError(
+            "ParallelRollouts takes a WorkerSet, the first argument of a plan, got a "
+            f"{type(workers).__name__}"
+        )
+    if mode not in ("bulk_sync", "async", "raw"):
+        raise ValueError(f'mode must be "bulk_sync", "async" or "raw", got {mode!r}')
+    if mode != "async":
+        for name, is_default in (
+            ("num_async", num_async == 1),
+            ("max_policy_lag", max_policy_lag is None),
+            ("limit", limit is None),
+            ("by_reference", not by_reference),
+        ):
+            if not is_default:
+                raise ValueError(f'{name} is for mode="async", not {mode!r}')
+    output = workers.config.output
+    if output is not None and mode == "raw":
+        raise ValueError(
+            'output: in mode="raw" fragments stay on the workers, so nothing can be written'
+        )
+    if output is not None and by_reference and workers.num_workers:
+        raise ValueError(
+            "output: the fragments of this plan do not pass through the driver, which writes them: "
+            "use num_workers=0, or by_reference=False in the plan"
+        )
+    check_lag(max_policy_lag)
+    shards: ParallelIterator[Any] = workers.parallel_iterator()
+    if mode == "raw":
+        return shards
+    if limit is not None:
+        limit.steps_per_fragment = workers.steps_per_fragment()
+    if by_reference and workers.num_workers:
+        shards = shards.for_each(leave_in_store)
+    fragments: LocalIterator[Any] = (
+        shards.batch_across_shards()
+        if mode == "bulk_sync"
+        else shards.gather_async(num_async=num_async, limit=limit)
+    )
+    rollouts = fragments.zip_with_source().for_each(CountRollouts(workers))
+    if output is not None:
+        rollouts = rollouts.for_each(WriteParquet(output, workers.config.output_rows_per_file))
+    if max_policy_lag is not None:
+        rollouts = rollouts.filter(DropStale(workers, max_policy_lag))
+    named = LocalIterator[Any](rollouts.stage, f"ParallelRollouts(mode={mode!r})")
+    named.stage.name, named.stage.title = "ParallelRollouts", named.name
+    return named
 
 
 def check_lag(max_policy_lag: int | None) -> None:
@@ -283,7 +299,7 @@ class ConcatBatches:
             )
         check_int("min_batch_size", self.min_batch_size)
 
-    def __call__(self, batch: Batch | BatchRef) -> list[Batch | BatchRef]:
+    def __call__(self, batch: AnyBatch) -> list[AnyBatch]:
         check_batch(batch, "ConcatBatches", by_reference=True)
         if batch.count:
             self._pending.append(batch)
@@ -295,7 +311,7 @@ class ConcatBatches:
         pending, self._pending, self._steps = self._pending, [], 0
         has_refs = any(isinstance(one, BatchRef) for one in pending)
         try:
-            return [(BatchRef if has_refs else SampleBatch).concat_samples(pending)]
+            return [cast(Any, BatchRef if has_refs else SampleBatch).concat_samples(pending)]
         except Exception:
             metrics = current_metrics()
             if metrics is not None:
@@ -341,9 +357,10 @@ class SelectExperiences:
         if not len(self.policy_ids):
             raise ValueError("policy_ids is empty, so no rows would be kept: name a policy")
 
-    def __call__(self, batch: Batch | BatchRef) -> Batch | BatchRef:
+    def __call__(self, batch: AnyBatch) -> AnyBatch:
         check_batch(batch, "SelectExperiences", by_reference=True)
-        return batch if isinstance(batch, SampleBatch) else batch.select(self.policy_ids)
+        rows: Any = batch
+        return batch if isinstance(batch, SampleBatch) else rows.select(self.policy_ids)
 
 
 @dataclass

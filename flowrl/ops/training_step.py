@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Collection
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, overload
 
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
@@ -103,6 +103,26 @@ _running_step: ContextVar[TrainingStepsStage | None] = ContextVar("running_step"
 _train_operators: weakref.WeakKeyDictionary[Any, dict[Any, TrainOneStep]] = (
     weakref.WeakKeyDictionary()
 )
+
+
+@overload
+def synchronous_parallel_sample(
+    *,
+    worker_set: WorkerSet,
+    max_env_steps: int | None = ...,
+    max_agent_steps: int | None = ...,
+    concat: Literal[True] = ...,
+) -> MultiAgentBatch: ...
+
+
+@overload
+def synchronous_parallel_sample(
+    *,
+    worker_set: WorkerSet,
+    max_env_steps: int | None = ...,
+    max_agent_steps: int | None = ...,
+    concat: Literal[False],
+) -> list[MultiAgentBatch]: ...
 
 
 def synchronous_parallel_sample(

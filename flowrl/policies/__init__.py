@@ -4,7 +4,7 @@ Names that need torch are imported on first access.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import ConfigError
 from flowrl.policies.config import ExplorationConfig, ModelConfig, PolicyConfig
@@ -12,6 +12,11 @@ from flowrl.policies.policy import Policy
 from flowrl.policies.policy_runner import PolicyRunner
 from flowrl.policies.policy_spec import PolicySpec
 from flowrl.policies.views import ViewRequirement, ViewRequirements
+
+if TYPE_CHECKING:
+    from flowrl.policies.build import build_tf_policy, build_torch_policy
+    from flowrl.policies.models import ModelV2, RecurrentNetwork, register_model
+    from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
 
 __all__ = [
     "ConfigError",
@@ -23,6 +28,7 @@ __all__ = [
     "PolicyRunner",
     "PolicySpec",
     "RecurrentNetwork",
+    "TensorBatch",
     "TorchPolicy",
     "ViewRequirement",
     "ViewRequirements",
@@ -35,6 +41,7 @@ __all__ = [
 _WITH_TORCH = {
     "ModelV2": "flowrl.policies.models",
     "RecurrentNetwork": "flowrl.policies.models",
+    "TensorBatch": "flowrl.policies.torch_policy",
     "TorchPolicy": "flowrl.policies.torch_policy",
     "build_tf_policy": "flowrl.policies.build",
     "build_torch_policy": "flowrl.policies.build",

@@ -102,7 +102,7 @@ def changed_values(
     for name, value in saved.items():
         if name not in cls.model_fields:
             continue
-        change = changes.get(name)
+        change: Any = changes.get(name)
         if isinstance(change, Mapping) and isinstance(value, dict) and _SETTINGS in value:
             try:
                 values[name] = config_from_json(value, change, resolver)

@@ -120,7 +120,7 @@ def _changed_config(config: Any, changes: Mapping[str, Any], policy_id: str) -> 
     if not isinstance(config, Settings):
         merged = canonical_names(dict(config or {}))
         for name, value in canonical_names(dict(changes)).items():
-            before = merged.get(name)
+            before: Any = merged.get(name)
             is_nested = isinstance(before, Mapping) and isinstance(value, Mapping)
             merged[name] = {**before, **value} if is_nested else value
         return merged

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from flowrl.data import Batch
 from flowrl.envs.registry import EnvCreator, env_creator_for
 from flowrl.errors import ConfigError
 from flowrl.iter import ParallelIterator, ray_health
@@ -398,7 +399,7 @@ class WorkerSet:
             results += ray_health.get([worker.apply.remote(fn) for worker in self.remote_workers()])
         return results
 
-    def parallel_iterator(self) -> ParallelIterator[Any]:
+    def parallel_iterator(self) -> ParallelIterator[Batch]:
         """Return an endless stream of fragments: one shard per remote worker, or one of the local
         worker."""
         if self._pool is None:

@@ -54,6 +54,9 @@ from flowrl.trainer.start_checks import check_start, warn_of_unused_policies
 log = logging.getLogger("flowrl")
 
 
+PolicyClass = type[Policy] | None
+
+
 class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
     """Trains by pulling results from an execution plan.
 
@@ -75,7 +78,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         run_dir: the run directory, or None.
     """
 
-    policy_class: ClassVar[type[Policy] | None] = None  # None: each PolicySpec has its own
+    policy_class: ClassVar[PolicyClass] = None  # None: each PolicySpec has its own
     config_class: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
     execution_plan: ClassVar[Any] = None
 
@@ -157,7 +160,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         plan: str | Path | ModuleType | Callable[..., Any],
         config: AlgorithmConfig | Mapping[str, Any] | None = None,
         **settings: Any,
-    ) -> Algorithm:
+    ) -> Self:
         """Return the algorithm of an execution plan.
 
         Args:
