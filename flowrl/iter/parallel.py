@@ -361,7 +361,11 @@ def from_range(
         num_shards: number of shards, each a Ray actor.
         repeat: start again at the end.
         in_process: run the shards in this process, without actors.
+
+    Raises:
+        ValueError: a number is not an int, or too small.
     """
+    check_int("n", n, 0)
     _check_shards(num_shards)
     size = n // num_shards
     ends = [*(size * i for i in range(1, num_shards)), n]

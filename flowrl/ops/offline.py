@@ -38,7 +38,7 @@ class WriteParquet:
 
     Raises:
         ConfigError: the extra `offline` is not installed.
-        ValueError: `rows_per_file` is not an int of at least 1.
+        ValueError: `rows_per_file` is not an int of at least 1, or the folder is a URI.
         TypeError (when called): the item is not a batch.
         OfflineDataError, OSError (when called): a file cannot be written.
     """
@@ -52,6 +52,8 @@ class WriteParquet:
     chained_with: ClassVar[str] = "for_each"
 
     def __init__(self, folder: Path | str, rows_per_file: int = 50_000):
+        if "://" in str(folder):
+            raise ValueError(f"folder: must be a folder on this machine, got {folder}")
         self._writer = ParquetWriter(folder, rows_per_file)
         self._has_loaded = False  # a state, and no batch since then
 

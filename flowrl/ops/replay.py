@@ -332,7 +332,12 @@ class SimpleReplayBuffer:
         self._batches: deque[Batch] = deque(maxlen=num_slots)
 
     def add(self, batch: Batch) -> None:
-        """Store a batch without copying it; do not change it afterwards."""
+        """Store a batch without copying it; do not change it afterwards.
+
+        Raises:
+            TypeError: it is not a batch.
+        """
+        check_batch(batch, "SimpleReplayBuffer", by_reference=True)
         self._batches.append(batch)
 
     def sample(self) -> Batch:
@@ -388,6 +393,7 @@ class MixInReplay:
 
     Raises:
         ValueError: replay_proportion is negative, or is above 0 while num_slots is below 1.
+        TypeError (when called): the item is not a batch.
     """
 
     state_fields: ClassVar[Fields] = {"buffer": dict[str, Any], "batches_due": float}
@@ -404,6 +410,7 @@ class MixInReplay:
         self._batches_due = 0.0
 
     def __call__(self, batch: Batch) -> list[Batch]:
+        check_batch(batch, "MixInReplay", by_reference=True)
         batches = [batch]
         self._batches_due += self.replay_proportion
         if len(self.buffer):  # before the new batch is added, so it is not replayed right away

@@ -373,6 +373,7 @@ class StandardizeFields:
 
     Raises:
         TypeError: `fields` is a string or not a collection; when called: the item is not a batch.
+        ValueError: `fields` is empty.
         KeyError (when called): a batch lacks a column.
     """
 
@@ -386,6 +387,8 @@ class StandardizeFields:
                 f"fields must be a collection of column names, such as [{self.fields!r}], got "
                 f"{self.fields!r}"
             )
+        if not len(self.fields):
+            raise ValueError("fields is empty, so nothing would be standardized: name a column")
 
     def __call__(self, batch: Batch) -> Batch:
         check_batch(batch, "StandardizeFields")

@@ -636,3 +636,9 @@ def test_sequences_that_cannot_be_sliced_are_distributed_and_restored():
     assert stream.take(2) == [0, 1]
     copy.load_state_dict(stream.state_dict())
     assert list(copy) == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("n", [-1, 1.5])
+def test_invalid_ranges_are_rejected(n):
+    with pytest.raises(ValueError, match="n must be an int of at least 0"):
+        from_range(n)

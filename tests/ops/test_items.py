@@ -15,6 +15,7 @@ from flowrl.ops import (
     ComputeGradients,
     ConcatBatches,
     CountRollouts,
+    MixInReplay,
     ParallelRollouts,
     SelectExperiences,
     StandardizeFields,
@@ -49,6 +50,7 @@ def operators(workers, tmp_path):
         StandardizeFields(["obs"]),
         StoreToReplayBuffer(local_buffer=buffer),
         WriteParquet(tmp_path),
+        MixInReplay(4, 0.5),
         BroadcastUpdateLearnerWeights(workers),
         UpdateWorkerWeights(workers, 8),
     )
@@ -64,6 +66,7 @@ OPERATORS = (
     "StandardizeFields",
     "StoreToReplayBuffer",
     "WriteParquet",
+    "MixInReplay",
     "BroadcastUpdateLearnerWeights",
     "UpdateWorkerWeights",
 )

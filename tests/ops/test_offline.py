@@ -202,3 +202,8 @@ def test_columns_with_other_shapes_are_named(tmp_path, changes, message):
         ReadParquet(algorithm.workers, tmp_path, 4).take(1)
     assert "a.parquet" in str(caught.value)
     assert message in str(caught.value)
+
+
+def test_parquet_files_need_a_folder_on_this_machine():
+    with pytest.raises(ValueError, match="must be a folder on this machine, got s3://bucket/rows"):
+        WriteParquet("s3://bucket/rows")

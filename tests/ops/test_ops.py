@@ -252,6 +252,11 @@ def test_select_experiences_keeps_rows_of_the_policies():
         SelectExperiences([])
 
 
+def test_standardize_fields_needs_fields():
+    with pytest.raises(ValueError, match="fields is empty, so nothing would be standardized"):
+        StandardizeFields([])
+
+
 def test_standardize_fields_does_not_change_its_input():
     batch = rows(5)
     standardized = StandardizeFields(["x"])(batch)
