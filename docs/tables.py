@@ -274,7 +274,8 @@ def operators() -> str:
     rows = []
     for name in sorted(flowrl.ops.__all__):
         operator = getattr(flowrl.ops, name)
-        if not inspect.isclass(operator) or issubclass(operator, dict):
+        is_stream = name == "ParallelRollouts"  # a function
+        if not is_stream and (not inspect.isclass(operator) or issubclass(operator, dict)):
             continue
         first = " ".join((inspect.getdoc(operator) or "").split("\n\n")[0].split())
         how, arrow, rest = first.partition(", ")

@@ -26,6 +26,7 @@ class ActsWithPolicies:
 
         Raises:
             ConfigError: there is no such policy, or None does not say which one.
+            RuntimeError: the algorithm was stopped.
         """
         policies = self.workers.local_worker().policy_map
         if policy_id is None:
@@ -83,5 +84,6 @@ class ActsWithPolicies:
             ConfigError: an observation is not in the space, the state does not fit, `deterministic`
                 is not a bool, the policy needs more than observation and state (use
                 `get_policy().session()`), or there is no such policy.
+            RuntimeError: the algorithm was stopped.
         """
         return self.get_policy(policy_id).predict(obs, state, deterministic=deterministic)

@@ -516,6 +516,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
 
         Raises:
             ConfigError: an argument is invalid, or there is no environment.
+            RuntimeError: the algorithm was stopped.
         """
         return self._evaluator.evaluate(
             self.iteration, episodes, explore, num_envs, timesteps, video_dir, seed

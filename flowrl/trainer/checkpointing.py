@@ -126,6 +126,7 @@ class Checkpointing:
         Raises:
             ConfigError: the folder is a run directory, whose checkpoints have their own folder.
             OSError: the checkpoint cannot be written; existing files are unchanged.
+            RuntimeError: the algorithm was stopped.
         """
         started = time.perf_counter()
         if path is None:
@@ -202,6 +203,7 @@ class Checkpointing:
         Raises:
             CheckpointError: the checkpoint cannot be read, or belongs to another plan or network;
                 the algorithm is unchanged.
+            RuntimeError: the algorithm was stopped.
         """
         path = resolve_checkpoint(path)
         state, manifest = read_checkpoint(path)
