@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from flowrl.data.batch_ref import BatchRef
 from flowrl.data.sample_batch import MultiAgentBatch, SampleBatch
+
+AnyBatch = TypeVar("AnyBatch", bound=SampleBatch | MultiAgentBatch | BatchRef)
 
 
 def check_batch(item: Any, receiver: str, by_reference: bool = False) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, cast
 
 from flowrl.data import Batch, BatchRef
-from flowrl.data.item_checks import check_batch
+from flowrl.data.item_checks import AnyBatch, check_batch
 from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
 from flowrl.iter.errors import call_in_stage
 from flowrl.iter.stage import walk
@@ -19,8 +19,6 @@ from flowrl.replay.replay_ratio import EMPTY
 from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.setting_values import check_int
 from flowrl.state_schema import Fields, StateError, check_own_state
-
-AnyBatch = TypeVar("AnyBatch", bound=Batch | BatchRef)
 
 
 class StoreToReplayBuffer:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeVar, cast, overload
+from typing import Any, ClassVar, Literal, cast, overload
 
 import numpy as np
 
 from flowrl.data import Batch, BatchRef, MultiAgentBatch, SampleBatch
-from flowrl.data.item_checks import check_batch
+from flowrl.data.item_checks import AnyBatch, check_batch
 from flowrl.iter import LocalIterator, ParallelIterator, Source, _get_shared_metrics
 from flowrl.iter.metrics import MetricsContext, count_bytes_between_nodes, current_metrics
 from flowrl.ops.aggregation import leave_in_store
@@ -20,8 +20,6 @@ from flowrl.ops.staleness import StalenessLimit
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.setting_values import check_int
 from flowrl.state_schema import Fields, Natural
-
-AnyBatch = TypeVar("AnyBatch", bound=Batch | BatchRef)
 
 
 @overload
