@@ -34,6 +34,7 @@ from flowrl.data import Batch
 from flowrl.ops import ConcatBatches, ParallelRollouts, SelectExperiences, TrainOneStep
 from flowrl.ops import UpdateReplayPriorities
 from flowrl.policies import TensorBatch, TorchPolicy
+from flowrl.replay import MultiAgentReplayBuffer, PrioritizedReplayBuffer
 from flowrl.sampling import WorkerSet
 
 
@@ -51,6 +52,12 @@ class MyPolicy(TorchPolicy):
     def loss(self, batch: TensorBatch) -> int:
         reveal_type(self.model)
         return 1
+
+
+PrioritizedReplayBuffer(64, n_step=3, storage_unit="rows")
+MultiAgentReplayBuffer(
+    lambda policy_id: PrioritizedReplayBuffer(64, size=3), replay_batch_size=32
+)
 """
 
 
@@ -101,12 +108,14 @@ def test_type_checker_knows_the_items_of_streams(checked):
         f"flowrl.iter.parallel.ParallelIterator[flowrl.data.sample_batch.{batch}",
         "flowrl.policies.models.base.ModelV2",
     ]
-    assert sorted(errors) == [15, 16, 20]
-    assert 'Argument 1 to "for_each"' in errors[15]
+    assert sorted(errors) == [16, 17, 21, 26, 28]
     assert 'Argument 1 to "for_each"' in errors[16]
-    assert "incompatible with return type" in errors[20]
+    assert 'Argument 1 to "for_each"' in errors[17]
+    assert "incompatible with return type" in errors[21]
+    assert 'Argument "storage_unit" to "PrioritizedReplayBuffer"' in errors[26]
+    assert 'Unexpected keyword argument "size" for "PrioritizedReplayBuffer"' in errors[28]
 
 
 @pytest.mark.slow
 def test_type_checker_finds_no_errors_in_shipped_plans(checked):
-    assert "Found 10 errors in 2 files" in checked
+    assert "Found 12 errors in 2 files" in checked

@@ -7,6 +7,7 @@ import json
 from typing import Any, NamedTuple
 
 from flowrl.settings import SettingInfo, Settings
+from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.runs.run_directory import name_of_env_setting
 
 # settings in the short help, besides those that the algorithm itself declares
@@ -21,7 +22,7 @@ COMMON = (
 _NOT_FLAGS = ("env", "plan")
 
 
-def format_help(options: argparse.ArgumentParser, config: Any, show_all: bool) -> str:
+def format_help(options: argparse.ArgumentParser, config: AlgorithmConfig, show_all: bool) -> str:
     """Return the help of a run.
 
     Args:
@@ -51,7 +52,7 @@ def format_help(options: argparse.ArgumentParser, config: Any, show_all: bool) -
     return parser.format_help()
 
 
-def _whose_defaults(config: Any) -> str | None:
+def _whose_defaults(config: AlgorithmConfig) -> str | None:
     """Return a sentence that names the environment to which the defaults belong."""
     if not config.samples or config.env is None:
         return None

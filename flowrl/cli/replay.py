@@ -6,7 +6,7 @@ import argparse
 import sys
 from bdb import BdbQuit
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flowrl.cli.arguments import Parser, add_trust_option, import_from_current_folder
 from flowrl.cli.display import print_failure, printable
@@ -16,6 +16,9 @@ from flowrl.iter.journal import ReplayError
 from flowrl.trainer.runs.formatting import format_number
 from flowrl.trainer.runs.replaying import NOT_REPLAYED, Replay, ReplayedResult, Until
 from flowrl.trainer.runs.saved_run import read_config, read_setup
+
+if TYPE_CHECKING:
+    from flowrl.trainer.algorithm import Algorithm
 
 
 def replay_command(arguments: list[str]) -> int:
@@ -72,7 +75,7 @@ def _until(text: str) -> Until:
     return Until(name, int(number))
 
 
-def _build(run_dir: Path, trust: bool) -> Any:
+def _build(run_dir: Path, trust: bool) -> Algorithm:
     """Return the algorithm of a run as it started; the run may have no checkpoint."""
     read_config(run_dir)  # a clear error if this is not a run directory
     setup = read_setup(run_dir)

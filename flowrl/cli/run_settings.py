@@ -12,6 +12,7 @@ from flowrl.cli.arguments import Parser, json_object, positive_float
 from flowrl.cli.stop_options import add_display_option, add_stop_options, stop_rules_of
 from flowrl.errors import ConfigError
 from flowrl.setting_aliases import canonical_names
+from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.plan_settings import plan_config
 from flowrl.trainer.runs.stop_rules import describe_defaults
 from flowrl.trainer.trust import untrusted_code
@@ -22,7 +23,7 @@ DEFAULT_TRACE_S = 60.0
 HELP_FLAGS = ("-h", "--help", "--help-all")
 
 
-def algorithm_config(name: str, settings: dict[str, Any]) -> Any:
+def algorithm_config(name: str, settings: dict[str, Any]) -> AlgorithmConfig:
     """Return the config of a registered algorithm: its defaults, changed by settings.
 
     Raises:
@@ -33,7 +34,7 @@ def algorithm_config(name: str, settings: dict[str, Any]) -> Any:
     return algorithm_class(name).config_class.from_dict(settings)
 
 
-def parse_plan_run(plan: str, arguments: list[str]) -> tuple[argparse.Namespace, Any]:
+def parse_plan_run(plan: str, arguments: list[str]) -> tuple[argparse.Namespace, AlgorithmConfig]:
     """Parse the arguments after `flowrl train PLAN`.
 
     Returns:
@@ -46,7 +47,7 @@ def parse_plan_run(plan: str, arguments: list[str]) -> tuple[argparse.Namespace,
     return parse_run(plan, partial(plan_config, plan), arguments)
 
 
-def parse_algorithm_run(arguments: list[str]) -> tuple[argparse.Namespace, Any]:
+def parse_algorithm_run(arguments: list[str]) -> tuple[argparse.Namespace, AlgorithmConfig]:
     """Parse the arguments after `flowrl train` if they include `--run=NAME`.
 
     Returns and raises: see `parse_plan_run`.
@@ -62,9 +63,9 @@ def parse_algorithm_run(arguments: list[str]) -> tuple[argparse.Namespace, Any]:
 
 def parse_run(
     plan: str,
-    default_config: Callable[..., Any],
+    default_config: Callable[..., AlgorithmConfig],
     arguments: list[str],
-) -> tuple[argparse.Namespace, Any]:
+) -> tuple[argparse.Namespace, AlgorithmConfig]:
     """Parse the options of a run; apply them and all flags to its default config.
 
     Args:
@@ -157,14 +158,14 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def with_training_options(config: Any, options: argparse.Namespace) -> Any:
+def with_training_options(config: AlgorithmConfig, options: argparse.Namespace) -> AlgorithmConfig:
     """Apply the options of `add_training_options` that change settings."""
     if options.trace is not None:
         config = config.updated(trace_s=options.trace)
     return _without_actors(config) if options.in_process else config
 
 
-def _without_actors(config: Any) -> Any:
+def _without_actors(config: AlgorithmConfig) -> AlgorithmConfig:
     """Return settings of the same run in one process."""
     numbers = (
         "num_workers", "num_spare_workers", "num_learners", "num_gpus", "num_aggregation_workers",
@@ -176,7 +177,7 @@ def _without_actors(config: Any) -> Any:
     return config.updated(**changes) if changes else config
 
 
-def _reject_flags_without_effect(config: Any, defaults: Any) -> None:
+def _reject_flags_without_effect(config: AlgorithmConfig, defaults: AlgorithmConfig) -> None:
     """Reject changes of policy settings if every policy has its own config."""
     from flowrl.policies.config import PolicyConfig
 
@@ -195,7 +196,7 @@ def is_algorithm_run(arguments: list[str]) -> bool:
     return any(flag == "--run" or flag.startswith("--run=") for flag in arguments)
 
 
-def check_trusted(config: Any, trust: bool, passed: Collection[str] = ()) -> None:
+def check_trusted(config: AlgorithmConfig, trust: bool, passed: Collection[str] = ()) -> None:
     """Check that settings from a file name no code, unless they are trusted.
 
     Raises:

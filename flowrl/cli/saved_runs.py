@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flowrl.cli.arguments import import_from_current_folder
 from flowrl.cli.run_settings import absolute_plan
@@ -17,6 +17,9 @@ from flowrl.trainer.config import AlgorithmConfig, absolute_folders
 from flowrl.trainer.plan_files import algorithm_in, load_plan
 from flowrl.trainer.plan_settings import plan_config
 from flowrl.trainer.runs.saved_run import find_checkpoint, own_code, read_config, read_setup
+
+if TYPE_CHECKING:
+    from flowrl.trainer.algorithm import Algorithm
 
 
 class SavedRun(NamedTuple):
@@ -31,15 +34,15 @@ class SavedRun(NamedTuple):
 
     run_dir: Path | None
     checkpoint: Path | str
-    config: Any
-    algorithm: Any
+    config: AlgorithmConfig
+    algorithm: type[Algorithm]
 
     @property
     def name(self) -> str:
         """Name of the run directory, or of the checkpoint outside of one."""
         return Path(self.run_dir or self.checkpoint).resolve().name
 
-    def build(self, config: Any) -> Any:
+    def build(self, config: AlgorithmConfig) -> Algorithm:
         """Return the algorithm with these settings."""
         return config.updated().build_as(self.algorithm)
 
@@ -112,7 +115,7 @@ def read_saved_manifest(checkpoint: Path | str) -> dict[str, Any]:
 
 def settings_of(
     path: str, manifest: dict[str, Any], plan: str | None, trust: bool
-) -> tuple[Any, Any]:
+) -> tuple[AlgorithmConfig, type[Algorithm]]:
     """Return the settings in a manifest, and the class of its algorithm.
 
     Args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from flowrl.cli.arguments import Parser, import_from_current_folder, json_object, with_flags
 from flowrl.cli.run_settings import (
@@ -16,6 +15,7 @@ from flowrl.cli.run_settings import (
 )
 from flowrl.cli.stop_options import add_stop_options, stop_rules_of
 from flowrl.errors import ConfigError
+from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.plan_files import is_shipped
 from flowrl.trainer.tuned_examples import tuned_example
 
@@ -42,7 +42,7 @@ def train_command(arguments: list[str]) -> int:
         from flowrl.cli.yaml_runs import train_yaml
 
         return train_yaml(arguments)
-    config: Any = None
+    config: AlgorithmConfig | None = None
     try:
         if is_algorithm_run(arguments):
             if not first.startswith("-"):

@@ -7,7 +7,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flowrl.cli.display import print_failure, printable, program_name
 from flowrl.cli.report import write_report
@@ -16,6 +16,7 @@ from flowrl.cli.saved_runs import SavedRun
 from flowrl.data.checkpoint import CheckpointError, list_checkpoints
 from flowrl.errors import ConfigError
 from flowrl.trainer.checkpointing import OtherPlanError
+from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.runs.continuing import ways_to_continue
 from flowrl.trainer.runs.formatting import format_path
 from flowrl.trainer.runs.resuming import (
@@ -31,9 +32,12 @@ from flowrl.trainer.runs.stop_rules import StopRules
 from flowrl.trainer.runs.training_loop import Display, train_until
 from flowrl.trainer.trust import untrusted_code
 
+if TYPE_CHECKING:
+    from flowrl.trainer.algorithm import Algorithm
+
 
 def start_run(
-    config: Any,
+    config: AlgorithmConfig,
     plan: str | None,
     stop: StopRules,
     run_dir: Path | None,
@@ -58,8 +62,7 @@ def start_run(
         ConfigError: the settings are invalid.
     """
     stop.check(config)
-    if not config.samples:
-        config.check_input()
+    config.check_input()
     if plan is not None:
         config = config.updated(plan=absolute_plan(plan))
     stop = stop.with_defaults(config)
@@ -151,13 +154,15 @@ def resume_run(
         return _train(algorithm, stop, run, command, display, can_repeat=not has_new_limits)
 
 
-def _new_run(run_dir: Path | None, name: str, config: Any) -> RunDirectory:
+def _new_run(run_dir: Path | None, name: str, config: AlgorithmConfig) -> RunDirectory:
     """Return a new run directory; None chooses one in runs/ that does not exist."""
     path = run_dir or default_run_dir(name, config.env)
     return RunDirectory(path, config.logged_names, unique=run_dir is None)
 
 
-def _build(config: Any, algorithm_class: Any = None) -> Any:
+def _build(
+    config: AlgorithmConfig, algorithm_class: type[Algorithm] | None = None
+) -> Algorithm | None:
     """Return the algorithm, an instance of the class if one is given.
 
     Creates the environments and the plan, so that their errors appear before any file is written.
@@ -188,7 +193,7 @@ def _suggest_checkpoint(run_dir: Path, damaged: Path) -> None:
 
 
 def _train(
-    algorithm: Any,
+    algorithm: Algorithm,
     stop: StopRules,
     run: RunDirectory,
     command: list[str],
@@ -245,7 +250,11 @@ def _report(run_dir: Path, exit_code: int) -> int:
 
 
 def _print_next_commands(
-    config: Any, run_dir: Path, checkpoint: Path | None, command: list[str], needs_limit: bool
+    config: AlgorithmConfig,
+    run_dir: Path,
+    checkpoint: Path | None,
+    command: list[str],
+    needs_limit: bool,
 ) -> None:
     trust = _trust_flag(config, command)
     path, program = shlex.quote(format_path(run_dir)), program_name()
@@ -263,7 +272,7 @@ def _print_next_commands(
     print(f"resume:        {program} resume {path}{trust}{stop}")
 
 
-def _trust_flag(config: Any, command: list[str]) -> str:
+def _trust_flag(config: AlgorithmConfig, command: list[str]) -> str:
     """Return the flag that a command needs to load the run's checkpoints; "" if it needs none."""
     flags = {word.partition("=")[0].replace("_", "-") for word in command}
     named_by_flags = any(f"--{name.replace('_', '-')}" in flags for name in CODE_SETTINGS)

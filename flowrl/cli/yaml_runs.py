@@ -18,6 +18,7 @@ from flowrl.cli.stop_options import add_stop_options, stop_rules_of
 from flowrl.cli.training_run import start_run
 from flowrl.errors import ConfigError
 from flowrl.setting_values import nearest
+from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.plan_files import is_shipped, plan_path
 from flowrl.trainer.plan_settings import plan_config
 from flowrl.trainer.run_files import RUN_KEYS, read_run_file
@@ -28,7 +29,7 @@ class YamlRun(NamedTuple):
     """A run in a YAML file; the name is "" if the file describes a single run."""
 
     name: str
-    config: Any
+    config: AlgorithmConfig
     plan: str | None
     stop: StopRules
 
@@ -101,7 +102,7 @@ def _place(options: argparse.Namespace, name: str) -> str:
 
 def _parse_run(
     entry: dict[str, Any], stop_options: StopRules, trust: bool
-) -> tuple[Any, str | None, StopRules]:
+) -> tuple[AlgorithmConfig, str | None, StopRules]:
     """Return config, plan and stop rules of an entry in a YAML file.
 
     Args:

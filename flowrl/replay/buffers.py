@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypedDict, get_args
 
 import numpy as np
 
@@ -20,7 +20,20 @@ from flowrl.state_schema import Fields, Natural, check_own_state, check_state
 MAX_PENDING_BATCHES = 128
 MAX_PENDING_BYTES = 1 << 22
 
-STORAGE_UNITS = "timesteps", "sequences", "episodes"
+StorageUnit = Literal["timesteps", "sequences", "episodes"]
+STORAGE_UNITS = get_args(StorageUnit)
+
+
+class BufferSettings(TypedDict, total=False):
+    """Arguments of a ReplayBuffer that its subclasses have, too; see ReplayBuffer."""
+
+    n_step: int
+    gamma: float
+    seed: int | None
+    storage_unit: StorageUnit
+    max_seq_len: int
+    burn_in: int
+    directory: Path | str | None
 
 
 class ReplayBuffer:
@@ -71,7 +84,7 @@ class ReplayBuffer:
         n_step: int = 1,
         gamma: float = 0.99,
         seed: int | None = None,
-        storage_unit: str = "timesteps",
+        storage_unit: StorageUnit = "timesteps",
         max_seq_len: int = 20,
         burn_in: int = 0,
         directory: Path | str | None = None,

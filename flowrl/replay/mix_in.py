@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
 
-from flowrl.replay.buffers import ReplayBuffer
+from flowrl.replay.buffers import BufferSettings, ReplayBuffer
 from flowrl.state_schema import Fields, Natural
 
 
@@ -30,7 +30,9 @@ class MixInReplayBuffer(ReplayBuffer):
 
     state_fields: ClassVar[Fields] = {"next_new": Natural, "new_due": float}
 
-    def __init__(self, capacity: int, *, replay_ratio: float = 0.5, **settings: Any):
+    def __init__(
+        self, capacity: int, *, replay_ratio: float = 0.5, **settings: Unpack[BufferSettings]
+    ):
         if not 0 <= replay_ratio <= 1:
             raise ValueError(f"replay_ratio must be between 0 and 1, got {replay_ratio!r}")
         super().__init__(capacity, **settings)

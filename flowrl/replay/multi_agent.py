@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -56,7 +56,7 @@ class MultiAgentReplayBuffer:
         learning_starts: int = 0,
         training_intensity: float | None = None,
         policies: Collection[str] | None = None,
-        mode: str = "independent",
+        mode: Literal["independent", "lockstep"] = "independent",
     ):
         check_int("replay_batch_size", replay_batch_size)
         if isinstance(policies, str):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
 
 from flowrl.data.sample_batch import SampleBatch
-from flowrl.replay.buffers import ReplayBuffer
+from flowrl.replay.buffers import BufferSettings, ReplayBuffer
 from flowrl.replay.sum_tree import SumTree
 from flowrl.state_schema import Amount, Fields, StateError
 
@@ -51,7 +51,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         alpha: float = 0.6,
         beta: Beta = 0.4,
         eps: float = 1e-6,
-        **settings: Any,
+        **settings: Unpack[BufferSettings],
     ):
         super().__init__(capacity, **settings)
         try:

@@ -389,6 +389,9 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
             changes["model"] = self.model.updated(num_framestacks=stack)
         return self.updated(**changes) if changes else self
 
+    def check_input(self) -> None:
+        """Check that the recorded experience of an offline algorithm can be opened."""
+
     @with_hints
     def build(self, plan: PlanSource | None = None) -> Any:
         """Return the algorithm, ready to train.

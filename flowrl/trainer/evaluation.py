@@ -327,8 +327,8 @@ class EvaluationWorkers:
 
 
 def _evaluate_on_worker(
-    worker: RolloutWorker, state: tuple[Any, ...], config: Any, duration: int, explore: bool,
-    part: int,
+    worker: RolloutWorker, state: tuple[Any, ...], config: AlgorithmConfig, duration: int,
+    explore: bool, part: int,
 ) -> Played:  # fmt: skip
     weights, filters, global_vars, iteration = state
     worker.set_weights(weights, None, filters, global_vars)
@@ -422,7 +422,7 @@ def _evaluation_policy(policy: Policy, explore: bool) -> type[Policy]:
     class EvaluationPolicy(Policy):
         config_class = type(policy.config)
 
-        def __init__(self, observation_space: Any, action_space: Any, config: Any):
+        def __init__(self, observation_space: Any, action_space: Any, config: AlgorithmConfig):
             super().__init__(observation_space, action_space, config)
             self.reward_scaler = None
             self.view_requirements = dict(policy.view_requirements)

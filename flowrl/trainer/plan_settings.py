@@ -10,7 +10,7 @@ from flowrl.trainer.plan_files import load_plan
 from flowrl.trainer.tuned_examples import tuned_example
 
 
-def plan_config(plan: str, env: Any = None, tuned: bool = True) -> Any:
+def plan_config(plan: str, env: Any = None, tuned: bool = True) -> AlgorithmConfig:
     """Return the AlgorithmConfig of a plan for an environment.
 
     Args:

@@ -25,6 +25,7 @@ from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import specs_of
 from flowrl.policies.schedules import needs_total, schedules_in, zero_from
 from flowrl.sampling.worker_set import WorkerSet
+from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.evaluation import check_evaluation_env
 from flowrl.trainer.memory_checks import check_rows
 from flowrl.trainer.plan_files import is_shipped
@@ -43,7 +44,7 @@ UNLIMITED = 1e30  # some environments have the largest float instead of infinity
 _NO_UPDATES_AT_0 = ("lr", "actor_lr", "critic_lr", "clip_param")
 
 
-def check_start(config: Any, workers: WorkerSet, stage: Stage) -> None:
+def check_start(config: AlgorithmConfig, workers: WorkerSet, stage: Stage) -> None:
     """Check an algorithm before its first iteration; warn of probable mistakes.
 
     Args:
@@ -110,7 +111,9 @@ def _check_states(stage: Stage) -> None:
                 raise ConfigError(f"{node} (chained at {node.line}): {problem}") from None
 
 
-def _check_recorded_rows(config: Any, policies: Mapping[str, Policy], stage: Stage) -> None:
+def _check_recorded_rows(
+    config: AlgorithmConfig, policies: Mapping[str, Policy], stage: Stage
+) -> None:
     """Check that the policies' rows can be recorded, if a plan records or reads rows."""
     recorded = [] if config.output is None else [("output", list(policies))]
     for node, operator in operators_of(stage):
@@ -150,7 +153,7 @@ def _has_only_string_keys(space: spaces.Space) -> bool:
     return not isinstance(space, spaces.Tuple) or all(map(_has_only_string_keys, space))
 
 
-def _check_schedules(config: Any, total_timesteps: int | None) -> None:
+def _check_schedules(config: AlgorithmConfig, total_timesteps: int | None) -> None:
     """Check that schedules can be followed; warn if one ends the learning before the training
     ends."""
     for name, schedule in _schedules_of(config):
@@ -179,12 +182,12 @@ def _check_schedules(config: Any, total_timesteps: int | None) -> None:
             )  # fmt: skip
 
 
-def has_schedule_in_percent(config: Any) -> bool:
+def has_schedule_in_percent(config: AlgorithmConfig) -> bool:
     """Return whether a setting of an algorithm or of its policies depends on `total_timesteps`."""
     return any(needs_total(schedule) for _, schedule in _schedules_of(config))
 
 
-def _schedules_of(config: Any) -> Iterator[tuple[str, Any]]:
+def _schedules_of(config: AlgorithmConfig) -> Iterator[tuple[str, Any]]:
     """Yield (name, schedule) of an algorithm's settings, or of those of its policies."""
     if config.policies is None:
         yield from schedules_in(config)
@@ -213,7 +216,7 @@ def _warn_about_needed_settings(policy_id: str, policy: Policy) -> None:
                 )  # fmt: skip
 
 
-def _warn_about_unused_settings(config: Any, policy_id: str, policy: Policy) -> None:
+def _warn_about_unused_settings(config: AlgorithmConfig, policy_id: str, policy: Policy) -> None:
     """Warn about settings of the network that a custom model does not receive, and about those of
     hidden layers that networks for images do not have.
 

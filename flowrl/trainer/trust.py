@@ -9,6 +9,7 @@ from flowrl.envs.registry import check_imports_no_code
 from flowrl.errors import ConfigError
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.policy_spec import specs_of
+from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.plan_files import is_shipped
 
 # settings of experiment trackers that only name and describe a run
@@ -22,7 +23,7 @@ def _names_code(model: Any) -> bool:
     return isinstance(model, ModelConfig) and ":" in str(model.custom_model or "")
 
 
-def untrusted_code(config: Any, passed: Collection[str] = ()) -> str | None:
+def untrusted_code(config: AlgorithmConfig, passed: Collection[str] = ()) -> str | None:
     """Return a description of code that settings from a file would run; None if there is none.
 
     Shipped plans, registered environments and registered models are trusted. A plan file, an

@@ -9,6 +9,7 @@ from typing import Any
 
 from flowrl.iter.stage import walk
 from flowrl.ops import WriteParquet
+from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.runs.activity_log import truncate_activities
 from flowrl.trainer.runs.recording import end_recording_at
 from flowrl.trainer.runs.run_directory import RunDirectory
@@ -16,7 +17,7 @@ from flowrl.trainer.runs.saved_run import read_stop_rules, result_at
 from flowrl.trainer.runs.stop_rules import StopRules
 
 
-def saved_stop_rules(run_dir: Path, config: Any) -> StopRules:
+def saved_stop_rules(run_dir: Path, config: AlgorithmConfig) -> StopRules:
     """Return the limits of a run, which apply if it is resumed without new ones.
 
     Raises:

@@ -31,6 +31,7 @@ from typing import Any
 
 from flowrl.data.checkpoint import CHECKPOINTS, list_checkpoints, remove_checkpoint
 from flowrl.errors import ConfigError
+from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.metric_names import metric_value
 from flowrl.trainer.plan_files import plan_source
 from flowrl.trainer.runs.activity_log import FILE as ACTIVITIES
@@ -218,7 +219,7 @@ class RunDirectory:
                     tags |= set(entry["tags"])
         return tags
 
-    def _remove_old_checkpoints(self, config: Any) -> None:
+    def _remove_old_checkpoints(self, config: AlgorithmConfig) -> None:
         checkpoints = list_checkpoints(self.path)
         newest = checkpoints[-config.checkpoint_num_to_keep :]
         best = best_checkpoint(checkpoints, config.checkpoint_score_order)
@@ -268,7 +269,7 @@ class RunDirectory:
         (self.path / PLAN_SOURCE).write_text(plan_source(algorithm.config.plan) or "", "utf-8")
         (self.path / "plan.txt").write_text(algorithm.plan.explain() + "\n", "utf-8")
 
-    def note_resumption(self, config: Any, stop: dict[str, Any]) -> None:
+    def note_resumption(self, config: AlgorithmConfig, stop: dict[str, Any]) -> None:
         """Note that the run is resumed, and write its settings and limits.
 
         Args:

@@ -14,6 +14,7 @@ import numpy as np
 from flowrl.errors import ConfigError
 from flowrl.setting_values import nearest
 from flowrl.settings import MAX_INT
+from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.metric_names import (
     check_metric_name,
     flatten_result,
@@ -87,7 +88,7 @@ class StopRules:
                 limits.append(math.ceil(limit))
         return min([*limits, MAX_INT]) if limits else None
 
-    def with_defaults(self, config: Any) -> StopRules:
+    def with_defaults(self, config: AlgorithmConfig) -> StopRules:
         """Return these rules, completed by the default ones.
 
         Without rules, the defaults are the environment's own reward threshold and
@@ -102,7 +103,7 @@ class StopRules:
             return replace(self, timesteps=timesteps)
         return self
 
-    def describe(self, config: Any, total_timesteps: int | None) -> str:
+    def describe(self, config: AlgorithmConfig, total_timesteps: int | None) -> str:
         """Return the limits as text, such as "500,000 env steps or mean return 475".
 
         Args:
@@ -126,7 +127,7 @@ class StopRules:
         limits += [f"{name} {relation} {limit:g}" for name, relation, limit in self.metrics]
         return " or ".join(limits)
 
-    def check(self, config: Any) -> None:
+    def check(self, config: AlgorithmConfig) -> None:
         """Check the names of the metrics.
 
         Raises:
@@ -172,7 +173,7 @@ def _reward_threshold(env: Any) -> float | None:
     return gym.spec(env).reward_threshold
 
 
-def describe_defaults(config: Any) -> str:
+def describe_defaults(config: AlgorithmConfig) -> str:
     """Describe the stop rules of a run without stop options, for the help text."""
     rules = StopRules().with_defaults(config)
     reward = "" if rules.reward is None else f"a mean return of {rules.reward:g}, or "
