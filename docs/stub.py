@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -61,14 +62,16 @@ def stub() -> str:
     for name, config in configs.items():
         parts += _algorithm(name, config, groups)
     declared = {class_name for name in configs for class_name in (name, f"{name}Config")}
+    body = "\n".join(parts)
+    modules = set(re.findall(r"\b(flowrl(?:\.[a-z_]+)+)\.[A-Z]", body))
     imports = [
         "from .trainer.config import PlanSource as _PlanSource",
-        *(f"import {module}" for module in sorted({cls.__module__ for cls in records.values()})),
+        *(f"import {module}" for module in sorted(modules)),
     ]
     for module, names in flowrl.NAMES.items():
         for name in names:
             imports.append(f"from .{module} import {name} as {'_' * (name in declared)}{name}")
-    text = _HEADER.format(imports="\n".join(imports)) + "\n".join(parts)
+    text = _HEADER.format(imports="\n".join(imports)) + body
     command = [sys.executable, "-m", "ruff", "format", "--stdin-filename", STUB.name, "-"]
     return subprocess.run(command, input=text, text=True, stdout=subprocess.PIPE, check=True).stdout
 

@@ -9,6 +9,8 @@ from typing import Any, Literal, Self, TypedDict, Unpack
 from .trainer.config import PlanSource as _PlanSource
 import flowrl.envs.atari
 import flowrl.policies.config
+import flowrl.sampling.callbacks
+import flowrl.sampling.sample_collector
 from .algorithms.a2c import A2C as _A2C
 from .algorithms.a2c import A2CConfig as _A2CConfig
 from .algorithms.a3c import A3C as _A3C
@@ -187,7 +189,7 @@ class _AlgorithmConfigRollouts(TypedDict, total=False):
     """Do not mark the ends of episodes, so that values are bootstrapped there; environments are reset as usual."""
     sample_async: bool
     """Sample in a thread of the worker, up to two fragments ahead."""
-    sample_collector: builtins.type | None
+    sample_collector: type[flowrl.sampling.sample_collector.SampleCollector] | None
     """A SampleCollector class that gets the rows one by one; None samples in columns."""
     on_invalid_step: Literal["warn", "raise", "drop", "replace"]
     """What to do with observations and rewards that are not finite or outside their space. "raise" raises an error; "drop" drops the episode's rows of this fragment and recreates the environment; "replace" replaces non-finite numbers by 0 and clips the others to the space. "warn" is like "raise", but keeps finite observations outside the bounds of a Box, with one warning per worker."""
@@ -325,7 +327,7 @@ class _AlgorithmConfigFaultTolerance(TypedDict, total=False):
     """Seconds without a fragment after which a worker counts as hanging and is replaced."""
 
 class _AlgorithmConfigCallbacks(TypedDict, total=False):
-    callbacks_class: builtins.type | None
+    callbacks_class: type[flowrl.sampling.callbacks.DefaultCallbacks] | None
     """A subclass of DefaultCallbacks."""
 
 class _AlgorithmConfigReporting(TypedDict, total=False):

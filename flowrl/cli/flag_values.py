@@ -69,7 +69,9 @@ def value_rules() -> Iterator[list[str]]:
     @registry.primitive_rule
     def code(type_info: Any) -> Any:
         parts = get_args(type_info.type) or (type_info.type,)
-        if not any(part is type or get_origin(part) is Callable for part in parts):
+        if not any(
+            type in (part, get_origin(part)) or get_origin(part) is Callable for part in parts
+        ):
             return None
         # a setting that also takes text imports the code itself
         return PrimitiveConstructorSpec(

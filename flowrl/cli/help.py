@@ -121,7 +121,7 @@ def metavar(info: SettingInfo) -> str:
     kind = info.type.removesuffix(" | None")
     if "list[tuple[int | str, float]]" in kind:
         return "NUMBER|SCHEDULE"
-    if "Callable" in kind or kind == "type" or info.name == "custom_model":
+    if "Callable" in kind or kind.startswith("type[") or info.name == "custom_model":
         return "MODULE:NAME"
     if kind.startswith(("dict", "Any")) or kind.endswith(("Config", "Settings")):
         return "JSON"

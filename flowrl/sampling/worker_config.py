@@ -14,7 +14,7 @@ from flowrl.errors import ConfigError
 from flowrl.iter.recovery import Recovery
 from flowrl.policies.config import PolicyConfig
 from flowrl.policies.policy_spec import specs_of
-from flowrl.sampling.callbacks import check_callbacks_class
+from flowrl.sampling.callbacks import DefaultCallbacks, check_callbacks_class
 from flowrl.sampling.sample_collector import SampleCollector
 from flowrl.setting_aliases import canonical_names
 from flowrl.setting_values import nearest
@@ -81,7 +81,9 @@ class WorkerConfig(PolicyConfig):
     reset as usual."""
     sample_async: bool = setting(False, group="rollouts")
     """Sample in a thread of the worker, up to two fragments ahead."""
-    sample_collector: Annotated[type | None, SkipValidation] = setting(None, group="rollouts")
+    sample_collector: Annotated[type[SampleCollector] | None, SkipValidation] = setting(
+        None, group="rollouts"
+    )
     """A SampleCollector class that gets the rows one by one; None samples in columns."""
     on_invalid_step: OnInvalidStep = setting("warn", group="rollouts", in_evaluation=True)
     """What to do with observations and rewards that are not finite or outside their space.
@@ -108,7 +110,9 @@ class WorkerConfig(PolicyConfig):
     episode."""
     policies_to_train: Annotated[Any, SkipValidation] = setting(None, group="multi_agent")
     """Ids of the policies that learn, or fn(policy_id, batch) -> bool; None for all."""
-    callbacks_class: Annotated[type | None, SkipValidation] = setting(None, group="callbacks")
+    callbacks_class: Annotated[type[DefaultCallbacks] | None, SkipValidation] = setting(
+        None, group="callbacks"
+    )
     """A subclass of DefaultCallbacks."""
 
     output: str | None = setting(None, group="offline_data")

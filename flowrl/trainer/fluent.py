@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from flowrl.errors import ConfigError
-from flowrl.sampling.callbacks import EVENTS
+from flowrl.sampling.callbacks import EVENTS, DefaultCallbacks
 from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.setting_aliases import canonical_names
 from flowrl.settings import SettingInfo, Settings
@@ -136,7 +136,9 @@ class FluentSettings(WorkerConfig):
         return self._set("fault_tolerance", settings)
 
     @_group
-    def callbacks(self, callbacks_class: type | None = None, **settings: Any) -> Self:
+    def callbacks(
+        self, callbacks_class: type[DefaultCallbacks] | None = None, **settings: Any
+    ) -> Self:
         """Set the callbacks class."""
         event = next((name for name in settings if name in EVENTS), None)
         if event is not None:
