@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
 import gymnasium as gym
@@ -99,6 +100,11 @@ class ObservationCheck:
         self.dtype: Any = space.dtype if self.is_array else None
         self._names = leaf_names(space, "obs")
         self._paths = _leaf_paths(space)
+        keys = [path[0] for path in self._paths.leaves if len(path) == 1]
+        is_flat = len(keys) == len(self._leaves) > 1
+        self._leaves_of_flat = itemgetter(*keys) if is_flat else None
+        self._shapes = [leaf.shape for leaf in self._leaves]
+        self._dtypes = [leaf.dtype for leaf in self._leaves]
         self._bounds = [_bounds(leaf) for leaf in self._leaves]
         self._usable = [
             _bounds(spaces.Box(-np.inf, np.inf, leaf.shape, leaf.dtype.type))
@@ -143,17 +149,19 @@ class ObservationCheck:
             return dtype == self.dtype and observation.shape == self.space.shape
         try:
             for parent, size in self._paths.sizes:
-                if len(_at(observation, parent)) != size:
+                if len(_at(observation, parent) if parent else observation) != size:
                     return False
-            for leaf, space in zip(self.leaves(observation), self._leaves, strict=True):
-                if leaf.dtype != space.dtype or leaf.shape != space.shape:
-                    return False
+            leaves = self.leaves(observation)
+            if [leaf.shape for leaf in leaves] != self._shapes:
+                return False
+            return [leaf.dtype for leaf in leaves] == self._dtypes
         except (AttributeError, KeyError, IndexError, TypeError):
             return False
-        return True
 
-    def leaves(self, observation: Any) -> list[Any]:
+    def leaves(self, observation: Any) -> Sequence[Any]:
         """Return the leaves of an observation, with dict keys in sorted order."""
+        if self._leaves_of_flat is not None:
+            return self._leaves_of_flat(observation)
         found = []
         for path in self._paths.leaves:  # inline, because every observation comes here
             value = observation

@@ -204,7 +204,7 @@ class DirectVectorEnv:
         infos: list[dict[str, Any]] = []
         ended, final, unchecked = [], [], self._unchecked
         shape, dtype, scalar_types = self._shape, self._check.dtype, self._scalar_types
-        drop_invalid = self._drop_invalid
+        drop_invalid, matches = self._drop_invalid, self._check.matches_shape_and_dtype
         # environments handle Python scalars faster than numpy scalars
         env_actions = actions.tolist() if getattr(actions, "ndim", 0) == 1 else actions
         if self._action_range is not None:
@@ -228,8 +228,10 @@ class DirectVectorEnv:
                     self._check_first_step(observation, reward, info, terminated, truncated)
                     unchecked[i] = False
                 elif shape is None:
-                    is_fine = isinstance(observation, scalar_types) or (
-                        not scalar_types and self._check.matches_shape_and_dtype(observation)
+                    is_fine = (
+                        isinstance(observation, scalar_types)
+                        if scalar_types
+                        else matches(observation)
                     )
                     if not is_fine:
                         self._check.check_structure(observation)

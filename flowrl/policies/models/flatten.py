@@ -82,7 +82,8 @@ def flatten_numpy(space: spaces.Space, values: Any) -> np.ndarray:
     if type(space) is spaces.Box:  # the checks below are slow
         return values.reshape(values.shape[0], -1).astype(np.float32, copy=False)
     if isinstance(space, spaces.Dict):
-        return np.concatenate([flatten_numpy(space[k], values[k]) for k in sorted(space)], 1)
+        parts = space.spaces
+        return np.concatenate([flatten_numpy(parts[k], values[k]) for k in sorted(parts)], 1)
     if isinstance(space, spaces.Tuple):
         pairs = zip(space, values, strict=True)
         return np.concatenate([flatten_numpy(part, v) for part, v in pairs], 1)
