@@ -80,11 +80,12 @@ class RunData:
                 self._activities.append(Activity.from_json(json.loads(line)))
 
     def _add(self, result: dict[str, Any]) -> None:
-        self._last_result = result
         lags = result.get("hist_stats", {}).get("policy_lags")
+        metrics = list(flatten_result(result))
+        self._last_result = result
         if lags:
-            self._lags = [*self._lags[-MAX_LAG_RESULTS + 1 :], lags]
-        for name, value in flatten_result(result):
+            self._lags = [*self._lags[-MAX_LAG_RESULTS + 1 :], list(lags)]
+        for name, value in metrics:
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 column = self._columns.setdefault(name, array("d"))
                 column.extend([math.nan] * (self._num_results - len(column)))
@@ -136,7 +137,7 @@ class RunData:
             "activity": newest.to_json() if newest else None,
             "history": _history(activities),
             "lags": self._lag_counts(),
-            "counters": result.get("counters", {}),
+            "counters": _shown(result.get("counters", {})),
             "workers": {
                 "healthy": result.get("num_healthy_workers"),
                 "restarts": result.get("num_remote_worker_restarts"),

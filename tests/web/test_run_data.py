@@ -52,9 +52,9 @@ def test_metrics_that_appear_later_and_missing_values(tmp_path):
     run = write_run(tmp_path / "r", [None, 2.0])
     with open(run / "result.json", "a") as file:
         file.write(json.dumps({"timesteps_total": 300, "new": {"a": 5}}) + "\n")
-        file.write("not json\n[1]\n")
+        file.write("not json\n[1]\n5\n")
     data = RunData(run, "r")
-    data.update()
+    assert data.to_json()["env_steps"] == 300
     assert data.curve("new/a") == {"x": [300], "y": [5]}
     assert data.curve("episode_reward_mean") == {"x": [200], "y": [2]}
     assert data.curve("nothing") == {"x": [], "y": []}
