@@ -11,6 +11,7 @@ import json
 import os
 import time
 from collections import deque
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ MAX_EVENTS = 200_000
 MAX_OVERHEAD = 0.01  # maximum share of the time that recording takes
 MAX_RECORD_S = 1e-4  # maximum seconds that recording one pull takes
 MAX_READ_S = 1e-4  # maximum seconds that reading the clocks takes
+ARROW_S = 1e-6  # between the end of an arrow and the end of the span that it points to
 BURST_S = 5e-3  # seconds of recording between two pauses; all stages pause together, so spans nest
 DRIVER, LEARNER, FIRST_WORKER = 1, 2, 10  # thread ids
 # part of sampling -> its name; shown one after the other, although they alternate
@@ -42,19 +44,29 @@ class Event(NamedTuple):
     name: str
     thread: int
     begin: float
-    seconds: float = 0.0
+    end: float
     args: dict[str, Any] | None = None
     source: Source | None = None  # of an arrow
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the Chrome trace event; times in microseconds."""
-        event = {"ph": self.phase, "name": self.name, "cat": "flowrl", "pid": os.getpid()}
-        event |= {"tid": self.thread, "ts": round(self.begin * 1e6, 1)}
-        if self.phase == "X":
-            return {**event, "dur": round(self.seconds * 1e6, 1), "args": self.args or {}}
-        assert self.source is not None
+    @property
+    def arrow(self) -> str:
+        """The id of the arrow; "" for a span."""
         source = self.source
-        event["id"] = f"{source.origin}/{source.shard}/{source.incarnation}/{source.seq}"
+        if source is None:
+            return ""
+        return f"{source.origin}/{source.shard}/{source.incarnation}/{source.seq}"
+
+    def to_json(self, start: float) -> dict[str, Any]:
+        """Return the Chrome trace event; times in microseconds since the start of the trace.
+
+        Spans with a common end, or within each other, stay so: both ends are rounded alike.
+        """
+        begin_ns, end_ns = (round((at - start) * 1e9) for at in (self.begin, self.end))
+        event = {"ph": self.phase, "name": self.name, "cat": "flowrl", "pid": os.getpid()}
+        event |= {"tid": self.thread, "ts": begin_ns / 1000}
+        if self.phase == "X":
+            return {**event, "dur": (end_ns - begin_ns) / 1000, "args": self.args or {}}
+        event["id"] = self.arrow
         return event if self.phase == "s" else {**event, "bp": "e"}
 
 
@@ -91,6 +103,8 @@ class Tracer:
         self._threads = {DRIVER: "plan"}
         self._burst_s = 0.0  # spent on recording since the last pause
         self._paused_until = 0.0
+        # workers use the clock of the system, which the system may adjust at any time
+        self._offset = clock_offset()
         plan.trace(self._on_pull)
 
     def _on_pull(self, stage: Stage, started: float, seconds: float, has_item: bool) -> None:
@@ -105,36 +119,38 @@ class Tracer:
         now = started + seconds
         if now < self._paused_until:
             return
-        # workers use the clock of the system, which the system may adjust at any time
-        self._record(stage, started + clock_offset(), seconds, has_item)
+        self._record(stage, started + self._offset, now + self._offset, has_item)
+        if stage is self._plan.stage:  # spans within each other have one offset
+            self._offset = clock_offset()
         # this clock also runs while other threads have the processor
         self._burst_s += min(time.perf_counter() - now, MAX_RECORD_S)
         if self._burst_s > BURST_S:
             self._paused_until = now + self._burst_s / MAX_OVERHEAD
             self._burst_s = 0.0
 
-    def _record(self, stage: Stage, begin: float, seconds: float, has_item: bool) -> None:
+    def _record(self, stage: Stage, begin: float, end: float, has_item: bool) -> None:
         known = self._stages.get(stage)
         if known is None:
             known = kind_of(stage), operator_name(str(stage)), {"line": stage.line}
             self._stages[stage] = known
         kind, name, args = known
-        if seconds >= MIN_SPAN_S:
-            self._events.append(Event("X", name, DRIVER, begin, seconds, args))
+        if end - begin >= MIN_SPAN_S:
+            self._events.append(Event("X", name, DRIVER, begin, end, args))
         if not has_item:
             return
         if kind == "sampling":
             for source in stage.sources:
                 self._add_fragment(source)
         elif kind == "training":
-            self._end_arrows(stage.sources, DRIVER, begin + seconds / 2)
+            # the operator's own code is at the end of the pull, after the stages before it
+            self._end_arrows(stage.sources, DRIVER, end - ARROW_S)
         elif isinstance(stage, DequeueStage) and stage.last_update is not None:
             update = stage.last_update
             self._threads[LEARNER] = "learner"
-            begin = update.ended_at - update.learn_s
+            begin, end = update.ended_at - update.learn_s, update.ended_at
             rows = {"rows": update.rows}
-            self._events.append(Event("X", "update", LEARNER, begin, update.learn_s, rows))
-            self._end_arrows(stage.sources, LEARNER, begin + update.learn_s / 2)
+            self._events.append(Event("X", "update", LEARNER, begin, end, rows))
+            self._end_arrows(stage.sources, LEARNER, end - ARROW_S)
 
     def _add_fragment(self, source: Source) -> None:
         """Record the sampling of a fragment, and its parts."""
@@ -145,38 +161,46 @@ class Tracer:
         thread = FIRST_WORKER + source.shard
         self._threads[thread] = f"shard {source.shard}"
         args = {"env_steps": tags["env_steps"], "weights": tags["weights_versions"]}
-        self._events.append(Event("X", "sample", thread, begin, end - begin, args))
+        self._events.append(Event("X", "sample", thread, begin, end, args))
         key = source.shard, source.incarnation
         before, self._timings[key] = self._timings.get(key, {}), tags["timings"]
         for part, name in PARTS.items():
             seconds = tags["timings"].get(part, 0.0) - before.get(part, 0.0)
-            seconds = min(seconds, end - begin)
-            if before and seconds > 0:
-                self._events.append(Event("X", name, thread, begin, seconds))
-                begin += seconds
+            end_of_part = min(begin + seconds, end)
+            if before and end_of_part > begin:
+                self._events.append(Event("X", name, thread, begin, end_of_part))
+                begin = end_of_part
         middle = (tags["sampled_at"][0] + end) / 2
-        self._events.append(Event("s", "fragment", thread, middle, source=source))
+        self._events.append(Event("s", "fragment", thread, middle, middle, source=source))
 
     def _end_arrows(self, sources: tuple[Source, ...], thread: int, at: float) -> None:
         for source in sources:
-            self._events.append(Event("f", "fragment", thread, at, source=source))
+            self._events.append(Event("f", "fragment", thread, at, at, source=source))
 
     def stop(self) -> None:
         """Stop recording."""
         self._plan.trace(None)
 
     def write(self, path: Path) -> None:
-        """Write the events of the last seconds.
+        """Write the events of the last seconds, and the arrows with both ends.
 
         Raises:
             OSError: the file cannot be written.
         """
-        oldest = max((event.begin for event in self._events), default=0.0) - self._seconds
-        kept = [event for event in self._events if event.begin >= oldest]
+        oldest = max((event.end for event in self._events), default=0.0) - self._seconds
+        kept = [event for event in self._events if event.end >= oldest]
+        starts, ends = ({one.arrow for one in kept if one.phase == phase} for phase in "sf")
+        kept = [one for one in kept if not one.arrow or one.arrow in starts & ends]
         names = [
             {"ph": "M", "name": "thread_name", "pid": os.getpid(), "tid": t, "args": {"name": name}}
             for t, name in sorted(self._threads.items())
         ]
-        kept.sort(key=lambda event: (event.begin, -event.seconds))
-        events = [*names, *(event.to_json() for event in kept)]
-        write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        kept.sort(key=lambda event: (event.begin, -event.end))
+        start = min((event.begin for event in kept), default=0.0)
+        events = [*names, *(event.to_json(start) for event in kept)]
+        trace = {
+            "traceEvents": events,
+            "displayTimeUnit": "ms",
+            "otherData": {"start": datetime.fromtimestamp(start).astimezone().isoformat()},
+        }
+        write_whole(path, json.dumps(trace))

@@ -3,6 +3,7 @@
 import json
 import time
 from collections import Counter
+from datetime import datetime
 
 import pytest
 
@@ -47,22 +48,41 @@ def test_stages_fragments_and_arrows_are_traced(tmp_path):
     assert {e["id"] for e in events["f"]} == {e["id"] for e in events["s"]}
     for start, end in zip(events["s"], events["f"], strict=True):
         assert start["ts"] < end["ts"]
-        (train,) = [
-            e for e in events["X"]
-            if e["name"] == "TrainOneStep" and e["ts"] <= end["ts"] <= e["ts"] + e["dur"]
-        ]  # fmt: skip
-        assert train["tid"] == end["tid"]
-    times = [event["ts"] / 1e6 for event in events["X"]]
+        spans = [e for e in events["X"] if e["tid"] == end["tid"]]
+        around = [e for e in spans if e["ts"] <= end["ts"] < e["ts"] + e["dur"]]
+        assert min(around, key=lambda e: e["dur"])["name"] == "TrainOneStep"
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    start = datetime.fromisoformat(trace["otherData"]["start"]).timestamp()
+    times = [start + event["ts"] / 1e6 for event in events["X"]]
     assert started - 1 < min(times) <= max(times) < time.time() + 1
     assert {e["args"]["name"] for e in events["M"]} == {"plan", "shard 0"}
 
 
-def test_spans_of_a_stage_are_within_those_of_the_next_one(tmp_path):
-    events = traced(PPO("CartPole-v1", **SMALL), tmp_path)
-    train = [e for e in events["X"] if e["name"] == "TrainOneStep"]
-    for span in [e for e in events["X"] if e["name"] == "ConcatBatches"]:
-        end = span["ts"] + span["dur"]
-        assert any(e["ts"] - 1 <= span["ts"] and end <= e["ts"] + e["dur"] + 1 for e in train)
+def interval(span):
+    """Return the begin and the end of a span in nanoseconds."""
+    begin = round(span["ts"] * 1000)
+    return begin, begin + round(span["dur"] * 1000)
+
+
+@pytest.mark.parametrize("algorithm", [PPO, DQN])
+def test_spans_of_a_row_follow_each_other_or_are_within_each_other(algorithm, tmp_path):
+    settings = {"learning_starts": 32} if algorithm is DQN else SMALL
+    events = traced(algorithm("CartPole-v1", **settings), tmp_path)
+    for thread in (DRIVER, FIRST_WORKER):
+        spans = [interval(e) for e in events["X"] if e["tid"] == thread]
+        assert len(spans) > 8
+        around = []
+        for begin, end in sorted(spans, key=lambda span: (span[0], -span[1])):
+            while around and around[-1] <= begin:
+                around.pop()
+            assert not around or end <= around[-1]
+            around.append(end)
+    names = {e["name"]: interval(e) for e in events["X"] if e["tid"] == DRIVER}
+    (outer_begin, outer_end), inner = (
+        names["TrainOneStep"],
+        names["ConcatBatches" if algorithm is PPO else "Replay"],
+    )
+    assert outer_begin <= inner[0] < inner[1] <= outer_end
 
 
 def test_updates_of_a_learner_thread_are_traced(tmp_path):
@@ -81,7 +101,7 @@ def test_replayed_batches_have_no_arrows(tmp_path):
     )
     events = traced(algorithm, tmp_path)
     assert any(event["name"] == "TrainOneStep" for event in events["X"])
-    assert events["f"] == []
+    assert events["f"] == events["s"] == []
 
 
 def test_only_the_last_seconds_are_kept(tmp_path):
@@ -90,9 +110,18 @@ def test_only_the_last_seconds_are_kept(tmp_path):
     stream.take(6)
     tracer.write(tmp_path / "trace.json")
     spans = json.loads((tmp_path / "trace.json").read_text())["traceEvents"][1:]
-    starts = {event["ts"] for event in spans if event["name"] == "<lambda>"}
-    assert 1 <= len(starts) <= 3
-    assert max(starts) - min(starts) <= 0.05e6
+    ends = {event["ts"] + event["dur"] for event in spans if event["name"] == "<lambda>"}
+    assert 1 <= len(ends) <= 3
+    assert max(ends) - min(ends) <= 0.05e6
+
+
+def test_span_that_began_before_the_last_seconds_is_kept(tmp_path):
+    stream = LocalIterator(range(2)).for_each(lambda item: time.sleep(0.05))
+    tracer = Tracer(stream, 0.01)
+    stream.take(2)
+    tracer.write(tmp_path / "trace.json")
+    spans = json.loads((tmp_path / "trace.json").read_text())["traceEvents"][1:]
+    assert [span["name"] for span in spans if span["dur"] > 0.04e6] == ["<lambda>"]
 
 
 def test_reads_of_the_clocks_that_were_interrupted_are_repeated(monkeypatch):
