@@ -11,15 +11,17 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from numbers import Real
 from typing import Any
 
 from flowrl.iter import LocalIterator, Source, Stage
 from flowrl.iter.gather import Gather
 from flowrl.iter.stage import walk
+from flowrl.iter.stages.tasks import ForEachConcurrent
 from flowrl.monitoring.operator_source import is_own
 from flowrl.ops.concurrency import DequeueStage, Enqueue
 from flowrl.ops.plan_metrics import PlanMetrics
-from flowrl.ops.replay import ReplayStage, StoreToReplayBuffer
+from flowrl.ops.replay import ReplayActorsStage, ReplayStage, StoreToReplayBuffer
 from flowrl.ops.report import StandardMetricsReporting
 from flowrl.ops.rollout import CountRollouts
 from flowrl.process_usage import process_usage
@@ -44,8 +46,8 @@ class StageActivity:
         name: name of the stage's operator.
         line: `file:line` where the operator was chained.
         kind: "sampling" (a gather of workers), "rollouts" (concatenates their fragments), "store",
-            "replay", "training", "enqueue", "dequeue" (of a learner thread), "report" or
-            "operator".
+            "replay", "replay_actors", "training", "enqueue", "dequeue" (of a learner thread),
+            "tasks" (an operator in Ray tasks), "report" or "operator".
         parents: ids of the stages that the stage pulls.
         items: number of items that the stage returned.
         busy, waiting, blocked: shares of the period: in the stage's own code, waiting for the
@@ -169,7 +171,13 @@ class Activity:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Activity:
-        """Return the activity of `to_json`."""
+        """Return the activity of `to_json`.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is none.
+        """
+        if not values["seconds"] > 0:
+            raise ValueError(f"seconds: must be positive, got {values['seconds']!r}")
         return cls(
             **{
                 **values,
@@ -305,6 +313,8 @@ def kind_of(stage: Stage) -> str:
     operator = getattr(stage, "fn", stage)
     if isinstance(stage, Gather):
         return "sampling"
+    if isinstance(stage, ReplayActorsStage):
+        return "replay_actors"
     if isinstance(stage, ReplayStage):
         return "replay"
     if isinstance(stage, DequeueStage) and stage.learner_thread is not None:
@@ -317,6 +327,8 @@ def kind_of(stage: Stage) -> str:
         return "enqueue"
     if getattr(operator, "trains", False):
         return "training"
+    if isinstance(stage, ForEachConcurrent):
+        return "tasks"
     return "report" if stage.name == StandardMetricsReporting.__name__ else "operator"
 
 
@@ -357,7 +369,9 @@ def _stage_activity(
     known |= {*SHARES, *(f"{name}_s" for name in SHARES)}
     values = {name: value for name, value in row.items() if name not in known}
     values |= {
-        name: value - before.get(name, 0.0) for name, value in values.items() if name[-2:] == "_s"
+        name: value - before.get(name, 0.0)
+        for name, value in values.items()
+        if name.endswith("_s") and isinstance(value, Real)
     }
     return StageActivity(
         id=row["id"],

@@ -13,6 +13,7 @@ from typing import Any
 
 from flowrl.iter import LocalIterator
 from flowrl.monitoring.activity import Activity, Snapshot, activity_between, take_snapshot
+from flowrl.monitoring.bottleneck import Finding
 from flowrl.monitoring.diagnosis import Diagnosis, diagnose
 from flowrl.monitoring.plan_facts import PlanFacts, facts_of
 from flowrl.sampling.worker_set import WorkerSet
@@ -43,6 +44,7 @@ class Monitor:
         self._facts: PlanFacts | None = None
         self._snapshots: deque[Snapshot] = deque()
         self._first: Snapshot | None = None
+        self._counted: Snapshot | None = None  # whose counters the listeners know
         self._result: Mapping[str, Any] = {}
         self._outside_s = 0.0
         self._outside_since: float | None = None  # None while the plan is pulled
@@ -63,7 +65,7 @@ class Monitor:
         """Start the thread, once."""
         if self._thread is None:
             self._facts = facts_of(self._plan, self._workers, self._settings)
-            self._first = self._take_snapshot()
+            self._first = self._counted = self._take_snapshot()
             # the thread must not keep an algorithm alive that the user has forgotten
             arguments = weakref.ref(self), self._stopped
             self._thread = threading.Thread(
@@ -116,7 +118,9 @@ class Monitor:
             window = activity_between(self._first, snapshot)
         window.usage["rss_bytes_added"] = self._growth_bytes()
         self.diagnosis = diagnose(window, self._facts)
-        window.counters = activity_between(last, snapshot).counters  # see Activity
+        assert self._counted is not None
+        window.counters = activity_between(self._counted, snapshot).counters  # see Activity
+        self._counted = snapshot
         window.diagnosis = self.diagnosis.text
         self.activity = window
         for listener in self.listeners:
@@ -140,5 +144,7 @@ def _run(monitor_ref: weakref.ref[Monitor], stopped: threading.Event) -> None:
             monitor.measure()
         except Exception:
             log.warning("the plan could not be measured; it is not measured again", exc_info=True)
+            text = "The plan is not measured any more: the log has the error."
+            monitor.diagnosis = Diagnosis([Finding("not_measured", "monitor", 0.0, text)])
             return
         del monitor

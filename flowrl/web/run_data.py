@@ -134,7 +134,7 @@ class RunData:
             "diagnosis": newest.diagnosis if newest else result.get("diagnosis", ""),
             "metrics": self.metrics(),
             "curves": {metric: self.curve(metric, most) for metric in metrics},
-            "activity": newest.to_json() if newest else None,
+            "activity": _shown(newest.to_json()) if newest else None,
             "history": _history(activities),
             "lags": self._lag_counts(),
             "counters": _shown(result.get("counters", {})),

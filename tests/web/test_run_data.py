@@ -167,6 +167,15 @@ def cli_main(tmp_path, monkeypatch):
     return lambda *arguments: main(arguments)
 
 
+def test_values_that_are_not_finite_are_texts(tmp_path):
+    run = write_run(tmp_path / "r", [1.0])
+    log = ActivityLog(run)
+    log.append(activity(stage("operator", values={"x": float("nan")})))
+    shown = json.dumps(RunData(run, "r").to_json(), allow_nan=False)
+    assert '"x": "nan"' in shown
+    assert "nan" in report_html([RunData(run, "r")])
+
+
 def test_infinite_settings_are_texts():
     config = {"env_config": {"limit": float("inf"), "low": [-1.0, float("nan")]}}
     shown = {"env_config": {"limit": "inf", "low": [-1.0, "nan"]}}

@@ -7,6 +7,9 @@ import logging
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from flowrl.monitoring.activity import Activity
 from flowrl.whole_files import write_whole
@@ -83,7 +86,12 @@ def truncate_activities(folder: Path, iteration: int) -> None:
 
 
 def _line(activity: Activity) -> str:
-    return json.dumps(activity.to_json()) + "\n"
+    return json.dumps(activity.to_json(), default=_to_json) + "\n"
+
+
+def _to_json(value: Any) -> Any:
+    """Return a number for one of numpy, and the text of anything else."""
+    return value.item() if isinstance(value, np.generic) else str(value)
 
 
 def read_activities(folder: Path) -> list[Activity]:
@@ -93,7 +101,7 @@ def read_activities(folder: Path) -> list[Activity]:
     """
     path = folder / FILE
     activities = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    for line in path.read_bytes().splitlines() if path.exists() else ():
         try:
             activities.append(Activity.from_json(json.loads(line)))
         except (ValueError, TypeError, KeyError):

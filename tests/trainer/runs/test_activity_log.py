@@ -1,6 +1,7 @@
 """The file activity.jsonl of a run."""
 
 import dataclasses
+import json
 import logging
 
 from flowrl import PPO
@@ -19,6 +20,15 @@ def test_written_activities_are_read(tmp_path):
         file.write('{"time": 1')  # is being written
     assert read_activities(tmp_path) == [first, second]
     assert read_activities(tmp_path / "other") == []
+
+
+def test_damaged_lines_are_left_out(tmp_path):
+    ActivityLog(tmp_path).append(activity())
+    with open(tmp_path / FILE, "ab") as file:
+        file.write(b"\xff\xfe damaged\n[1]\n5\n")
+        file.write(json.dumps({**activity().to_json(), "seconds": 0}).encode() + b"\n")
+    ActivityLog(tmp_path).append(activity())
+    assert read_activities(tmp_path) == [activity(), activity()]
 
 
 def test_long_runs_keep_a_limited_number(tmp_path, monkeypatch):
