@@ -14,6 +14,7 @@ SMALL_MINIBATCH = 16  # rows
 MANY_UPDATES = 4.0  # per row stored in a replay buffer
 LARGE_FRAGMENT_BYTES = 1e6
 MIN_SHARE_OF_FULL_QUEUE = 0.9  # of a learner that sampling waits for, although both overlap
+REPLAY = ("replay", "replay_actors")  # kinds of stages that draw batches
 LEARNING_ON_SHARDS = ("LearnOnWorker", "ComputeGradientsOnWorker")
 
 
@@ -50,6 +51,8 @@ def bottlenecks(activity: Activity, facts: PlanFacts) -> list[Finding]:
         _outside(activity, facts),
         *(_training(stage, activity, facts) for stage in activity.stages_of("training")),
         *(_learner_thread(stage, activity, facts) for stage in activity.stages_of("dequeue")),
+        *(_tasks(stage, activity) for stage in activity.stages_of("tasks")),
+        *(_replay_actors(stage, activity) for stage in activity.stages_of("replay_actors")),
         *(_operator(stage) for stage in activity.stages if _is_other(stage)),
     ]
     found = [finding for finding in findings if finding is not None]
@@ -82,7 +85,7 @@ def _sampling(activity: Activity, facts: PlanFacts) -> Finding | None:
     what, remedy = _describe(cause, facts, can_add)
     if what.startswith(LEARNING_ON_SHARDS):
         text = f"Training limits this run: {what} takes {part:.0%} of the workers' time"
-        return _training_finding(text, what, share, facts)
+        return _training_finding(text, what, share, facts, draws=facts.replay is not None)
     sampling = f"Sampling limits this run ({share:.0%} of the time)"
     return Finding(
         cause.partition(":")[0],
@@ -97,7 +100,8 @@ def _sampling_share(activity: Activity, facts: PlanFacts) -> float:
     shares = [worker.busy for worker in activity.workers]
     if not facts.num_workers:
         return max(shares, default=0.0)
-    if facts.queue_size is not None:  # sampling and learning overlap
+    asynchronous = any(stage.name == "gather_async" for stage in activity.stages_of("sampling"))
+    if asynchronous or facts.queue_size is not None:  # sampling and learning overlap
         return sum(shares) / facts.num_workers
     return min(max(shares, default=0.0), _waiting_for_workers(activity))
 
@@ -124,6 +128,8 @@ def _parts(activity: Activity) -> dict[str, float]:
         postprocessing -= worker.callback_s.get("on_postprocess_trajectory", 0.0)
         collection = seconds.get("collection_s", 0.0)
         collection -= sum(worker.callback_s.get(name, 0.0) for name in EPISODE_EVENTS)
+        # episodes that end within a fragment are postprocessed while rows are stored
+        collection += min(postprocessing, 0.0)
         named["postprocessing"] = max(postprocessing, 0.0)
         named["collection"] = max(collection, 0.0)
         for name, value in named.items():
@@ -191,12 +197,13 @@ def _weights(activity: Activity, facts: PlanFacts) -> Finding | None:
         (one.share_of(one.seconds.get("weights_s", 0.0)) for one in activity.workers), default=0.0
     )
     share = min(activity.weights_s / activity.seconds + loading, 1.0)
+    interval = "broadcast_interval, " if "broadcast_interval" in facts.settings else ""
     return Finding(
         "weights",
         "weights",
         share,
         f"Sending weights to the workers takes {share:.0%} of the time. Send them less often "
-        "(broadcast_interval, longer fragments), or use a smaller model.",
+        f"({interval}longer fragments), or use a smaller model.",
     )
 
 
@@ -222,7 +229,7 @@ def _outside(activity: Activity, facts: PlanFacts) -> Finding:
 
 def _training(stage: StageActivity, activity: Activity, facts: PlanFacts) -> Finding:
     share, replay = stage.busy, facts.replay
-    draws = any(other.kind == "replay" for other in _upstream(stage, activity))
+    draws = any(other.kind in REPLAY for other in _upstream(stage, activity))
     if draws and replay is not None and replay.updates_per_row >= MANY_UPDATES:
         blocked = max((one.blocked for one in activity.stages_of("store")), default=0.0)
         return Finding(
@@ -244,7 +251,7 @@ def _training(stage: StageActivity, activity: Activity, facts: PlanFacts) -> Fin
     if len(activity.stages_of("training")) > 1:
         name += f", chained at {stage.line},"
     text = f"Training limits this run: {name} takes {share:.0%} of the time"
-    return _training_finding(text, stage.name, share, facts, stage.line)
+    return _training_finding(text, stage.name, share, facts, draws, stage.line, stage.id)
 
 
 def _upstream(stage: StageActivity, activity: Activity) -> list[StageActivity]:
@@ -266,25 +273,40 @@ def _learner_thread(stage: StageActivity, activity: Activity, facts: PlanFacts) 
     if full > 0.1:
         text += f", its queue is full {full:.0%} of it"
         share = max(share, MIN_SHARE_OF_FULL_QUEUE)  # sampling waits for it
-    return _training_finding(text, "learner", share, facts, stage.line)
+    draws = facts.replay is not None
+    return _training_finding(text, "learner", share, facts, draws, stage.line)
 
 
 def _training_finding(
-    text: str, operator: str, share: float, facts: PlanFacts, line: str = ""
+    text: str,
+    operator: str,
+    share: float,
+    facts: PlanFacts,
+    draws: bool,
+    line: str = "",
+    stage_id: int | None = None,
 ) -> Finding:
-    """Return the finding that training limits a run; a remedy is added to the text."""
-    size = facts.minibatch_size
+    """Return the finding that training limits a run; a remedy is added to the text.
+
+    Args:
+        text: the start of the text.
+        operator, share, line: see Finding.
+        facts: sizes and settings of the plan.
+        draws: whether it trains on batches of a replay buffer.
+        stage_id: id of the stage that trains; None: all operators of the plan that train.
+    """
+    size, num_passes = facts.of_training(stage_id)
     if size is not None and size <= SMALL_MINIBATCH:
         remedy = f" with minibatches of {size} rows. Increase sgd_minibatch_size."
         return Finding("small_minibatches", operator, share, text + remedy, line)
     remedies = ["a smaller model"]
     if size is not None:
         remedies.append("larger minibatches (sgd_minibatch_size)")
-    if facts.num_passes > 1:
+    if num_passes > 1:
         remedies.append("fewer passes (num_sgd_iter)")
-    if facts.replay is not None:
+    if draws:
         remedies.append("fewer updates per env step (training_intensity)")
-    if facts.has_learners:
+    if "num_learners" in facts.settings:
         remedies.append("several learners (num_learners)")
     remedy = f". Use {_joined(remedies)}."
     return Finding("training", operator, share, text + remedy, line)
@@ -292,6 +314,38 @@ def _training_finding(
 
 def _joined(parts: list[str]) -> str:
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} or {parts[-1]}"
+
+
+def _tasks(stage: StageActivity, activity: Activity) -> Finding:
+    """Describe the time in which the plan waits for the tasks of an operator."""
+    share = _own_waiting(stage, activity)
+    return Finding(
+        "tasks",
+        stage.name,
+        share,
+        f"The plan waits for the tasks of the operator {stage.name} {share:.0%} of the time; it is "
+        f"chained at {stage.line}. Run more of them at once (max_concurrency), or make it faster.",
+        stage.line,
+    )
+
+
+def _replay_actors(stage: StageActivity, activity: Activity) -> Finding:
+    """Describe the time in which the plan waits for replay actors, and not for samples to store."""
+    share = min(_own_waiting(stage, activity), 1 - _waiting_for_workers(activity))
+    return Finding(
+        "replay_actors",
+        stage.name,
+        share,
+        f"The plan waits for batches from the replay actors {share:.0%} of the time. Use more of "
+        "them (num_replay_shards), or smaller batches (train_batch_size).",
+        stage.line,
+    )
+
+
+def _own_waiting(stage: StageActivity, activity: Activity) -> float:
+    """Return the share of the time that a stage waits, and not for its parents."""
+    parents = [other for other in activity.stages if other.id in stage.parents]
+    return max(stage.waiting - sum(other.busy + other.waiting for other in parents), 0.0)
 
 
 def _operator(stage: StageActivity) -> Finding:

@@ -44,8 +44,9 @@ class Diagnosis:
         """The most important finding as a sentence."""
         if not self.findings:
             return (
-                "Nothing was measured yet: this takes two seconds after the first fragment, with "
-                "monitor=True. If an environment hangs, set env_step_timeout_s."
+                "Nothing was measured yet: the first measurement comes about two seconds after "
+                "the first fragment, and none with monitor=False. If an environment hangs, set "
+                "env_step_timeout_s."
             )
         return self.findings[0].text
 
@@ -161,9 +162,11 @@ def _many_workers(activity: Activity, facts: PlanFacts) -> Finding | None:
 def _cpu_wait(activity: Activity) -> float:
     """Return the share of the time that the mean worker, or this process, waits for a processor."""
     workers = [worker for worker in activity.workers if worker.usage]
-    shares = [worker.share_of(worker.usage.get("cpu_wait_s", 0.0)) for worker in workers]
-    shares = shares or [min(activity.usage.get("cpu_wait_s", 0.0) / activity.seconds, 1.0)]
-    return sum(shares) / len(shares)
+    waited = sum(worker.usage.get("cpu_wait_s", 0.0) for worker in workers)
+    seconds = sum(worker.period_s for worker in workers)
+    if not seconds:
+        waited, seconds = activity.usage.get("cpu_wait_s", 0.0), activity.seconds
+    return min(waited / seconds, 1.0)
 
 
 def _slow_worker(activity: Activity, facts: PlanFacts) -> Finding | None:

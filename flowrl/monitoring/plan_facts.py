@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from flowrl.iter import LocalIterator
 from flowrl.iter.gather import Gather
@@ -12,7 +12,6 @@ from flowrl.iter.ray_runtime import live_nodes
 from flowrl.iter.stage import operator_of, walk
 from flowrl.learners.thread import LearnerThread
 from flowrl.ops.replay import ReplayStage
-from flowrl.ops.report import training_operators
 from flowrl.process_usage import num_cores
 from flowrl.sampling.worker_set import WorkerSet
 
@@ -39,6 +38,13 @@ class ReplayFacts:
         return self.training_intensity / self.batch_size
 
 
+class TrainingFacts(NamedTuple):
+    """The updates of one stage; see PlanFacts."""
+
+    minibatch_size: int | None
+    num_passes: int
+
+
 @dataclass(frozen=True)
 class PlanFacts:
     """Sizes and settings of a plan.
@@ -54,9 +60,10 @@ class PlanFacts:
         minibatch_size: the smallest number of rows per update that is set; None if every update
             uses its whole batch.
         num_passes: the largest number of passes over a batch.
-        has_learners: whether the algorithm has the setting `num_learners`.
+        settings: names of the algorithm's settings.
         queue_size: capacity of the queue of a learner thread; None without one.
         replay: of the first replay buffer; None without one, or if its buffer has no ratio.
+        training: `minibatch_size` and `num_passes` of each stage that trains, by its id.
     """
 
     num_cores: int
@@ -68,9 +75,15 @@ class PlanFacts:
     callbacks: str
     minibatch_size: int | None
     num_passes: int
-    has_learners: bool
+    settings: Collection[str]
     queue_size: int | None
     replay: ReplayFacts | None
+    training: Mapping[int, TrainingFacts] = field(default_factory=dict)
+
+    def of_training(self, stage_id: int | None) -> TrainingFacts:
+        """Return the facts of a stage that trains; those of the whole plan if it has none."""
+        whole = TrainingFacts(self.minibatch_size, self.num_passes)
+        return whole if stage_id is None else self.training.get(stage_id, whole)
 
 
 def facts_of(plan: LocalIterator[Any], workers: WorkerSet, settings: Collection[str]) -> PlanFacts:
@@ -85,6 +98,12 @@ def facts_of(plan: LocalIterator[Any], workers: WorkerSet, settings: Collection[
     operators = [operator_of(stage) for stage in walk(plan.stage)]
     queue_sizes = [one.inqueue.maxsize for one in operators if isinstance(one, LearnerThread)]
     replays = [stage for stage in walk(plan.stage) if isinstance(stage, ReplayStage)]
+    training = {
+        stage_id: _training_facts(operator, workers)
+        for stage_id, operator in enumerate(operators)
+        if getattr(operator, "trains", False)
+    }
+    sizes = [one.minibatch_size for one in training.values() if one.minibatch_size is not None]
     return PlanFacts(
         num_cores=_cores_of_workers(),
         num_workers=workers.num_workers,
@@ -95,13 +114,12 @@ def facts_of(plan: LocalIterator[Any], workers: WorkerSet, settings: Collection[
         samples=any(isinstance(stage, Gather) for stage in walk(plan.stage)),
         horizon=config.horizon,
         callbacks=(config.callbacks_class or object).__name__,
-        minibatch_size=min(
-            filter(None, _values_of_setting(plan, workers, "sgd_minibatch_size")), default=None
-        ),
-        num_passes=max(_values_of_setting(plan, workers, "num_sgd_iter"), default=1),
-        has_learners="num_learners" in settings,
+        minibatch_size=min(sizes, default=None),
+        num_passes=max((one.num_passes for one in training.values()), default=1),
+        settings=settings,
         queue_size=queue_sizes[0] if queue_sizes else None,
         replay=_replay_facts(replays[0].buffer, workers) if replays else None,
+        training=training,
     )
 
 
@@ -113,16 +131,20 @@ def _cores_of_workers() -> int:
     return num_cores()
 
 
-def _values_of_setting(plan: LocalIterator[Any], workers: WorkerSet, setting: str) -> list[int]:
-    """Return the values of a setting of learning, of each operator that trains and its policies."""
+def _training_facts(operator: Any, workers: WorkerSet) -> TrainingFacts:
+    """Return the facts of an operator that trains policies."""
+    sizes = _values_of_setting(operator, workers, "sgd_minibatch_size")
+    passes = _values_of_setting(operator, workers, "num_sgd_iter")
+    return TrainingFacts(min(filter(None, sizes), default=None), max(passes, default=1))
+
+
+def _values_of_setting(operator: Any, workers: WorkerSet, setting: str) -> list[int]:
+    """Return the values of a setting of learning, of each policy that an operator trains."""
+    value = getattr(getattr(operator, "learner", None), setting, None)
     policies = workers.local_worker().policy_map
-    values = []
-    for operator in training_operators(plan.stage):
-        value = getattr(getattr(operator, "learner", None), setting, None)
-        for policy_id in policies if operator.policies is None else operator.policies:
-            policy_value = getattr(getattr(policies[policy_id], "config", None), setting, 0)
-            values.append(policy_value if value is None else value)
-    return values
+    ids = policies if operator.policies is None else operator.policies
+    of_policies = [getattr(getattr(policies[name], "config", None), setting, 0) for name in ids]
+    return of_policies if value is None else [value] * len(of_policies)
 
 
 def _replay_facts(buffer: Any, workers: WorkerSet) -> ReplayFacts | None:

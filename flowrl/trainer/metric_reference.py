@@ -111,7 +111,7 @@ _LEARNER_METRICS = {
 _TIMERS = {
     "env_steps_per_s": Metric("env steps / s", "Env steps sampled per second of the iteration."),
     "checkpoint_time_ms": Metric("ms", "Time spent on checkpoints since the last result."),
-    "sample_time_ms": Metric("ms", "Mean time to wait for a fragment, last 10 fragments."),
+    "sample_time_ms": Metric("ms", "Mean time to wait for the items of ParallelRollouts, last 10."),
     "sample_throughput": Metric("env steps / s", "Env steps per second of that time."),
     "learn_time_ms": Metric("ms", "Mean time of a training step, last 10 steps."),
     "learn_throughput": Metric("rows / s", "Rows trained on per second of that time."),
@@ -154,7 +154,7 @@ _COUNTERS = {
     "num_shard_restarts": Metric("restarts", "Restarts of remote workers."),
     "num_shards_failed": Metric("workers", "Remote workers that failed permanently."),
     "num_env_steps_dropped": Metric(
-        "env steps", "Env steps that were not trained on: stale or lost."
+        "env steps", "Env steps that were not trained on, as they were too old or got lost."
     ),
     "num_learner_restarts": Metric("restarts", "Restarts of learners on actors."),
     "num_group_restarts": Metric(
@@ -164,7 +164,7 @@ _COUNTERS = {
     "num_replay_rows_lost": Metric("agent steps", "Rows lost with replay actors that died."),
     "num_replay_fragments_lost": Metric("fragments", "Fragments lost before they were stored."),
     "num_sampling_waits": Metric("times", "Times that sampling waited for the learner."),
-    "num_weight_broadcasts": Metric("times", "Times that weights were sent to workers."),
+    "num_weight_broadcasts": Metric("times", "Times that workers were due for new weights."),
     "num_weight_syncs": Metric("workers", "Workers that were due for new weights."),
     "num_passes_over_data": Metric("passes", "Passes over recorded experience."),
     "num_bytes_between_nodes": Metric("bytes", "Bytes sent between nodes of the cluster."),

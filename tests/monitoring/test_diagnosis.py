@@ -6,14 +6,16 @@ The benchmark `benchmarks/diagnosis.py` plants 20 faults in runs with workers.
 import time
 
 import gymnasium as gym
+import numpy as np
 import pytest
 
-from flowrl import PPO
-from flowrl.monitoring.activity import Activity, activity_between, operator_name
+from flowrl import DQN, PPO
+from flowrl.monitoring.activity import Activity, activity_between, operator_name, take_snapshot
 from flowrl.monitoring.diagnosis import diagnose
-from flowrl.monitoring.plan_facts import PlanFacts, ReplayFacts
+from flowrl.monitoring.plan_facts import PlanFacts, ReplayFacts, TrainingFacts, facts_of
 from flowrl.ops import ConcatBatches, ParallelRollouts, StandardMetricsReporting, TrainOneStep
 from flowrl.sampling.callbacks import DefaultCallbacks, callback_seconds
+from flowrl.trainer.runs.activity_log import ActivityLog, read_activities
 from tests.monitoring.fakes import SMALL, activity, stage, worker
 
 
@@ -21,7 +23,7 @@ def facts(**values):
     defaults = {
         "num_cores": 2, "num_workers": 2, "num_envs": 4, "num_threads": 1,
         "callbacks": "MyCallbacks", "samples": True, "horizon": None, "minibatch_size": 128,
-        "num_passes": 1, "has_learners": False,
+        "num_passes": 1, "settings": (),
         "queue_size": None, "replay": None,
     }  # fmt: skip
     return PlanFacts(**{**defaults, **values})
@@ -101,16 +103,72 @@ def test_remedies_of_training_are_those_of_the_algorithm():
         "a smaller model, larger minibatches (sgd_minibatch_size) or fewer passes (num_sgd_iter)."
     )
     replay = ReplayFacts(training_intensity=None, batch_size=256, fragment_size=1)
+    drawn = stage("training", "TrainOneStep", busy=0.8, parents=[1])
     sac = facts(num_workers=0, minibatch_size=None, replay=replay)
-    assert first(training, sac).text.endswith(
+    assert first(activity(drawn, stage("replay", "Replay", id=1)), sac).text.endswith(
         "Use a smaller model or fewer updates per env step (training_intensity)."
     )
-    impala = facts(num_workers=0, minibatch_size=None, has_learners=True)
+    impala = facts(num_workers=0, minibatch_size=None, settings=("num_learners",))
     assert "or several learners (num_learners)." in first(training, impala).text
     plain = facts(num_workers=0, minibatch_size=None)
     assert first(training, plain).text.endswith("Use a smaller model.")
     stopped = activity(stage("operator", "Breakpoint", busy=0.9))
     assert all(f.operator != "Breakpoint" for f in diagnose(stopped, plain).findings)
+
+
+def test_remedies_of_several_training_operators_are_their_own():
+    on_policy = stage("training", "TrainOneStep", busy=0.5, id=1, line="plan.py:3")
+    drawn = stage("training", "TrainOneStep", busy=0.3, id=2, parents=[3], line="plan.py:5")
+    both = activity(on_policy, drawn, stage("replay", "Replay", id=3))
+    replay = ReplayFacts(training_intensity=8.0, batch_size=32, fragment_size=4)
+    training = {1: TrainingFacts(16, 4), 2: TrainingFacts(None, 1)}
+    two = facts(num_workers=0, minibatch_size=16, num_passes=4, replay=replay, training=training)
+    of_ppo, of_dqn = diagnose(both, two).findings[:2]
+    assert "plan.py:3, takes 50% of the time with minibatches of 16 rows" in of_ppo.text
+    assert of_dqn.text.endswith("smaller model or fewer updates per env step (training_intensity).")
+
+
+def test_facts_of_each_training_operator_are_known():
+    with DQN("CartPole-v1", learning_starts=32) as dqn, PPO("CartPole-v1", **SMALL) as ppo:
+        for algorithm, expected in ((dqn, TrainingFacts(None, 1)), (ppo, TrainingFacts(32, 1))):
+            found = facts_of(algorithm.plan, algorithm.workers, ("lr",))
+            assert list(found.training.values()) == [expected]
+            (stage_id,) = found.training
+            stages = take_snapshot(algorithm.plan, algorithm.workers, {}, 0.0).stages
+            assert stages[stage_id]["kind"] == "training"
+
+
+def test_operator_in_tasks_limits_a_plan_that_waits_for_them():
+    slow = stage("tasks", "Slow", waiting=0.97, blocked=0.02, parents=[1])
+    rollouts = stage("rollouts", "CountRollouts", busy=0.03, id=1)
+    found = first(activity(slow, rollouts), facts(num_workers=0))
+    assert (found.cause, found.operator) == ("tasks", "Slow")
+    assert "waits for the tasks of the operator Slow 94% of the time" in found.text
+    assert "max_concurrency" in found.text
+    sampling = stage("rollouts", "CountRollouts", waiting=0.96, id=1)
+    assert first(activity(slow, sampling), facts(num_workers=0)).cause != "tasks"
+
+
+def test_replay_actors_limit_a_plan_that_does_not_wait_for_samples():
+    draws = stage("replay_actors", "Replay", waiting=0.94)
+    gather = stage("sampling", "gather_async", blocked=0.84, waiting=0.02)
+    idle = worker(seconds={"sample_s": 2.8, "env_step_s": 2.0})
+    found = first(activity(draws, gather, workers=[idle]), facts(num_workers=1, queue_size=16))
+    assert found.cause == "replay_actors"
+    assert "waits for batches from the replay actors 94% of the time" in found.text
+    gather = stage("sampling", "gather_async", waiting=0.9)
+    found = first(activity(draws, gather, workers=[worker()]), facts(num_workers=1, queue_size=16))
+    assert found.cause == "inference"
+
+
+def test_workers_that_never_wait_limit_an_asynchronous_plan():
+    gather = stage("sampling", "gather_async", waiting=0.2)
+    training = stage("training", "TrainOneStep", busy=0.72)
+    found = first(activity(gather, training, workers=[worker()]), facts(num_workers=1))
+    assert (found.cause, found.share) == ("inference", pytest.approx(0.9))
+    gather = stage("sampling", "gather_sync", waiting=0.2)
+    found = first(activity(gather, training, workers=[worker()]), facts(num_workers=1))
+    assert found.cause == "training"
 
 
 def test_operator_names_its_line():
@@ -173,7 +231,10 @@ def test_transfers_and_weights():
     workers = [worker(seconds={"sample_s": 1.0, "weights_s": 4.0})]
     found = first(activity(stage("sampling", waiting=0.5), workers=workers, weights_s=2), facts())
     assert found.cause == "weights"
-    assert "takes 60% of the time" in found.text
+    assert "takes 60% of the time. Send them less often (longer fragments)" in found.text
+    slow = activity(stage("sampling", waiting=0.5), workers=workers, weights_s=2)
+    found = first(slow, facts(settings=("broadcast_interval",)))
+    assert "(broadcast_interval, longer fragments)" in found.text
 
 
 def test_time_between_results():
@@ -205,6 +266,10 @@ def test_callbacks_are_subtracted_from_the_part_that_contains_them():
     workers = [worker(seconds=seconds, callback_s=callback_s)]
     found = first(activity(WAITING, workers=workers), facts())
     assert found.cause == "collection"
+    seconds = {"sample_s": 9.0, "postprocess_s": 0.0, "collection_s": 8.0}
+    workers = [worker(seconds=seconds, callback_s={"on_postprocess_trajectory": 7.0})]
+    found = first(activity(WAITING, workers=workers), facts())
+    assert (found.cause, found.operator) == ("callback", "MyCallbacks.on_postprocess_trajectory")
 
 
 def test_learning_on_workers_is_training():
@@ -247,6 +312,10 @@ def test_problems_come_before_bottlenecks():
     waiting = [worker(usage={"cpu_s": 3.0, "cpu_wait_s": 6.0})]
     found = first(activity(WAITING, workers=waiting), facts(num_workers=8))
     assert found.text.startswith("8 workers share 2 cores: they wait for a processor 60% of")
+    short = worker(1, period_s=0.04, usage={"cpu_s": 0.01, "cpu_wait_s": 0.02})
+    long = worker(2, usage={"cpu_s": 0.1, "cpu_wait_s": 0.1})
+    found = diagnose(activity(WAITING, workers=[short, long]), facts(num_workers=8)).findings
+    assert "too_many_workers" not in [finding.cause for finding in found]
     found = first(activity(WAITING, workers=waiting), facts(num_threads=4))
     assert found.text.startswith("2 processes with 4 threads each compete for 2 cores")
 
@@ -426,6 +495,45 @@ def test_run_without_measurements_says_so():
             assert algorithm.diagnose().findings == []
             assert "Nothing was measured yet" in algorithm.train()["diagnosis"]
             assert (algorithm.monitor._thread is None) == ("monitor" in settings)
+
+
+def test_counters_and_values_that_are_no_python_numbers_are_measured(tmp_path):
+    def count(batch):
+        counters = algorithm.plan.metrics.counters
+        counters["num_odd_rows"] += np.int64(1)
+        return batch
+
+    count.stats = lambda: {"last_s": None}
+
+    def plan(workers, config):
+        rollouts = ParallelRollouts(workers, mode="bulk_sync").for_each(count)
+        train = rollouts.combine(ConcatBatches(64)).for_each(TrainOneStep(workers))
+        return StandardMetricsReporting(train, workers, config)
+
+    log = ActivityLog(tmp_path)
+    with PPO.config_class(env="CartPole-v1", **SMALL).build(plan=plan) as algorithm:
+        algorithm.train()
+        algorithm.monitor.listeners.append(log.append)
+        algorithm.monitor.measure()
+        algorithm.train()
+        algorithm.monitor.measure()
+    measured = read_activities(tmp_path)
+    counted = sum(one.counters["num_odd_rows"] for one in measured)
+    assert counted == algorithm.plan.metrics.counters["num_odd_rows"] > 0
+
+
+def test_measuring_that_fails_is_said_in_results(caplog):
+    def fail(activity):
+        raise OSError("no space")
+
+    with PPO("CartPole-v1", **SMALL) as algorithm:
+        algorithm.train()
+        algorithm.monitor.listeners.append(fail)
+        while algorithm.monitor._thread.is_alive():
+            result = algorithm.train()
+        result = algorithm.train()
+    assert result["diagnosis"] == "The plan is not measured any more: the log has the error."
+    assert "no space" in caplog.text
 
 
 def test_thread_of_the_monitor_ends_with_the_algorithm():

@@ -177,9 +177,8 @@ def _operators(activity: Activity) -> RenderableType:
     table.add_column("busy", justify="right", no_wrap=True)
     table.add_column("queue", no_wrap=True)
     for stage in activity.stages:
-        rate = stage.items / activity.seconds
-        rate_text = f"{rate:,.0f}" if rate >= 100 else f"{rate:.2g}"
-        table.add_row(stage.name, rate_text, _bar(stage), f"{stage.busy:.0%}", _queue(stage))
+        rate = format_number(stage.items / activity.seconds)
+        table.add_row(stage.name, rate, _bar(stage), f"{stage.busy:.0%}", _queue(stage))
     return table
 
 

@@ -108,7 +108,8 @@ function showWorkers(activity) {
   fillTable(at("workers"), ["worker", "env steps/s", "working", "memory [MB]", "waits for a core"],
     activity.workers.map((worker) => {
       const { sample_s: sample = 0, weights_s: weights = 0 } = worker.seconds;
-      const own = Object.values(worker.operator_s).reduce((a, b) => a + b, 0);
+      const own = Object.values(worker.operator_s).reduce((a, b) => a + b, 0)
+        + (worker.callback_s.on_sample_end || 0);
       const share = (value) => percent(worker.period_s > 0 ? Math.min(value / worker.period_s, 1) : 0);
       return [String(worker.index), worker.period_s > 0 ? worker.env_steps / worker.period_s : 0,
         share(sample + weights + own), (worker.usage.rss_bytes || 0) / 1e6,

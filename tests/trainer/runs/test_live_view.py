@@ -79,7 +79,7 @@ def test_operators_workers_and_the_diagnosis_are_shown(view):
     view._monitor.activity = activity(slow, workers=[worker(1), worker(2)], diagnosis="It is Slow.")
     lines = text_of(view).splitlines()
     (row,) = [line.split() for line in lines if line.startswith("Slow")]
-    assert row == ["Slow", "3", "██████████▒▒▒▒▒·····", "50%", "7"]
+    assert row == ["Slow", "3.00", "██████████▒▒▒▒▒·····", "50%", "7"]
     assert "2 workers healthy, 1 restart; busy: 90% 90%" in lines
     assert "It is Slow." in lines
 
