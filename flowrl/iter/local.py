@@ -271,7 +271,8 @@ class LocalIterator(Generic[T]):
         # through the module: CPython calls methods of an imported name more slowly
         token = _metrics.active_context.set(self.metrics)
         try:
-            item = self.stage.pull(True) if profiler.next_timed else profiler.pull(True)
+            timed = not profiler.next_timed or profiler.is_late
+            item = profiler.pull(True) if timed else self.stage.pull(True)
             return item if item is not NOT_READY else self._wait_for_item(profiler)
         except StopIteration:
             raise

@@ -2,7 +2,8 @@
 
 A timed pull of the plan runs all stages through timing wrappers; other pulls have no overhead. If
 a pull takes long compared with its timing, every pull is timed; in a stream of quick pulls a timed
-one represents up to MAX_INTERVAL pulls.
+one represents up to MAX_INTERVAL pulls. If quick pulls become slow, the next pull after
+MAX_INTERVAL_S is timed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from flowrl.process_usage import resident_bytes
 
 MAX_INTERVAL = 64  # maximum number of pulls per timed pull
 MAX_INTERVAL_S = 1.0  # approximate maximum of the seconds between two timed pulls
+MEAN_S = 10.0  # seconds of which the mean time of a pull is known; older pulls count half
 TIMING_S = 4e-6  # seconds for timing the pull of one stage
 MAX_OVERHEAD = 0.007  # maximum share of the time since the start that timing takes
 MEMORY_S = 4e-6  # seconds for measuring the memory before and after the pull of one stage
@@ -48,9 +50,10 @@ class StageTimes:
 class Profiler:
     """Times the pulls of the plan that ends in `root`.
 
-    `next_timed` counts down to the next pull that must go through `pull`. `on_pull`, if set, is
-    called after each timed pull of a stage with the stage, the time of its start, its seconds and
-    whether it returned an item.
+    `next_timed` counts down to the next pull that must go through `pull`. If that takes too long,
+    `is_late` is True, and the next pull must go through it. `on_pull`, if set, is called after each
+    timed pull of a stage with the stage, the time of its start, its seconds and whether it returned
+    an item.
     """
 
     def __init__(self, root: Stage):
@@ -59,9 +62,12 @@ class Profiler:
         self._started = time.perf_counter()
         self.on_pull: OnPull | None = None
         self.next_timed = 1
+        self.is_late = False
         self._interval = 1
-        self._weight = 1
-        self._pulls = 0
+        self._weight = 1.0
+        self._seconds = 0.0  # of the last pulls, with the time outside of the plan
+        self._pulls = 0.0  # number of these pulls
+        self._last_end = self._started  # of the last timed pull
         self._timed_pulls = 0
         self._timed_stages = 0  # timed pulls, counted for each stage
         self._random = random.Random(0)
@@ -129,8 +135,12 @@ class Profiler:
     def pull(self, block: bool) -> Any:
         """Pull the plan once with timing; this represents all pulls since the last timed one."""
         self._parents_s = 0.0
-        self._weight = max(self._interval - self.next_timed, 1)
-        self._pulls_since_memory += self._weight
+        pulls = max(self._interval - self.next_timed, 1)
+        is_late, self.is_late = self.is_late, False
+        before = self._totals() if is_late else []
+        self._weight = 1 if is_late else pulls
+        self._pulls_since_memory += pulls
+        started = time.perf_counter()
         measures_memory = time.perf_counter() >= self._memory_due
         stages_before = self._timed_stages
         pull = _wire(self._measured if measures_memory else self._timed)
@@ -142,15 +152,33 @@ class Profiler:
                 cost_s = MEMORY_S * (self._timed_stages - stages_before)
                 interval_s = max(MEMORY_INTERVAL_S, cost_s / MAX_MEMORY_OVERHEAD)
                 self._memory_due = time.perf_counter() + interval_s
-            self._pulls += self._weight
+            now = time.perf_counter()
+            if is_late:  # it may be slower than the pulls before, which it represents
+                longest = (now - self._last_end) / max(now - started, 1e-9)
+                self._repeat(before, min(pulls, longest) - 1)
             self._timed_pulls += 1
+            self._seconds += now - self._last_end
+            self._pulls += pulls
+            self._last_end = now
             self._interval = self.next_timed = self._next_interval()
             _wire(self._plain)
+
+    def _totals(self) -> list[tuple[StageTimes, float, float]]:
+        """Return the seconds of each stage so far, in its pulls and in its own code."""
+        return [(times, times.pull_s, times.busy_s) for times in self._times.values()]
+
+    def _repeat(self, before: list[tuple[StageTimes, float, float]], times_more: float) -> None:
+        """Add the seconds since `before` again, so many times more."""
+        for times, pull_s, busy_s in before:
+            times.pull_s += (times.pull_s - pull_s) * times_more
+            times.busy_s += (times.busy_s - busy_s) * times_more
 
     def _next_interval(self) -> int:
         """Return the number of pulls until the next timed one, so that timing takes at most
         MAX_OVERHEAD of the time."""
-        mean_s = (time.perf_counter() - self._started) / self._pulls
+        if self._seconds > MEAN_S:
+            self._seconds, self._pulls = self._seconds / 2, self._pulls / 2
+        mean_s = max(self._seconds / self._pulls, 1e-9)
         timing_s = TIMING_S * self._timed_stages / self._timed_pulls
         longest = min(MAX_INTERVAL, int(MAX_INTERVAL_S / mean_s))
         mean_interval = min(int(timing_s / (MAX_OVERHEAD * mean_s)), longest)
@@ -189,6 +217,7 @@ class Profiler:
         process has grown in its own code (an estimate; 0 if the system is not Linux).
         """
         times, now = self._times[stage], time.perf_counter()
+        self.is_late = now - self._last_end > MAX_INTERVAL_S
         total = max(now - self._started, 1e-9)
         busy_s, pull_s = self._in_progress(stage, now)
         since = self._waiting_since

@@ -183,6 +183,7 @@ class LearnerThread:
         self._stopping = False
         self._stop_signal = Signal()
         self._learn_s = self._idle_s = 0.0  # since the last result
+        self._update_since: float | None = None  # start of the running update
         self._has_learned = False  # waiting for the first batch does not count as idle
         self.num_steps = 0
         self._has_taken = False  # the batches of the next step
@@ -270,7 +271,7 @@ class LearnerThread:
         self.num_steps += 1
         self.learner.global_vars = self._global_vars()
         self._has_learned = True
-        started = time.perf_counter()
+        started = self._update_since = time.perf_counter()
         try:
             updates = self.learner.update(batch)
             if not self._stopping:
@@ -283,6 +284,8 @@ class LearnerThread:
             add_note(error, f"raised in the learner thread, on a {describe(batch)}")
             self.outqueue.put_nowait(LearnFailure(batch, error))
             return True
+        finally:
+            self._update_since = None
         self._learn_s += time.perf_counter() - started
         if is_last_pass:
             learn_s, self._learn_s = self._learn_s, 0.0
@@ -373,13 +376,16 @@ class LearnerThread:
 
     def stats(self) -> dict[str, Any]:
         """Return the sizes of both queues, and since the first batch the seconds of learning
-        (`learn_s`), the seconds without a batch (`learner_idle_s`) and their share
-        (`learner_idle`)."""
-        total = self._total_learn_s + self._total_idle_s
+        (`learn_s`, with those of the running update), the seconds without a batch
+        (`learner_idle_s`) and their share (`learner_idle`)."""
+        since = self._update_since
+        running_s = 0.0 if since is None else time.perf_counter() - since
+        learn_s = self._total_learn_s + self._learn_s + running_s
+        total = learn_s + self._total_idle_s
         return {
             "inqueue_size": self.inqueue.qsize(),
             "outqueue_size": self.outqueue.qsize(),
-            "learn_s": self._total_learn_s,
+            "learn_s": learn_s,
             "learner_idle_s": self._total_idle_s,
             "learner_idle": round(self._total_idle_s / total, 3) if total else 0.0,
         }

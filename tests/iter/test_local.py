@@ -281,6 +281,25 @@ def test_rare_slow_pulls_are_timed(monkeypatch):
     assert plan.stats()[0]["busy"] == pytest.approx(0.99, abs=0.1)
 
 
+def test_quick_pulls_that_become_slow_are_timed_at_once(monkeypatch):
+    now, seconds = 0.0, 1e-4
+
+    def work(i):
+        nonlocal now
+        now += seconds
+        return i
+
+    monkeypatch.setattr("flowrl.iter.profiler.time.perf_counter", lambda: now)
+    plan = LocalIterator(range(100_000)).for_each(work)
+    plan.take(20_000)
+    before, started, seconds = plan.stats()[0]["busy_s"], now, 0.5
+    for _ in range(6):  # the stream is measured once per second
+        plan.take(2)
+        busy_s = plan.stats()[0]["busy_s"] - before
+        assert busy_s <= now - started + 0.01  # with quick pulls before
+    assert busy_s >= now - started - 2
+
+
 def test_map_names_for_each():
     for it, cls in ((stream(1), "LocalIterator"), (from_items([1]), "ParallelIterator")):
         message = rf"^'{cls}' object has no attribute 'map': use for_each\(fn\)$"

@@ -333,8 +333,14 @@ def test_learning_time_is_that_of_all_passes():
         learner.learner = Slow()
         learner.inqueue.put(batch)
         learner.start()
+        seen = []  # while it learns
+        while learner.outqueue.empty():
+            seen.append(learner.stats()["learn_s"])
+            time.sleep(0.005)
         result = learner.outqueue.get(timeout=60)
         learner.stop()
+    assert 0 < min(filter(None, seen)) < 0.04
+    assert max(seen) == pytest.approx(result.learn_s, rel=0.5)
     assert learner.learner.num_updates == 4
     assert result.learn_s >= 0.2
     assert learner.stats()["learn_s"] == result.learn_s
