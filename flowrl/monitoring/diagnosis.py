@@ -64,18 +64,21 @@ def diagnose(activity: Activity, facts: PlanFacts) -> Diagnosis:
     problems = [finding for rule in _PROBLEMS if (finding := rule(activity, facts)) is not None]
     limits = bottlenecks(activity, facts)
     if not problems and limits and limits[0].share < MIN_BUSY:
-        problems = [_idle(limits[0])]
+        problems = [_idle(limits[0], facts)]
     return Diagnosis([*problems, *limits])
 
 
-def _idle(largest: Finding) -> Finding:
+def _idle(largest: Finding, facts: PlanFacts) -> Finding:
     """Nothing takes much time, as while workers start."""
+    advice = "`explain()` of the plan shows which stages wait."
+    if facts.num_workers:
+        advice = "Workers may still have been starting: train longer."
     return Finding(
         "idle",
         "plan",
         1 - largest.share,
         f"Nothing limits this run yet: the largest share of the time is {largest.share:.0%} "
-        f"({largest.operator}). Workers may still have been starting: train longer.",
+        f"({largest.operator}). {advice}",
     )
 
 

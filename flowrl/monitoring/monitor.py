@@ -19,6 +19,7 @@ from flowrl.monitoring.plan_facts import PlanFacts, facts_of
 from flowrl.sampling.worker_set import WorkerSet
 
 INTERVAL_S = 1.0  # between two measurements
+IDLE_S = 2.0  # without a pull or other work; then nothing is measured until the next pull
 WINDOW_S = 10.0  # that a diagnosis is about
 
 log = logging.getLogger("flowrl")
@@ -48,6 +49,7 @@ class Monitor:
         self._result: Mapping[str, Any] = {}
         self._outside_s = 0.0
         self._outside_since: float | None = None  # None while the plan is pulled
+        self._num_working = 0  # contexts of `working`
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self.diagnosis = Diagnosis([])
@@ -90,6 +92,20 @@ class Monitor:
         finally:
             self._outside_since = time.monotonic()
 
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Note that the run works outside of the plan in this context, such as on an evaluation."""
+        self._num_working += 1
+        try:
+            yield
+        finally:
+            self._num_working -= 1
+
+    @property
+    def _is_idle(self) -> bool:
+        since = self._outside_since
+        return since is not None and not self._num_working and time.monotonic() - since > IDLE_S
+
     def update(self, result: Mapping[str, Any]) -> None:
         """Note the newest result of the plan."""
         self._result = result
@@ -103,6 +119,9 @@ class Monitor:
     def measure(self) -> None:
         """Measure the plan now; the thread does this every INTERVAL_S seconds."""
         assert self._facts is not None
+        if self._is_idle:  # the diagnosis stays that of the training before
+            self._snapshots.clear()
+            return
         snapshot = self._take_snapshot()
         if not snapshot.has_steps:  # workers are starting
             return

@@ -304,6 +304,12 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         plan_result = self._next_of_plan()
         result = self._result_of(plan_result, time.perf_counter() - started)
         self.last_result = result  # set even if the evaluation fails
+        with self.monitor.working():
+            self._finish_iteration(result)
+        return result
+
+    def _finish_iteration(self, result: dict[str, Any]) -> None:
+        """Evaluate if it is due, call `on_train_result` and write the result to the loggers."""
         evaluation = self._evaluator.evaluate_if_due(self.iteration, self.evaluate)
         if evaluation is not None:
             result["evaluation"] = evaluation
@@ -316,7 +322,6 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         )
         if self.config.log_to:
             self._loggers.write(result)
-        return result
 
     def _prepare_training(self) -> None:
         """Check the plan, and start the plan, the loggers and the monitor if they do not run."""

@@ -138,7 +138,9 @@ _TIMERS = {
     "sampler_collection_s": Metric("seconds", "The part of it in which rows are collected."),
     "sampler_postprocess_s": Metric("seconds", "The part of it in which fragments are finished."),
     "sampler_weights_s": Metric("seconds", "Time in which workers load weights."),
-    "operators/<operator>_s": Metric("seconds", "Time in an operator's own code, this iteration."),
+    "operators/<operator>_s": Metric(
+        "seconds", "Estimated time in an operator's own code, this iteration."
+    ),
 }
 
 _COUNTERS = {

@@ -522,6 +522,25 @@ def test_counters_and_values_that_are_no_python_numbers_are_measured(tmp_path):
     assert counted == algorithm.plan.metrics.counters["num_odd_rows"] > 0
 
 
+def test_pause_between_results_is_not_measured(monkeypatch):
+    with PPO("CartPole-v1", **SMALL) as algorithm:
+        algorithm.train()
+        monitor = algorithm.monitor
+        monitor.stop()  # this test measures itself
+        for _ in range(2):
+            algorithm.train()
+            monitor.measure()
+        before = monitor.activity
+        monkeypatch.setattr("flowrl.monitoring.monitor.IDLE_S", -1.0)
+        monitor.measure()
+        assert monitor.activity is before
+        with monitor.working():
+            for _ in range(2):
+                monitor.measure()
+        assert monitor.activity.time > before.time
+        assert monitor.activity.seconds < before.seconds + 1  # without the time before the pause
+
+
 def test_measuring_that_fails_is_said_in_results(caplog):
     def fail(activity):
         raise OSError("no space")

@@ -85,7 +85,8 @@ def train_until(
                 pending.check(result)
                 is_due = reason is None and _checkpoint_is_due(algorithm, result, now - saved)
                 if run is not None and is_due:
-                    run.save(algorithm, result)
+                    with algorithm.monitor.working():
+                        run.save(algorithm, result)
                     saved = time.perf_counter()
                 if recording is not None:
                     recording.end_iteration(is_due)
