@@ -276,10 +276,22 @@ def seal_manifest(manifest: dict[str, Any]) -> bytes:
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """Return the complete checkpoints of a run directory, oldest first."""
+    complete = [path for path in _checkpoint_folders(run_dir) if (path / MANIFEST).exists()]
+    return sorted(complete, key=lambda path: int(path.name))
+
+
+def remove_partial_checkpoints(run_dir: Path) -> None:
+    """Remove the checkpoints of a run directory that a killed process did not complete."""
+    for path in _checkpoint_folders(run_dir):
+        if not (path / MANIFEST).exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _checkpoint_folders(run_dir: Path) -> list[Path]:
+    """Return the numbered folders for checkpoints, complete or not."""
     folder = run_dir / CHECKPOINTS
     paths = [path for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
-    complete = [p for p in paths if not p.is_symlink() and (p / MANIFEST).exists()]
-    return sorted(complete, key=lambda path: int(path.name))
+    return [path for path in paths if path.is_dir() and not path.is_symlink()]
 
 
 def is_run_dir(path: Path | str) -> bool:

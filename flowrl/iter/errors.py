@@ -150,7 +150,8 @@ def without_engine_frames(error: BaseException) -> TracebackType | None:
         frames = [t for t in frames if not t.tb_frame.f_code.co_filename.startswith(ENGINE_DIR)]
     shortened = None
     for frame in reversed(frames):
-        shortened = TracebackType(shortened, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+        line = frame.tb_lineno or 0  # None if a signal interrupted code without a line
+        shortened = TracebackType(shortened, frame.tb_frame, frame.tb_lasti, line)
     return shortened
 
 

@@ -83,6 +83,7 @@ class LearnerActor:
         self,
         rows: dict[str, SampleBatch],
         sources: tuple[Source, ...],
+        timesteps: dict[str, int],
         global_vars: dict[str, Any],
         num_sgd_iter: int | None,
         sgd_minibatch_size: int | None,
@@ -90,11 +91,22 @@ class LearnerActor:
     ) -> tuple[Updates, bytes | None]:
         """Learn from this learner's share of the rows, together with the group.
 
+        Args:
+            rows: rows of each policy.
+            sources: the fragments that they are from.
+            timesteps: timestep of each local policy, which sampling in process advances.
+            global_vars: see `Policy.on_global_var_update`; for the time after the update.
+            num_sgd_iter, sgd_minibatch_size: see Learner.
+            clip_minibatch_size: see `update_policies`.
+
         Returns:
             the updates, and the resulting state of the policies; None except on the first learner.
         """
         from flowrl.learners.process_group import learning_state
 
+        for policy_id, timestep in timesteps.items():
+            if self.policies[policy_id].timestep != timestep:
+                self.policies[policy_id].on_global_var_update({"timestep": timestep})
         updates = update_policies(
             self.policies,
             rows,
@@ -168,6 +180,7 @@ class LearnerGroup(Learner):
             arguments = (
                 rows_ref,
                 batch.sources,
+                {policy_id: policy.timestep for policy_id, policy in self._policies().items()},
                 dict(self.global_vars),
                 self.num_sgd_iter,
                 self.sgd_minibatch_size,

@@ -24,6 +24,7 @@ from flowrl.learners.learner import (
 )
 from flowrl.policies.learning.epochs import concat_row_stats
 from flowrl.sampling.rollout_worker import RolloutWorker
+from flowrl.seeding import restore_stream, stream_state
 
 if TYPE_CHECKING:
     from flowrl.learners.process_group import ProcessGroup
@@ -217,7 +218,10 @@ class LearnOnWorker:
             check_distributable(policy)
             policy.learner.process_group = None
         group_name = self._wait_for_group(self._store)
+        orders = {name: stream_state(policy.shuffle_rng) for name, policy in policies.items()}
         load_learning_state(policies, self._store.state(group_name))
+        for name, policy in policies.items():  # it learns from other rows than the other members
+            restore_stream(policy.shuffle_rng, orders[name])
         members = self._store.members(group_name)
         self._group_name, self._rank = group_name, members.index(worker.worker_index)
         rendezvous = self._store.rendezvous(group_name)

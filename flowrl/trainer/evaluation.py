@@ -20,7 +20,7 @@ from flowrl.sampling.episode import EpisodeMetrics, returns_by_policy
 from flowrl.sampling.placement import check_resources
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.worker_set import WorkerSet
-from flowrl.seeding import derive_seed
+from flowrl.seeding import derive_seed, random_stream
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.video import VideoRecorder, check_rendering
 
@@ -428,6 +428,7 @@ def _evaluation_policy(policy: Policy, explore: bool) -> type[Policy]:
             self.view_requirements = dict(policy.view_requirements)
             if self.observation_filter is not None and policy.observation_filter is not None:
                 self.observation_filter.load_state_dict(policy.observation_filter.state_dict())
+            self._network_rng = random_stream(self.config.seed, "policy", "network")
             self._exploration = copy.copy(getattr(policy, "exploration", None))
             if self._exploration is not None:
                 self._exploration.load_state_dict({})  # without the noise of the training
@@ -444,6 +445,8 @@ def _evaluation_policy(policy: Policy, explore: bool) -> type[Policy]:
 
         def _act(self, compute: Any, inputs: Any, explore: bool) -> Any:
             own: dict[str, Any] = {"rng": self.rng}
+            if hasattr(policy, "_network_rng"):
+                own["_network_rng"] = self._network_rng
             if self._exploration is not None:
                 own["exploration"] = self._exploration
             of_training = {name: getattr(policy, name) for name in own}

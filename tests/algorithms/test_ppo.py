@@ -8,6 +8,7 @@ from gymnasium import spaces
 from flowrl.algorithms.kl_penalty import adapted
 from flowrl.algorithms.ppo import PPO, PPOTorchPolicy, clipped_surrogate
 from flowrl.data import SampleBatch
+from tests.policies.fakes import DrawingNetwork
 
 BOX = spaces.Box(-1, 1, (3,), np.float32)
 THREE = spaces.Discrete(3)
@@ -127,3 +128,18 @@ def test_columns_with_another_axis_are_rejected(name):
         wrong = batch.with_columns(**{name: batch[name][:, None]})
         with pytest.raises(ValueError, match=rf"the column '{name}' has the shape \[\d+, 1\]"):
             worker.policy.learn_on_minibatches(wrong)
+
+
+def test_statistics_of_a_network_that_draws_repeat():
+    def train():
+        settings = {"train_batch_size": 64, "sgd_minibatch_size": 32, "num_sgd_iter": 2}
+        model = {"custom_model": DrawingNetwork}
+        with PPO("CartPole-v1", model=model, kl_coeff=0.2, seed=3, **settings) as algorithm:
+            algorithm.train()
+            return algorithm.train()["learners"]["default_policy"]
+
+    torch.manual_seed(1)
+    first = train()
+    assert first["kl"] > 0
+    torch.manual_seed(2)
+    assert train() == first

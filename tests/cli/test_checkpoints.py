@@ -44,6 +44,17 @@ def test_newest_and_best_checkpoints_are_kept(cli, tmp_path):
     assert "there is no checkpoint '77'" in err
 
 
+def test_checkpoint_of_a_killed_process_is_removed_by_a_resume(cli, tmp_path):
+    cli("train", "ppo", *SEEDED, "--stop-iters", "2", "--run-dir", "r")
+    partial = tmp_path / "r/checkpoints/000001"
+    partial.mkdir()
+    (partial / "replay.bin").write_bytes(b"0" * 100)
+    code, _, err = cli("resume", "r", "--stop-iters", "3")
+    assert code == 0, err
+    assert not partial.exists()
+    assert list_checkpoints(tmp_path / "r")[-1].name == "000003"
+
+
 def test_resuming_an_older_checkpoint_replaces_later_results(cli, tmp_path):
     flags = ["--checkpoint-frequency", "1", "--stop-iters", "4", "--run-dir", "r"]
     cli("train", "ppo", *SEEDED, *flags)

@@ -23,11 +23,13 @@ from flowrl.iter.gather_sync import GatherSync
 from flowrl.learners.decentralized import merge_updates
 from flowrl.learners.learner import PolicyUpdate
 from flowrl.ops import (
+    ConcatBatches,
     Dequeue,
     Enqueue,
     LearnerThread,
     MultiGPUTrainOneStep,
     ParallelRollouts,
+    StandardMetricsReporting,
     TrainOneStep,
     TrainOnWorkers,
     TrainTFMultiGPU,
@@ -227,6 +229,25 @@ def test_minibatch_of_a_multi_agent_batch_is_reduced_as_in_a_local_learner():
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_learners_follow_schedules_as_one_does():
+    def train(num_learners):
+        def plan(workers, config):
+            rollouts = ParallelRollouts(workers, mode="bulk_sync")
+            step = MultiGPUTrainOneStep(workers, num_learners=num_learners)
+            train = rollouts.combine(ConcatBatches(config.train_batch_size)).for_each(step)
+            return StandardMetricsReporting(train, workers, config)
+
+        config = make_config(A2CConfig, train_batch_size=60, lr=[(0, 1e-3), (400, 0.0)])
+        with config.build(plan=plan) as algorithm:
+            results = [algorithm.train() for _ in range(4)]
+        return [result["learners"]["default_policy"]["cur_lr"] for result in results]
+
+    rates = train(0)
+    assert rates == sorted(rates, reverse=True) != rates[::-1]
+    assert train(2) == rates
+
+
 def test_learners_return_the_rows_of_the_whole_batch():
     config = make_config(DQNConfig, rollout_fragment_length=50, dueling=False)
     with config.build(plan="a2c") as algorithm:
@@ -509,13 +530,16 @@ def test_statistics_of_workers_are_means_over_rows():
 
 
 @pytest.mark.slow
-def test_decentralized_training_resumes_from_a_checkpoint(tmp_path):
-    with ddppo_config().build() as algorithm:
-        algorithm.train()
+@pytest.mark.parametrize("batch_mode", ["truncate_episodes", "complete_episodes"])
+def test_decentralized_training_resumes_from_a_checkpoint(batch_mode, tmp_path):
+    config = ddppo_config(batch_mode=batch_mode)  # whole episodes: workers have unequal numbers
+    with config.build() as algorithm:
+        for _ in range(2):
+            algorithm.train()
         algorithm.save(tmp_path / "c")
         expected = algorithm.train()
         expected_weights = weights(algorithm)
-    with ddppo_config().build() as algorithm:
+    with config.build() as algorithm:
         algorithm.restore(tmp_path / "c")
         result = algorithm.train()
         for name, weight in expected_weights.items():

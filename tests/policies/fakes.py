@@ -2,6 +2,7 @@
 
 import gymnasium as gym
 import numpy as np
+import torch
 from gymnasium import spaces
 from torch import nn
 
@@ -57,3 +58,16 @@ def model_for(obs_space, num_outputs=2, action_space=TWO, seed=0, **config):
     """The catalog's model for these settings."""
     rng = np.random.default_rng(seed)
     return make_model(obs_space, action_space, num_outputs, ModelConfig(**config), rng=rng)
+
+
+class DrawingNetwork(nn.Module):
+    """A network whose forward pass draws random numbers, also while it acts."""
+
+    def __init__(self, observation_space, action_space, num_outputs):
+        super().__init__()
+        self.policy = nn.Linear(4, num_outputs)
+        self.value = nn.Linear(4, 1)
+
+    def forward(self, obs):
+        obs = obs + 0.1 * torch.randn_like(obs)
+        return self.policy(obs), self.value(obs)

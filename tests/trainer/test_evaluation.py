@@ -15,6 +15,7 @@ from flowrl.policies import ConfigError
 from flowrl.trainer.evaluation import EvaluationWorkers, evaluation_settings
 from flowrl.trainer.runs.saved_run import best_checkpoint
 from tests.extras import require_extra
+from tests.policies.fakes import DrawingNetwork
 
 
 def a2c_config(**settings):
@@ -93,11 +94,16 @@ def test_short_episodes_are_not_overrepresented(num_envs):
     assert abs(found["episode_reward_mean"] - 25.5) < 3 * error
 
 
-def test_evaluation_does_not_change_training():
-    returns = []
+@pytest.mark.parametrize("model", [{"fcnet_hiddens": [8]}, {"custom_model": DrawingNetwork}])
+def test_evaluation_does_not_change_training(model):
+    returns, weights = [], []
     for interval in (None, 1):
-        with a2c_config(evaluation_interval=interval, evaluation_duration=2).build() as algorithm:
+        settings = {"evaluation_interval": interval, "evaluation_duration": 2, "model": model}
+        with a2c_config(**settings).build() as algorithm:
             returns.append([algorithm.train()["episode_reward_mean"] for _ in range(4)])
+            weights.append(algorithm.get_policy().get_weights())
+    for name, weight in weights[0].items():
+        np.testing.assert_array_equal(weight, weights[1][name])
     assert returns[0] == pytest.approx(returns[1], nan_ok=True)
 
 
