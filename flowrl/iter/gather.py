@@ -262,7 +262,7 @@ class Gather(Stage):
         shard.identical_deaths = shard.identical_deaths + 1 if death == shard.last_death else 1
         shard.last_death = death
         recovery = shard.recovery
-        if _constructor_raised(error):
+        if _constructor_raised(error) and shard.newest is None:  # else it has worked before
             self._fail_shard(shard, "its constructor raised", error)
         if shard.identical_deaths >= recovery.max_identical_deaths:
             times = f"{shard.identical_deaths} times in a row in the same way"

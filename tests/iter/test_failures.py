@@ -1,6 +1,7 @@
 """Recovery: dead or hanging shards are replaced, other shards keep their items."""
 
 import dataclasses
+import itertools
 import logging
 import os
 import signal
@@ -113,6 +114,33 @@ def test_constructor_that_raises_is_not_retried(ray_session):
     with pytest.raises(ShardFailedError, match="its constructor raised") as caught:
         next(it.gather_sync())
     assert "Last error: ValueError: no such file." in str(caught.value)
+
+
+class RaisesAtSecondCreation(ParallelIteratorWorker):
+    """Yields its number; the creation that finds one file in the folder raises."""
+
+    def __init__(self, folder):
+        number = len(os.listdir(folder))
+        with open(os.path.join(folder, str(number)), "w"):
+            pass
+        if number == 1:
+            raise ConnectionError("the port is in use")
+        super().__init__(lambda: itertools.repeat(number))
+
+
+@pytest.mark.slow
+def test_constructor_that_has_worked_is_retried(ray_session, tmp_path):
+    actor = ray_session.remote(num_cpus=0)(RaisesAtSecondCreation)
+    first = actor.remote(str(tmp_path))
+    it = from_actors([first], recreate=lambda index: actor.remote(str(tmp_path)), recovery=QUICK)
+    with it.gather_async() as stream:
+        assert next(stream) == 0
+        ray_session.kill(first)
+        item = next(stream)
+        while item == 0:  # items that the killed actor has sent
+            item = next(stream)
+        assert item == 2
+        assert stream.metrics.counters["num_shard_restarts"] == 2
 
 
 @pytest.mark.slow
