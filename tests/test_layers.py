@@ -39,6 +39,7 @@ MAY_IMPORT = {
 }
 BASE = {
     "errors",
+    "interrupts",
     "state_schema",
     "memory_limit",
     "process_usage",

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, TypedDict, get_args
 import numpy as np
 
 from flowrl.data.sample_batch import SampleBatch
+from flowrl.interrupts import delayed_interrupts
 from flowrl.replay.replay_ratio import EMPTY
 from flowrl.replay.ring_buffer import RingBuffer
 from flowrl.replay.sequence_index import SequenceIndex
@@ -113,7 +114,6 @@ class ReplayBuffer:
             self._sequences = index
         # batches to store: storing several at once is faster
         self._pending: list[SampleBatch] = []
-        self._pending_counts: list[int] = []
         self._pending_rows = 0
         self._max_pending_rows = 0  # set after the first batch, which defines the size of a row
         self._discounts = (self.gamma ** np.arange(self.n_step))[:, None].astype(np.float32)
@@ -164,7 +164,6 @@ class ReplayBuffer:
             return
         self.check(batch)
         self._pending.append(batch)
-        self._pending_counts.append(rows)
         self._pending_rows += rows
         if len(self._pending) >= MAX_PENDING_BATCHES or self._pending_rows > self._max_pending_rows:
             self._flush()
@@ -177,9 +176,9 @@ class ReplayBuffer:
 
     def _flush(self) -> None:
         if self._pending:
-            batches, counts = self._pending, self._pending_counts
-            self._pending, self._pending_counts, self._pending_rows = [], [], 0
-            self._store(batches, counts)
+            with delayed_interrupts():  # a buffer with half a batch would be wrong
+                batches, self._pending, self._pending_rows = self._pending, [], 0
+                self._store(batches, [batch.count for batch in batches])
 
     def _store(self, batches: list[SampleBatch], counts: list[int]) -> None:
         if self._sequences is None:
@@ -329,7 +328,7 @@ class ReplayBuffer:
         self._ring.load_state_dict(state["ring"])
         if self._sequences is not None:
             self._sequences.load_state_dict(state["sequences"])
-        self._pending, self._pending_counts, self._pending_rows = [], [], 0
+        self._pending, self._pending_rows = [], 0
         restore_stream(self.rng, state["rng"])
         self.num_sampled = int(state["num_sampled"])
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from flowrl.data.sample_batch import Batch, MultiAgentBatch, SampleBatch
+from flowrl.interrupts import delayed_interrupts
 from flowrl.replay.buffers import ReplayBuffer
 from flowrl.replay.env_step_index import EnvStepIndex
 from flowrl.replay.replay_ratio import EMPTY, NOTHING_TO_DRAW, ReplayRatio
@@ -125,13 +126,14 @@ class MultiAgentReplayBuffer:
         index.check(policy_batches)
         policy_batches = {pid: sort_rows(rows) for pid, rows in policy_batches.items()}
         first_rows = {policy_id: buffer.num_added for policy_id, buffer in buffers.items()}
-        for policy_id, rows in policy_batches.items():
-            buffers[policy_id].add(rows)
-        index.extend(policy_batches, first_rows)
-        index.remove_before(
-            {pid: buffer.num_added - len(buffer) for pid, buffer in buffers.items()}
-        )
-        self._env_steps = index
+        with delayed_interrupts():  # the index must know the rows of all buffers
+            for policy_id, rows in policy_batches.items():
+                buffers[policy_id].add(rows)
+            index.extend(policy_batches, first_rows)
+            index.remove_before(
+                {pid: buffer.num_added - len(buffer) for pid, buffer in buffers.items()}
+            )
+            self._env_steps = index
 
     def can_sample(self, alternate: bool = True) -> bool:
         """Return whether a draw is due.
