@@ -1,40 +1,48 @@
-"""Delay signals until a block of code that must not be left halfway has ended."""
+"""Delay the exceptions of signals until a block of code that must not be left halfway has ended."""
 
 from __future__ import annotations
 
-import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import Any
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from collections.abc import Callable
+from types import TracebackType
 
 
-@contextmanager
-def delayed_interrupts() -> Iterator[None]:
-    """Call the handlers of SIGINT and SIGTERM at the end of the block, not within it.
+class _DelayedInterrupts:
+    """The blocks of the main thread, in which Python calls the handlers of signals."""
 
-    Signals without a Python handler, such as an ignored one, are left alone. Other threads than the
-    main one receive no signals.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    arrived: list[tuple[int, FrameType | None]] = []
-    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in _SIGNALS}
-    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    def __init__(self) -> None:
+        self._depth = 0
+        self._delayed: Callable[[], None] | None = None
 
-    def note(number: int, frame: FrameType | None) -> None:
-        arrived.append((number, frame))
+    def __enter__(self) -> None:
+        if threading.get_ident() == threading.main_thread().ident:
+            self._depth += 1
 
-    try:
-        for number in handlers:
-            signal.signal(number, note)
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for number, frame in arrived:
-            handlers[number](number, frame)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if threading.get_ident() != threading.main_thread().ident:
+            return
+        self._depth -= 1
+        if not self._depth and self._delayed is not None:
+            interrupt, self._delayed = self._delayed, None
+            interrupt()
+
+    def call(self, interrupt: Callable[[], None]) -> None:
+        """Call a function that raises the exception of a signal, at the end of a running block.
+
+        Args:
+            interrupt: the function.
+        """
+        if self._depth:
+            self._delayed = interrupt
+        else:
+            interrupt()
+
+
+delayed_interrupts = _DelayedInterrupts()
+"""A context in which an interrupted training, as by a second Ctrl-C, continues until its end. A
+training loop without SignalHandler is interrupted at once."""

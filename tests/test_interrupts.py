@@ -1,4 +1,4 @@
-"""Signals that are delayed until a block has ended."""
+"""Exceptions of signals that are delayed until a block has ended."""
 
 import signal
 import threading
@@ -9,56 +9,63 @@ import pytest
 from flowrl.data import SampleBatch
 from flowrl.interrupts import delayed_interrupts
 from flowrl.replay import ReplayBuffer
+from flowrl.trainer.runs import signal_handler
+from flowrl.trainer.runs.signal_handler import SignalHandler
 
 
-def test_signal_in_a_block_is_handled_at_its_end():
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def test_interrupt_in_a_block_is_raised_at_its_end():
     steps = []
 
     def interrupted():
-        with delayed_interrupts():
-            signal.raise_signal(signal.SIGINT)
-            steps.append("after the signal")
+        with delayed_interrupts:
+            with delayed_interrupts:
+                delayed_interrupts.call(interrupt)
+            steps.append("after the inner block")
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert steps
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with delayed_interrupts:  # nothing is left
+        pass
     with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
+        delayed_interrupts.call(interrupt)
 
 
-def test_ignored_signals_and_other_threads_are_left_alone():
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with delayed_interrupts():
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-            signal.raise_signal(signal.SIGINT)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    found = []
+def test_block_of_another_thread_delays_nothing():
+    entered, leave = threading.Event(), threading.Event()
 
     def in_thread():
-        with delayed_interrupts():
-            found.append(signal.getsignal(signal.SIGINT))
+        with delayed_interrupts:
+            entered.set()
+            leave.wait()
 
     thread = threading.Thread(target=in_thread)
     thread.start()
+    entered.wait()
+    with pytest.raises(KeyboardInterrupt):
+        delayed_interrupts.call(interrupt)
+    leave.set()
     thread.join()
-    assert found == [before]
 
 
-def test_interrupt_while_rows_are_stored_leaves_a_whole_buffer(monkeypatch):
+def test_signals_while_rows_are_stored_leave_a_whole_buffer(monkeypatch):
+    monkeypatch.setattr(signal_handler, "DUPLICATE_SIGNAL_S", 0.0)
     buffer = ReplayBuffer(8, seed=0)
     store = buffer._store
 
     def interrupted(batches, counts):
-        signal.raise_signal(signal.SIGINT)
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
         store(batches, counts)
 
     monkeypatch.setattr(buffer, "_store", interrupted)
     obs = np.arange(3.0)
     rows = SampleBatch(obs=obs, new_obs=obs + 1, rewards=np.ones(3, np.float32))
-    with pytest.raises(KeyboardInterrupt):
+    with SignalHandler(), pytest.raises(KeyboardInterrupt):
         buffer.add(rows)
     assert len(buffer) == 3
     copy = ReplayBuffer(8, seed=0)

@@ -176,7 +176,7 @@ class ReplayBuffer:
 
     def _flush(self) -> None:
         if self._pending:
-            with delayed_interrupts():  # a buffer with half a batch would be wrong
+            with delayed_interrupts:  # a buffer with half a batch would be wrong
                 batches, self._pending, self._pending_rows = self._pending, [], 0
                 self._store(batches, [batch.count for batch in batches])
 

@@ -126,7 +126,7 @@ class MultiAgentReplayBuffer:
         index.check(policy_batches)
         policy_batches = {pid: sort_rows(rows) for pid, rows in policy_batches.items()}
         first_rows = {policy_id: buffer.num_added for policy_id, buffer in buffers.items()}
-        with delayed_interrupts():  # the index must know the rows of all buffers
+        with delayed_interrupts:  # the index must know the rows of all buffers
             for policy_id, rows in policy_batches.items():
                 buffers[policy_id].add(rows)
             index.extend(policy_batches, first_rows)

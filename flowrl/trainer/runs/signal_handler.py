@@ -10,6 +10,8 @@ import threading
 import time
 from typing import Any
 
+from flowrl.interrupts import delayed_interrupts
+
 # exit codes; after a signal, 128 + its number
 TERMINAL_CLOSED = 128 + signal.SIGHUP
 INTERRUPTED = 128 + signal.SIGINT
@@ -31,7 +33,7 @@ class SignalHandler:
     batch that it trains on; `raise_pending` then raises. An iteration that takes longer than
     GRACE_S is interrupted, but only while `armed`, during training: an exception while writing a
     file or holding a lock would leave either in an inconsistent state. A signal more than
-    DUPLICATE_SIGNAL_S after the first one raises at once.
+    DUPLICATE_SIGNAL_S after the first one raises at once, or after `delayed_interrupts`.
 
     Attributes:
         armed: whether an iteration may be interrupted.
@@ -49,7 +51,7 @@ class SignalHandler:
             return
         self._received.append((number, now))
         if len(self._received) > 1:
-            self.raise_pending()
+            delayed_interrupts.call(self.raise_pending)
         if number == signal.SIGINT:
             # not print(), which this handler may have interrupted
             os.write(2, b"stopping after this iteration; Ctrl-C again stops at once\n")
