@@ -116,7 +116,7 @@ class PPOTorchPolicy(KLPenalty, OnPolicyPolicy):
         is_split = 0 < size < batch.count
         parts = self.learner.microbatches(batch, size) if is_split else [batch]
         inference = torch.inference_mode(self.model.has_only_known_modules)
-        with inference, torch.no_grad(), self._seeded():
+        with inference, torch.no_grad(), self.learner.seeded(self.learner.rng):
             by_part = [self._values_by_row(self.tensors(part)) for part in parts]
             kl, entropy, targets, residuals = map(torch.cat, zip(*by_part, strict=True))
             variance = float(targets.var(correction=0))

@@ -567,6 +567,81 @@ def test_environments_with_get_state_resume(tmp_path, env, horizon):
     check_resumed_run_is_identical(A2CConfig(env=env, **settings), "a2c", tmp_path / "c")
 
 
+class FailsOnce(DefaultCallbacks):
+    """Raises at the end of the episode after `fails` was set."""
+
+    fails = False
+
+    def on_episode_end(self, **kwargs):
+        if FailsOnce.fails:
+            FailsOnce.fails = False
+            raise ValueError("once")
+
+
+class Crashes(CountsSteps):
+    """Raises in every 40th step."""
+
+    def step(self, action):
+        if self.count == 40:
+            raise RuntimeError("crashed")
+        return super().step(action)
+
+
+def train_until_sampling_fails(algorithm, path):
+    """Train, let sampling raise an error, save a checkpoint, and return the last result."""
+    for _ in range(4):
+        result = algorithm.train()
+    FailsOnce.fails = True
+    with pytest.raises(ValueError, match="once"):
+        algorithm.train()
+    algorithm.save(path)
+    return result
+
+
+def test_environments_keep_their_state_after_sampling_failed(tmp_path):
+    settings = {"num_envs_per_worker": 2, "train_batch_size": 22, "seed": 4}
+    config = A2CConfig(env=CountsSteps, callbacks_class=FailsOnce, **settings)
+
+    def counts(algorithm):
+        return [env.count for env in algorithm.workers.local_worker()._envs.vector_env.envs]
+
+    with config.build() as algorithm:
+        train_until_sampling_fails(algorithm, tmp_path / "c")
+        before = counts(algorithm)
+    with config.build() as algorithm:
+        algorithm.restore(tmp_path / "c")
+        assert counts(algorithm) == before > [44, 44]
+        assert algorithm.train()["num_episodes_restarted"] == 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"env": Crashes},
+        {"env": Crashes, "vectorization_mode": "async"},
+        {
+            "env": make_multi_agent(lambda config: Crashes()),
+            "env_config": {"num_agents": 2},
+            "policies": {"p"},
+            "policy_mapping_fn": lambda *args, **kwargs: "p",
+        },
+    ],
+    ids=["one agent", "processes", "several agents"],
+)
+def test_failures_are_counted_after_sampling_failed(tmp_path, settings):
+    base = {"num_envs_per_worker": 2, "train_batch_size": 44, "seed": 4}
+    config = A2CConfig(callbacks_class=FailsOnce, max_num_env_restarts=50, **base, **settings)
+    with config.build() as algorithm:
+        before = train_until_sampling_fails(algorithm, tmp_path / "c")
+    assert before["num_env_restarts"] > 0
+    with config.build() as algorithm:
+        algorithm.restore(tmp_path / "c")
+        result = algorithm.train()
+        assert result["num_env_restarts"] >= before["num_env_restarts"]
+        assert result["num_faulty_episodes"] >= before["num_faulty_episodes"]
+        assert result["num_episodes_restarted"] == 2
+
+
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("iterations", [0, 2])
 def test_running_algorithm_restores_an_earlier_state(tmp_path, workers, iterations, request):

@@ -212,7 +212,7 @@ class TorchLearner:
         or skip the update, by the setting `on_nonfinite_update`."""
         buffers = [(buffer, buffer.clone()) for buffer in self._buffers]
         try:
-            with self._seeded():
+            with self.seeded(self.policy.shuffle_rng):
                 return update(batch if batch is None else self.prepare_batch(batch))
         except FloatingPointError:
             _restore(buffers)
@@ -259,7 +259,7 @@ class TorchLearner:
         flat = self.policy.flat
         buffers = [(buffer, buffer.clone()) for buffer in self._buffers]
         try:
-            with self._seeded():
+            with self.seeded(self.policy.shuffle_rng):
                 self.check_model()
                 stats = self.gradient.compute(self.prepare_batch(batch))
         except FloatingPointError:
@@ -464,12 +464,12 @@ class TorchLearner:
         )
 
     @contextlib.contextmanager
-    def _seeded(self) -> Iterator[None]:
-        """Seed torch's random numbers, for dropout in the network, from the policy's seed."""
+    def seeded(self, stream: np.random.Generator) -> Iterator[None]:
+        """Seed torch's random numbers, for dropout in the network, from a stream of the policy."""
         if not self.draws_from_torch:
             yield
             return
-        with torch_seed(int(self.policy.shuffle_rng.integers(2**63))):
+        with torch_seed(int(stream.integers(2**63))):
             yield
 
 
