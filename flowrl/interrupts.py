@@ -8,7 +8,10 @@ from types import TracebackType
 
 
 class _DelayedInterrupts:
-    """The blocks of the main thread, in which Python calls the handlers of signals."""
+    """Counts the running blocks of the main thread, and keeps an exception until the last ends.
+
+    Python calls the handlers of signals in the main thread only.
+    """
 
     def __init__(self) -> None:
         self._depth = 0
@@ -44,5 +47,5 @@ class _DelayedInterrupts:
 
 
 delayed_interrupts = _DelayedInterrupts()
-"""A context in which an interrupted training, as by a second Ctrl-C, continues until its end. A
-training loop without SignalHandler is interrupted at once."""
+"""Context manager: an exception that SignalHandler would raise in the block is raised at the end of
+the block. A training loop without SignalHandler is interrupted at once."""

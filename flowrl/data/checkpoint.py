@@ -283,7 +283,8 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 def remove_partial_checkpoints(run_dir: Path) -> None:
     """Remove the checkpoints of a run directory that a killed process did not complete."""
     for path in _checkpoint_folders(run_dir):
-        if not (path / MANIFEST).exists():
+        is_own = path.name == f"{int(path.name):06d}"  # not a folder of the user
+        if is_own and not (path / MANIFEST).exists():
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -259,7 +259,10 @@ class Gather(Stage):
             return  # another request to the same worker has reported it
         death = _describe_death(error)
         shard.deaths += 1
-        shard.identical_deaths = shard.identical_deaths + 1 if death == shard.last_death else 1
+        is_same = death == shard.last_death
+        if _constructor_raised(error):  # its message may have an address or a port
+            is_same = death.partition(":")[0] == shard.last_death.partition(":")[0]
+        shard.identical_deaths = shard.identical_deaths + 1 if is_same else 1
         shard.last_death = death
         recovery = shard.recovery
         if _constructor_raised(error) and shard.newest is None:  # else it has worked before

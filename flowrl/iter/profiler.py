@@ -20,7 +20,7 @@ from flowrl.process_usage import resident_bytes
 
 MAX_INTERVAL = 64  # maximum number of pulls per timed pull
 MAX_INTERVAL_S = 1.0  # approximate maximum of the seconds between two timed pulls
-MEAN_S = 10.0  # seconds of which the mean time of a pull is known; older pulls count half
+MEAN_S = 10.0  # the mean time of a pull is taken over about this many seconds
 TIMING_S = 4e-6  # seconds for timing the pull of one stage
 MAX_OVERHEAD = 0.007  # maximum share of the time since the start that timing takes
 MEMORY_S = 4e-6  # seconds for measuring the memory before and after the pull of one stage

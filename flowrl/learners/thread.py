@@ -285,8 +285,8 @@ class LearnerThread:
             self.outqueue.put_nowait(LearnFailure(batch, error))
             return True
         finally:
+            self._learn_s += time.perf_counter() - started
             self._update_since = None
-        self._learn_s += time.perf_counter() - started
         if is_last_pass:
             learn_s, self._learn_s = self._learn_s, 0.0
             idle_s, self._idle_s = self._idle_s, 0.0

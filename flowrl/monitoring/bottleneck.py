@@ -60,7 +60,7 @@ def bottlenecks(activity: Activity, facts: PlanFacts) -> list[Finding]:
 
 
 def _is_other(stage: StageActivity) -> bool:
-    kinds = ("operator", "store", "replay", "enqueue", "report")
+    kinds = ("operator", "tasks", "store", *REPLAY, "enqueue", "report")
     return stage.kind in kinds and stage.name != Breakpoint.__name__  # the user is debugging
 
 
@@ -266,7 +266,7 @@ def _upstream(stage: StageActivity, activity: Activity) -> list[StageActivity]:
 
 
 def _learner_thread(stage: StageActivity, activity: Activity, facts: PlanFacts) -> Finding:
-    share = min(float(stage.values.get("learn_s", 0.0)) / activity.seconds, 1.0)
+    share = min(max(float(stage.values.get("learn_s", 0.0)) / activity.seconds, 0.0), 1.0)
     enqueues = activity.stages_of("enqueue")
     full = sum(float(one.values.get("backpressure_s", 0.0)) for one in enqueues) / activity.seconds
     text = f"Training limits this run: the learner takes {share:.0%} of the time"

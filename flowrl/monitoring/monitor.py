@@ -26,7 +26,8 @@ log = logging.getLogger("flowrl")
 
 
 class Monitor:
-    """Measures a plan and diagnoses it, from its first sampled or trained step on.
+    """Measures a plan and diagnoses it, from its first sampled or trained step on, except in pauses
+    of more than IDLE_S seconds between two results.
 
     Args:
         plan: the plan.
@@ -45,6 +46,7 @@ class Monitor:
         self._facts: PlanFacts | None = None
         self._snapshots: deque[Snapshot] = deque()
         self._first: Snapshot | None = None
+        self._resumed_at: float | None = None  # end of the last pause, in seconds since 1970
         self._counted: Snapshot | None = None  # whose counters the listeners know
         self._result: Mapping[str, Any] = {}
         self._outside_s = 0.0
@@ -121,9 +123,10 @@ class Monitor:
         assert self._facts is not None
         if self._is_idle:  # the diagnosis stays that of the training before
             self._snapshots.clear()
+            self._first = self._resumed_at = None
             return
         snapshot = self._take_snapshot()
-        if not snapshot.has_steps:  # workers are starting
+        if not snapshot.has_steps or not self._is_measurable(snapshot):
             return
         last = self._snapshots[-1] if self._snapshots else None
         while len(self._snapshots) > 1 and self._snapshots[1].clock <= snapshot.clock - WINDOW_S:
@@ -144,6 +147,17 @@ class Monitor:
         self.activity = window
         for listener in self.listeners:
             listener(self.activity)
+
+    def _is_measurable(self, snapshot: Snapshot) -> bool:
+        """Return whether a window may begin or end with a snapshot: after a pause, each worker must
+        have returned a fragment, because its period begins with the fragment before."""
+        if self._first is None:
+            self._resumed_at = snapshot.time if self._resumed_at is None else self._resumed_at
+            has_old = any(one["until"] < self._resumed_at for one in snapshot.workers.values())
+            if has_old and snapshot.time < self._resumed_at + WINDOW_S:
+                return False
+            self._first = snapshot
+        return True
 
     def _growth_bytes(self) -> float:
         """Return the lasting growth of this process's memory in the window: from its lowest point

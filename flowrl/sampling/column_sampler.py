@@ -112,7 +112,6 @@ class ColumnSampler:
         horizon = settings.horizon if settings.soft_horizon else None
         self._tracker = SegmentTracker(vector_env.num_envs, first_id, horizon, self._whole)
         self._is_running = False  # whether the next fragment continues episodes
-        self._has_started = False
         self._states = InitialStates(policy, vector_env.num_envs)
         self._views = Views(policy, self._states)
         self._columns = FragmentColumns(
@@ -190,7 +189,6 @@ class ColumnSampler:
 
     def _start(self) -> None:
         """Start an episode in every environment."""
-        self._has_started = True
         columns = self._columns
         columns.known = self._num_rows = 0
         self._infos = []
@@ -415,8 +413,6 @@ class ColumnSampler:
                 "infos": [list(map(savable_info, step)) for step in self._infos],
                 "callbacks": None if self._callbacks is None else self._callbacks.state_dict(),
             }
-        elif self._has_started:  # an exception has ended the episodes, but not the environments
-            state["envs"] = self.vector_env.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> int:
@@ -435,12 +431,8 @@ class ColumnSampler:
         self.env_steps, self.faulty_episodes = state["env_steps"], state["faulty_episodes"]
         running, columns = state.get("open"), self._columns
         self._is_running = False
-        self._has_started = running is not None or "envs" in state
         if running is None:
-            if state.get("envs") is None:
-                return 0
-            self.vector_env.load_state_dict(state["envs"], self._raw.load(0))
-            return self.vector_env.num_envs  # the next call of `collect` starts new episodes
+            return 0
         columns.load_state_dict(running["columns"])
         if columns.lookback != self._views.lookback:
             columns.look_back(self._views.lookback)

@@ -249,8 +249,8 @@ class FragmentSampler:
                 f"has a {_SAMPLERS[kind]}: sample_collector, callbacks_class or policies differ"
             )
         running = state["env_sampler"].get("open")
-        envs = state["env_sampler"].get("envs") if running is None else running["envs"]
-        check_vector_env_state(envs)
+        if running is not None:
+            check_vector_env_state(running["envs"])
 
     def load_state_dict(self, state: dict[str, Any]) -> int:
         """Load the result of `state_dict`; the worker's lock must be held.

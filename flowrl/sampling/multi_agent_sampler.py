@@ -115,7 +115,6 @@ class MultiAgentSampler:
         )
         self._time = 0  # env steps of each environment
         self._is_running = False  # whether the next fragment continues episodes
-        self._has_started = False
         self._acting: list[list[_ActingAgents]] = []  # by environment
 
     def _make_storage(
@@ -176,7 +175,6 @@ class MultiAgentSampler:
 
     def _start(self) -> None:
         """Start an episode in every environment."""
-        self._has_started = True
         for lanes in self._policies.values():
             lanes.clear()
         self._batches.clear(self.agent_envs.num_envs)
@@ -435,8 +433,6 @@ class MultiAgentSampler:
                 "batches": batches,
                 **episodes_state_dict(self._episodes, self._policies, self._batches),
             }
-        elif self._has_started:  # an exception has ended the episodes, but not the environments
-            state["envs"] = self.agent_envs.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> int:
@@ -456,12 +452,8 @@ class MultiAgentSampler:
         self._time = state["time"]
         self.env_steps, episodes.num_faulty = state["env_steps"], state["faulty_episodes"]
         running, self._is_running = state.get("open"), False
-        self._has_started = running is not None or "envs" in state
         if running is None:
-            if state.get("envs") is None:
-                return 0
-            self.agent_envs.load_state_dict(state["envs"], [{}] * self.agent_envs.num_envs)
-            return self.agent_envs.num_envs  # the next call of `collect` starts new episodes
+            return 0
         self._batches.load_state_dict(running["batches"])
         load_episodes(running, episodes, self._policies, self._batches)
         self._acting = [[] for _ in range(self.agent_envs.num_envs)]

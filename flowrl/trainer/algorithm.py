@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
@@ -523,9 +523,10 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
             ConfigError: an argument is invalid, or there is no environment.
             RuntimeError: the algorithm was stopped.
         """
-        return self._evaluator.evaluate(
-            self.iteration, episodes, explore, num_envs, timesteps, video_dir, seed
-        )
+        with nullcontext() if self._monitor is None else self._monitor.working():
+            return self._evaluator.evaluate(
+                self.iteration, episodes, explore, num_envs, timesteps, video_dir, seed
+            )
 
     # -- end -----------------------------------------------------------------------------------
 

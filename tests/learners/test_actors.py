@@ -229,7 +229,6 @@ def test_minibatch_of_a_multi_agent_batch_is_reduced_as_in_a_local_learner():
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_learners_follow_schedules_as_one_does():
     def train(num_learners):
         def plan(workers, config):
@@ -248,6 +247,7 @@ def test_learners_follow_schedules_as_one_does():
     assert train(2) == rates
 
 
+@pytest.mark.slow
 def test_learners_return_the_rows_of_the_whole_batch():
     config = make_config(DQNConfig, rollout_fragment_length=50, dueling=False)
     with config.build(plan="a2c") as algorithm:

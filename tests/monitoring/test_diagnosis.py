@@ -522,7 +522,23 @@ def test_counters_and_values_that_are_no_python_numbers_are_measured(tmp_path):
     assert counted == algorithm.plan.metrics.counters["num_odd_rows"] > 0
 
 
+class Clock:
+    """The module `time`, with a clock that can be put forward."""
+
+    def __init__(self):
+        self.shift = 0.0
+
+    def monotonic(self):
+        return time.monotonic() + self.shift
+
+    def time(self):
+        return time.time()
+
+
 def test_pause_between_results_is_not_measured(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("flowrl.monitoring.monitor.time", clock)
+    monkeypatch.setattr("flowrl.monitoring.activity.time", clock)
     with PPO("CartPole-v1", **SMALL) as algorithm:
         algorithm.train()
         monitor = algorithm.monitor
@@ -531,14 +547,34 @@ def test_pause_between_results_is_not_measured(monkeypatch):
             algorithm.train()
             monitor.measure()
         before = monitor.activity
-        monkeypatch.setattr("flowrl.monitoring.monitor.IDLE_S", -1.0)
+        clock.shift = 100.0
         monitor.measure()
         assert monitor.activity is before
-        with monitor.working():
-            for _ in range(2):
-                monitor.measure()
+        for _ in range(3):
+            algorithm.train()
+            monitor.measure()
         assert monitor.activity.time > before.time
-        assert monitor.activity.seconds < before.seconds + 1  # without the time before the pause
+        assert monitor.activity.seconds < 50
+        assert monitor.activity.outside_s < 50
+        with monitor.working():
+            clock.shift = 200.0
+            monitor.measure()
+        assert monitor.activity.outside_s > 50
+
+
+def test_workers_are_measured_after_a_pause_once_they_have_returned_fragments():
+    with PPO("CartPole-v1", **SMALL) as algorithm:
+        algorithm.train()
+        monitor = algorithm.monitor
+        monitor.stop()
+        snapshot = monitor._take_snapshot()
+    monitor._first = None
+    (report,) = snapshot.workers.values()
+    snapshot.time = report["until"] + 60.0
+    assert not monitor._is_measurable(snapshot)
+    report["until"] += 61.0
+    assert monitor._is_measurable(snapshot)
+    assert monitor._first is snapshot
 
 
 def test_measuring_that_fails_is_said_in_results(caplog):

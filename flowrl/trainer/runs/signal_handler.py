@@ -33,7 +33,8 @@ class SignalHandler:
     batch that it trains on; `raise_pending` then raises. An iteration that takes longer than
     GRACE_S is interrupted, but only while `armed`, during training: an exception while writing a
     file or holding a lock would leave either in an inconsistent state. A signal more than
-    DUPLICATE_SIGNAL_S after the first one raises at once, or after `delayed_interrupts`.
+    DUPLICATE_SIGNAL_S after the first one raises at once, or at the end of a block of
+    `delayed_interrupts`.
 
     Attributes:
         armed: whether an iteration may be interrupted.
@@ -52,6 +53,7 @@ class SignalHandler:
         self._received.append((number, now))
         if len(self._received) > 1:
             delayed_interrupts.call(self.raise_pending)
+            return
         if number == signal.SIGINT:
             # not print(), which this handler may have interrupted
             os.write(2, b"stopping after this iteration; Ctrl-C again stops at once\n")
