@@ -306,7 +306,7 @@ MUTATIONS = [
     Mutation("gather: items of a shard have the same number", GATHER,
              "shard.num_received += 1", "shard.num_received += 0"),
     Mutation("gather: consecutive deaths are not counted", GATHER,
-             "shard.identical_deaths + 1 if death == shard.last_death else 1", "1"),
+             "shard.identical_deaths + 1 if is_same else 1", "1"),
     Mutation("gather: the back-off does not grow", GATHER,
              "shard.deaths += 1\n", "shard.deaths = 1\n"),
     Mutation("policy lag: one update too old", ROLLOUT,
