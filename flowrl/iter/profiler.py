@@ -141,7 +141,7 @@ class Profiler:
         self._weight = 1 if is_late else pulls
         self._pulls_since_memory += pulls
         started = time.perf_counter()
-        measures_memory = time.perf_counter() >= self._memory_due
+        measures_memory = started >= self._memory_due
         stages_before = self._timed_stages
         pull = _wire(self._measured if measures_memory else self._timed)
         try:
@@ -155,7 +155,7 @@ class Profiler:
             now = time.perf_counter()
             if is_late:  # it may be slower than the pulls before, which it represents
                 longest = (now - self._last_end) / max(now - started, 1e-9)
-                self._repeat(before, min(pulls, longest) - 1)
+                self._weight_pull(before, min(pulls, longest))
             self._timed_pulls += 1
             self._seconds += now - self._last_end
             self._pulls += pulls
@@ -167,11 +167,16 @@ class Profiler:
         """Return the seconds of each stage so far, in its pulls and in its own code."""
         return [(times, times.pull_s, times.busy_s) for times in self._times.values()]
 
-    def _repeat(self, before: list[tuple[StageTimes, float, float]], times_more: float) -> None:
-        """Add the seconds since `before` again, so many times more."""
+    def _weight_pull(self, before: list[tuple[StageTimes, float, float]], weight: float) -> None:
+        """Multiply the seconds that the last pull has added by a weight.
+
+        Args:
+            before: the result of `_totals` before the pull.
+            weight: number of pulls that it represents.
+        """
         for times, pull_s, busy_s in before:
-            times.pull_s += (times.pull_s - pull_s) * times_more
-            times.busy_s += (times.busy_s - busy_s) * times_more
+            times.pull_s = pull_s + (times.pull_s - pull_s) * weight
+            times.busy_s = busy_s + (times.busy_s - busy_s) * weight
 
     def _next_interval(self) -> int:
         """Return the number of pulls until the next timed one, so that timing takes at most

@@ -220,7 +220,7 @@ class LearnOnWorker:
         group_name = self._wait_for_group(self._store)
         orders = {name: stream_state(policy.shuffle_rng) for name, policy in policies.items()}
         load_learning_state(policies, self._store.state(group_name))
-        for name, policy in policies.items():  # it learns from other rows than the other members
+        for name, policy in policies.items():  # each worker shuffles rows of its own
             restore_stream(policy.shuffle_rng, orders[name])
         members = self._store.members(group_name)
         self._group_name, self._rank = group_name, members.index(worker.worker_index)

@@ -174,7 +174,7 @@ class Activity:
         """Return the activity of `to_json`.
 
         Raises:
-            KeyError, TypeError, ValueError: it is none.
+            KeyError, TypeError, ValueError: the values are not those of an activity.
         """
         if not values["seconds"] > 0:
             raise ValueError(f"seconds: must be positive, got {values['seconds']!r}")

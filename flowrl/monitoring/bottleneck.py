@@ -292,7 +292,7 @@ def _training_finding(
         text: the start of the text.
         operator, share, line: see Finding.
         facts: sizes and settings of the plan.
-        draws: whether it trains on batches of a replay buffer.
+        draws: whether the operator trains on batches of a replay buffer.
         stage_id: id of the stage that trains; None: all operators of the plan that train.
     """
     size, num_passes = facts.of_training(stage_id)
