@@ -75,6 +75,15 @@ class ShardState:
         return self.dead_incarnation is None and self.startup is None
 
 
+class ConstructorFailure(Exception):
+    """The object of an actor could not be created after the actor had started.
+
+    It is handled like the death of an actor whose constructor raised.
+    """
+
+    actor_init_failed = True  # as in Ray's ActorDiedError
+
+
 class PendingRequest(NamedTuple):
     """A request in flight; `mark` is RequestLimit.mark() when it was sent, None without a limit."""
 
@@ -92,13 +101,17 @@ def original_error(error: Any) -> BaseException:
     """
     from ray.exceptions import RayTaskError
 
-    if type(error.cause) in (RayTaskError, str) or is_death(error.cause):
+    cause = error.cause
+    of_another_actor = is_death(cause) and not isinstance(cause, ConstructorFailure)
+    if type(cause) in (RayTaskError, str) or of_another_actor:
         return error
-    return error.cause  # the notes of the exception hold the traceback
+    return cause  # the notes of the exception hold the traceback
 
 
 def is_death(error: BaseException) -> bool:
-    """Return whether the process of a shard died, as opposed to an exception in its code."""
+    """Return whether the process of a shard died or could not create the shard, as opposed to an
+    exception in its code."""
     from ray.exceptions import RayTaskError
 
-    return isinstance(error, death_errors()) and not isinstance(error, RayTaskError)
+    died = isinstance(error, (*death_errors(), ConstructorFailure))
+    return died and not isinstance(error, RayTaskError)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flowrl.iter.ray_runtime import actor_class
+from flowrl.iter.recovery import ConstructorFailure
 from flowrl.sampling.rollout_worker import RolloutWorker
 
 
@@ -18,11 +19,13 @@ class SpareWorker(RolloutWorker):
 
     def __init__(self, arguments: dict[str, Any]):
         self._arguments = arguments
-        self._error: Exception | None = None
+        self._problem: str | None = None  # why `become` failed
 
     def become(self, worker_index: int, restart_count: int, num_workers: int) -> None:
-        """Create the environments and policies of a worker; later calls raise the error of this
-        one, if it failed."""
+        """Create the environments and policies of a worker.
+
+        If that fails, later calls of `apply` raise ConstructorFailure with the same message.
+        """
         numbers = {
             "worker_index": worker_index,
             "restart_count": restart_count,
@@ -31,12 +34,12 @@ class SpareWorker(RolloutWorker):
         try:
             super().__init__(**{**self._arguments, **numbers})
         except Exception as error:
-            self._error = error
+            self._problem = f"{type(error).__name__}: {error}"
             raise
 
     def apply(self, fn: Callable[..., Any], *args: Any) -> Any:
-        if self._error is not None:
-            raise self._error
+        if self._problem is not None:
+            raise ConstructorFailure(self._problem)
         return super().apply(fn, *args)
 
 

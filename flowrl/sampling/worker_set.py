@@ -19,7 +19,8 @@ from flowrl.envs.registry import EnvCreator, env_creator_for
 from flowrl.errors import ConfigError
 from flowrl.iter import ParallelIterator, ray_health
 from flowrl.iter.pools import Pool
-from flowrl.iter.ray_runtime import actor_class, leave_ray, node_id, start_ray
+from flowrl.iter.ray_runtime import actor_class, death_errors, leave_ray, node_id, start_ray
+from flowrl.iter.recovery import ConstructorFailure
 from flowrl.iter.shards import Shard
 from flowrl.policies.policy import Policy
 from flowrl.sampling.placement import Placement
@@ -368,24 +369,43 @@ class WorkerSet:
         self.restart_counts = restart_counts
 
     def _load_remote_states(self) -> None:
-        """Send the loaded states to the remote workers, and wait."""
+        """Send the loaded states to the remote workers, and wait. Workers that have died are
+        replaced, unless the settings forbid it; the plan finds the others at its next pull."""
         if self._loaded is None or not self._remote:
             return
-        versions, refs = self.weight_sync.versions(), []
-        for index, (worker, state) in enumerate(zip(self._remote, self._loaded, strict=True)):
-            if state is None:
-                self.weight_sync.forget(index)
-                refs.append(worker.apply.remote(restart_worker))
-                continue
-            payload = self.take_weights(index)
-            if RolloutWorker.versions_in(state) != versions:
-                self.weight_sync.forget(index)  # its next request carries the newest weights
-            refs.append(worker.apply.remote(resume_worker, payload, state))
-        restarted = sum(ray_health.get(refs))
+        restarted, deaths = 0, (*death_errors(), ConstructorFailure)
+        refs = [self._send_state(index, state) for index, state in enumerate(self._loaded)]
+        for index, (ref, state) in enumerate(zip(refs, self._loaded, strict=True)):
+            try:
+                restarted += ray_health.get(ref)
+            except deaths as error:
+                log.warning("worker %d has died (%s)", index + 1, type(error).__name__)
+                if self._replace_worker(index):
+                    restarted += ray_health.get(self._send_state(index, state))
         self._loaded = None
         self.num_episodes_restarted += restarted
         if restarted:
             log.warning("%d episodes of remote workers could not be resumed", restarted)
+
+    def _send_state(self, index: int, state: dict[str, Any] | None) -> Any:
+        """Return the ref of a remote worker's reply: the number of its episodes that begin
+        again."""
+        worker = self.remote_workers()[index]
+        if state is None:
+            self.weight_sync.forget(index)
+            return worker.apply.remote(restart_worker)
+        payload = self.take_weights(index)
+        if RolloutWorker.versions_in(state) != self.weight_sync.versions():
+            self.weight_sync.forget(index)  # its next request carries the newest weights
+        return worker.apply.remote(resume_worker, payload, state)
+
+    def _replace_worker(self, index: int) -> bool:
+        """Replace a remote worker; return False if `recreate_failed_workers` is False."""
+        pool = self._pool
+        if not isinstance(pool, RolloutPool):
+            pool = RolloutPool(self, self.config.recreate_failed_workers)
+        pool.start()
+        return pool.replace(index)
 
     # -- use -----------------------------------------------------------------------------------
 

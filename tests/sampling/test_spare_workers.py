@@ -7,6 +7,8 @@ import pytest
 
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.errors import ConfigError
+from flowrl.iter.recovery import ConstructorFailure
+from flowrl.sampling.callbacks import DefaultCallbacks
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.spare_worker import SpareWorkers
 
@@ -57,10 +59,34 @@ def test_error_of_a_spare_process_names_its_cause(ray_session):
     assert spares.take(1, 0, 2) is not None
     spares.start(arguments)
     actor = spares.take(1, 0, 2)
-    with pytest.raises(OSError, match="no simulator on this machine"):
+    with pytest.raises(ConstructorFailure, match="OSError: no simulator on this machine"):
         ray_session.get(actor.apply.remote(pid_of))
     assert spares.take(1, 0, 2) is None
     spares.stop()
+
+
+class FailingReplacement(DefaultCallbacks):
+    """Raises when the environment of a worker's first or second replacement is created."""
+
+    def on_sub_environment_created(self, *, worker, **kwargs):
+        if worker.restart_count in (1, 2):
+            raise OSError(f"port {worker.restart_count} is in use")
+
+
+@pytest.mark.slow
+def test_spare_process_that_cannot_become_a_worker_is_replaced(ray_session, caplog):
+    config = PPOConfig(
+        **SMALL, num_workers=2, num_spare_workers=1, seed=1, callbacks_class=FailingReplacement
+    )
+    with config.build() as algorithm:
+        algorithm.train()
+        workers = algorithm.workers
+        first = workers.remote_workers()[0]
+        os.kill(ray_session.get(first.apply.remote(pid_of)), signal.SIGKILL)
+        while workers.restart_counts[0] < 3 or 0 not in workers.env_steps_by_worker:
+            algorithm.train()
+        assert workers.failed == set()
+        assert "OSError: port 1 is in use" in caplog.text
 
 
 def test_spares_take_no_resources_and_are_refused_with_them():

@@ -19,6 +19,7 @@ from flowrl.data.checkpoint import CheckpointError, read_checkpoint, write_check
 from flowrl.envs import MultiAgentEnv, make_multi_agent
 from flowrl.envs.env_state import pack_actions, unpack_actions
 from flowrl.errors import ConfigError
+from flowrl.iter import ShardFailedError
 from flowrl.ops import (
     ApplyGradients,
     AverageGradients,
@@ -30,6 +31,7 @@ from flowrl.ops import (
 )
 from flowrl.policies import PolicySpec
 from flowrl.sampling import DefaultCallbacks
+from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.trainer.plan_settings import plan_config
 from tests.data.test_checkpoint import assert_same
 
@@ -375,6 +377,15 @@ def test_episodes_that_cannot_be_restored_are_restarted_and_counted(tmp_path, se
         assert result["episodes_total"] > 0
 
 
+def kill_and_wait(actor):
+    import ray
+
+    ray.kill(actor)
+    with contextlib.suppress(ray.exceptions.RayActorError):
+        while True:  # kill() returns before the actor is dead
+            ray.get(actor.apply.remote(lambda worker: None))
+
+
 @pytest.mark.slow
 def test_dead_worker_loses_only_its_own_episodes(tmp_path, ray_session, caplog):
     config = A2CConfig(
@@ -382,11 +393,7 @@ def test_dead_worker_loses_only_its_own_episodes(tmp_path, ray_session, caplog):
     )
     with config.build() as algorithm:
         algorithm.train()
-        actor = algorithm.workers.remote_workers()[0]
-        ray_session.kill(actor)
-        with contextlib.suppress(ray_session.exceptions.RayActorError):
-            while True:  # kill() returns before the actor is dead
-                ray_session.get(actor.apply.remote(lambda worker: None))
+        kill_and_wait(algorithm.workers.remote_workers()[0])
         with caplog.at_level(logging.WARNING, "flowrl"):
             algorithm.save(tmp_path / "c")
         assert "worker 1 returned no state" in caplog.text
@@ -394,6 +401,35 @@ def test_dead_worker_loses_only_its_own_episodes(tmp_path, ray_session, caplog):
         algorithm.restore(tmp_path / "c")
         result = algorithm.train()
         assert result["timesteps_total"] == 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recreate", [True, False])
+def test_restoring_replaces_workers_that_have_died(tmp_path, ray_session, recreate):
+    config = A2CConfig(
+        env="CartPole-v1", num_workers=2, train_batch_size=32, seed=1,
+        recreate_failed_workers=recreate,
+    )  # fmt: skip
+    with config.build() as algorithm:
+        for _ in range(3):
+            algorithm.train()
+        path = algorithm.save(tmp_path)
+        saved = algorithm.workers.state_dict()["remote"]
+        dead = algorithm.workers.remote_workers()[0]
+        kill_and_wait(dead)
+        algorithm.restore(path)
+        assert (algorithm.workers.remote_workers()[0] is not dead) == recreate
+        restored = algorithm.workers.state_dict()["remote"]
+        assert [state is None for state in restored] == [not recreate, False]
+        if recreate:
+            steps = [RolloutWorker.env_steps_in(states[0]) for states in (restored, saved)]
+            assert steps[0] == steps[1] > 0
+        else:
+            with pytest.raises(ShardFailedError, match="recreate_failed_workers is False"):
+                algorithm.train()
+        steps = algorithm.env_steps
+        algorithm.train()
+        assert algorithm.env_steps > steps
 
 
 @pytest.mark.slow
