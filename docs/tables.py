@@ -361,6 +361,7 @@ def errors() -> str:
         "flowrl.envs.validation:InvalidStepError",
         "flowrl.envs.env_process:EnvProcessError",
         "flowrl.iter.errors:ShardFailedError",
+        "flowrl.iter.recovery:ConstructorError",
         "flowrl.iter.ray_health:RayLostError",
         "flowrl.iter.journal:ReplayError",
         "flowrl.offline.parquet:OfflineDataError",

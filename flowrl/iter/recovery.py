@@ -75,7 +75,7 @@ class ShardState:
         return self.dead_incarnation is None and self.startup is None
 
 
-class ConstructorFailure(Exception):
+class ConstructorError(Exception):
     """The object of an actor could not be created after the actor had started.
 
     It is handled like the death of an actor whose constructor raised.
@@ -102,7 +102,7 @@ def original_error(error: Any) -> BaseException:
     from ray.exceptions import RayTaskError
 
     cause = error.cause
-    of_another_actor = is_death(cause) and not isinstance(cause, ConstructorFailure)
+    of_another_actor = is_death(cause) and not isinstance(cause, ConstructorError)
     if type(cause) in (RayTaskError, str) or of_another_actor:
         return error
     return cause  # the notes of the exception hold the traceback
@@ -113,5 +113,5 @@ def is_death(error: BaseException) -> bool:
     exception in its code."""
     from ray.exceptions import RayTaskError
 
-    died = isinstance(error, (*death_errors(), ConstructorFailure))
+    died = isinstance(error, (*death_errors(), ConstructorError))
     return died and not isinstance(error, RayTaskError)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flowrl.iter.ray_runtime import actor_class
-from flowrl.iter.recovery import ConstructorFailure
+from flowrl.iter.recovery import ConstructorError
 from flowrl.sampling.rollout_worker import RolloutWorker
 
 
@@ -24,7 +24,7 @@ class SpareWorker(RolloutWorker):
     def become(self, worker_index: int, restart_count: int, num_workers: int) -> None:
         """Create the environments and policies of a worker.
 
-        If that fails, later calls of `apply` raise ConstructorFailure with the same message.
+        If that fails, later calls of `apply` raise ConstructorError with the same message.
         """
         numbers = {
             "worker_index": worker_index,
@@ -39,7 +39,7 @@ class SpareWorker(RolloutWorker):
 
     def apply(self, fn: Callable[..., Any], *args: Any) -> Any:
         if self._problem is not None:
-            raise ConstructorFailure(self._problem)
+            raise ConstructorError(self._problem)
         return super().apply(fn, *args)
 
 

@@ -20,7 +20,7 @@ from flowrl.errors import ConfigError
 from flowrl.iter import ParallelIterator, ray_health
 from flowrl.iter.pools import Pool
 from flowrl.iter.ray_runtime import actor_class, death_errors, leave_ray, node_id, start_ray
-from flowrl.iter.recovery import ConstructorFailure
+from flowrl.iter.recovery import ConstructorError
 from flowrl.iter.shards import Shard
 from flowrl.policies.policy import Policy
 from flowrl.sampling.placement import Placement
@@ -373,7 +373,8 @@ class WorkerSet:
         replaced, unless the settings forbid it; the plan finds the others at its next pull."""
         if self._loaded is None or not self._remote:
             return
-        restarted, deaths = 0, (*death_errors(), ConstructorFailure)
+        restarted = 0
+        deaths: tuple[type[Exception], ...] = (*death_errors(), ConstructorError)
         refs = [self._send_state(index, state) for index, state in enumerate(self._loaded)]
         for index, (ref, state) in enumerate(zip(refs, self._loaded, strict=True)):
             try:

@@ -7,7 +7,7 @@ import pytest
 
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.errors import ConfigError
-from flowrl.iter.recovery import ConstructorFailure
+from flowrl.iter.recovery import ConstructorError
 from flowrl.sampling.callbacks import DefaultCallbacks
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.spare_worker import SpareWorkers
@@ -59,7 +59,7 @@ def test_error_of_a_spare_process_names_its_cause(ray_session):
     assert spares.take(1, 0, 2) is not None
     spares.start(arguments)
     actor = spares.take(1, 0, 2)
-    with pytest.raises(ConstructorFailure, match="OSError: no simulator on this machine"):
+    with pytest.raises(ConstructorError, match="OSError: no simulator on this machine"):
         ray_session.get(actor.apply.remote(pid_of))
     assert spares.take(1, 0, 2) is None
     spares.stop()
