@@ -3,9 +3,11 @@
 import dataclasses
 import json
 import pickle
+import sys
 import threading
 import time
 import traceback
+from types import TracebackType
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from flowrl.iter import (
     from_items,
     metrics_scope,
 )
+from flowrl.iter.errors import without_engine_frames
 
 
 def stream(*items):
@@ -206,6 +209,23 @@ def test_traceback_of_an_operators_error_has_no_frames_of_the_engine():
         next(plan)
     names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert names == ["test_traceback_of_an_operators_error_has_no_frames_of_the_engine", "broken"]
+
+
+def test_traceback_may_have_frames_without_a_line():
+    """A signal may interrupt an instruction that belongs to no line."""
+
+    def frame_and_error():
+        try:
+            raise ValueError("interrupted")
+        except ValueError as error:
+            return sys._getframe(), error
+
+    frame, error = frame_and_error()
+    begin = next(begin for begin, _, line in frame.f_code.co_lines() if line is None)
+    trace = TracebackType(None, frame, begin, -1)
+    assert trace.tb_lineno is None
+    shortened = without_engine_frames(error.with_traceback(trace))
+    assert (shortened.tb_frame, shortened.tb_lineno) == (frame, 0)
 
 
 def test_error_of_the_engine_keeps_its_frames(monkeypatch):
