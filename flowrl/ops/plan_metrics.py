@@ -58,14 +58,6 @@ def check_episode(fields: Sequence[Any], name: str) -> None:
 
 
 @dataclass
-class WorkerHealth:
-    """Environment failures on one incarnation of a worker; a restart begins a new one."""
-
-    env_restarts: int = 0
-    faulty_episodes: int = 0
-
-
-@dataclass
 class TrainerMetrics:
     """Metrics of one training operator.
 
@@ -92,7 +84,6 @@ class PlanMetrics:
         new_episodes: (worker, episode) of episodes that ended since the last report; the last
             MAX_EPISODES. Workers are numbered from 0, as in a WorkerSet.
         num_new_episodes: number of all episodes that ended since the last report.
-        worker_health: (worker, incarnation) -> WorkerHealth.
         sampler_timings: (worker, incarnation) -> seconds per part of sampling.
         trainers: name -> metrics of each training operator that has made an update, in the order of
             the plan.
@@ -101,7 +92,6 @@ class PlanMetrics:
 
     new_episodes: deque[tuple[int, Any]] = field(default_factory=lambda: deque(maxlen=MAX_EPISODES))
     num_new_episodes: int = 0
-    worker_health: dict[tuple[int, int], WorkerHealth] = field(default_factory=dict)
     sampler_timings: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict)
     trainers: dict[str, TrainerMetrics] = field(default_factory=dict)
     step_results: dict[str, Any] = field(default_factory=dict)

@@ -246,7 +246,7 @@ class CollectMetrics:
         return {
             **self._step_metrics(counters),
             **episodes,
-            **self._worker_metrics(counters, plan),
+            **self._worker_metrics(counters),
             "info": {
                 **context.info,
                 **{alias: counters[name] for alias, name in INFO_COUNTERS.items()},
@@ -293,14 +293,13 @@ class CollectMetrics:
             "num_agent_steps_trained": counters["num_agent_steps_trained"],
         }
 
-    def _worker_metrics(self, counters: defaultdict[str, int], plan: PlanMetrics) -> Result:
+    def _worker_metrics(self, counters: defaultdict[str, int]) -> Result:
         """Return the numbers of failures and restarts of workers and environments."""
-        health = plan.worker_health.values()
         return {
             "num_healthy_workers": self._workers.num_workers - len(self._workers.failed),
             "num_remote_worker_restarts": counters["num_shard_restarts"],
-            "num_env_restarts": sum(worker.env_restarts for worker in health),
-            "num_faulty_episodes": sum(worker.faulty_episodes for worker in health),
+            "num_env_restarts": counters["num_env_restarts"],
+            "num_faulty_episodes": counters["num_faulty_episodes"],
             "num_episodes_restarted": self._workers.num_episodes_restarted,
         }
 

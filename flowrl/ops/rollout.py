@@ -15,7 +15,7 @@ from flowrl.iter import LocalIterator, ParallelIterator, Source, _get_shared_met
 from flowrl.iter.metrics import MetricsContext, count_bytes_between_nodes, current_metrics
 from flowrl.ops.aggregation import leave_in_store
 from flowrl.ops.offline import WriteParquet
-from flowrl.ops.plan_metrics import PlanMetrics, WorkerHealth
+from flowrl.ops.plan_metrics import PlanMetrics
 from flowrl.ops.staleness import StalenessLimit
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.setting_values import check_int
@@ -215,9 +215,10 @@ class CountRollouts:
                 self.workers.weight_sync.observe_learner()
                 for policy_id, policy_filters in filters.items():
                     worker.policy_map[policy_id].merge_filter_updates(policy_filters)
-        health = WorkerHealth(tags.get("env_restarts", 0), tags.get("faulty_episodes", 0))
-        plan.worker_health[source.shard, source.incarnation] = health
-        if health.env_restarts and metrics.journal is not None and self._has_time_limits:
+        env_restarts = tags.get("env_restarts", 0)
+        metrics.counters["num_env_restarts"] += env_restarts
+        metrics.counters["num_faulty_episodes"] += tags.get("faulty_episodes", 0)
+        if env_restarts and metrics.journal is not None and self._has_time_limits:
             metrics.journal.end("an environment failed or exceeded its time limit")
 
     def _count_transfers(self, sources: tuple[Source, ...], items: list[Any]) -> None:

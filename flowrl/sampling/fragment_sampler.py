@@ -79,6 +79,7 @@ class FragmentSampler:
         self._episodes_ready: list[Any] = []
         self._returned_steps = [0, 0]  # env steps, agent steps
         self._reported_steps = [0, 0]
+        self._reported_failures = [0, 0]  # see `_failures`
 
     @property
     def env_steps(self) -> int:
@@ -182,8 +183,14 @@ class FragmentSampler:
         """Number of episodes that a failure of their environment ended; results leave them out."""
         return 0 if self._env_sampler is None else self._env_sampler.faulty_episodes
 
+    def _failures(self) -> list[int]:
+        """Return the numbers of environments that were restarted and of episodes that failures
+        ended."""
+        return [self._envs.agent_envs.num_restarts, self.num_faulty_episodes]
+
     def reply_tags(self) -> dict[str, Any]:
-        """Return the metadata of the last fragment: steps, episodes, timings, filter updates."""
+        """Return the metadata of the last fragment: steps, failures and episodes since the last
+        call, timings, filter updates."""
         if self._sampler is None or self._env_sampler is None:
             return {}
         filters, self._sampler.fresh_filters = self._sampler.fresh_filters, []
@@ -192,6 +199,8 @@ class FragmentSampler:
             for total, reported in zip(self._returned_steps, self._reported_steps, strict=True)
         )
         self._reported_steps = list(self._returned_steps)
+        failures, reported = self._failures(), self._reported_failures
+        self._reported_failures = failures
         return {
             "env_steps": env_steps,
             "agent_steps": agent_steps,
@@ -199,8 +208,8 @@ class FragmentSampler:
             "episodes": [tuple(episode) for episode in self.get_metrics()],
             "timings": {**self._env_sampler.timings, "reset_s": self._envs.agent_envs.reset_s},
             "filters": filters,
-            "faulty_episodes": self.num_faulty_episodes,
-            "env_restarts": self._envs.agent_envs.num_restarts,
+            "env_restarts": failures[0] - reported[0],
+            "faulty_episodes": failures[1] - reported[1],
         }
 
     # -- state ---------------------------------------------------------------------------------
@@ -275,6 +284,7 @@ class FragmentSampler:
         self._env_sampler = env_sampler
         self._returned_steps = list(state["returned_steps"])
         self._reported_steps = list(state["reported_steps"])
+        self._reported_failures = self._failures()
         self._episodes_ready = list(state["episodes_ready"])
         return restarted
 

@@ -154,6 +154,8 @@ _COUNTERS = {
     ),
     "num_target_updates": Metric("updates", "Updates of target networks."),
     "num_shard_restarts": Metric("restarts", "Restarts of remote workers."),
+    "num_env_restarts": Metric("restarts", "The same as num_env_restarts of the result."),
+    "num_faulty_episodes": Metric("episodes", "The same as num_faulty_episodes of the result."),
     "num_shards_failed": Metric("workers", "Remote workers that failed permanently."),
     "num_env_steps_dropped": Metric(
         "env steps", "Env steps that were not trained on, as they were too old or got lost."

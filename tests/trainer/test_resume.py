@@ -377,6 +377,48 @@ def test_episodes_that_cannot_be_restored_are_restarted_and_counted(tmp_path, se
         assert result["episodes_total"] > 0
 
 
+class FailsAtStepThree(gym.Env):
+    observation_space = spaces.Box(0, 10, (1,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        self.steps = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 3:
+            raise OSError("the simulator ended")
+        return np.full(1, self.steps, np.float32), 1.0, False, False, {}
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_failures_of_environments_are_counted_once(tmp_path, request, num_workers):
+    if num_workers:
+        request.getfixturevalue("ray_session")
+    config = A2CConfig(
+        env=lambda context: FailsAtStepThree(), num_workers=num_workers, train_batch_size=32,
+        max_num_env_restarts=1000, seed=1,
+    )  # fmt: skip
+
+    def failures(result):
+        assert result["num_faulty_episodes"] == result["num_env_restarts"]
+        return result["num_env_restarts"]
+
+    with config.build() as algorithm:
+        first = failures(algorithm.train())
+        if num_workers:  # the failures that a worker has reported remain when it dies
+            kill_and_wait(algorithm.workers.remote_workers()[0])
+        path = algorithm.save(tmp_path)
+        uninterrupted = failures(algorithm.train())
+    with config.build() as algorithm:
+        for _ in range(2):
+            algorithm.restore(path)
+            resumed = failures(algorithm.train())
+            assert 1.9 * first < resumed < 2.1 * first  # of 64 env steps instead of 32
+            assert resumed == uninterrupted or num_workers
+
+
 def kill_and_wait(actor):
     import ray
 
