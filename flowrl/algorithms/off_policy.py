@@ -93,6 +93,9 @@ class OffPolicyConfig(AlgorithmConfig):
         """Create an empty replay buffer for one policy, or one shard of it."""
         capacity = math.ceil(self.replay_buffer_capacity / num_shards)
         settings = self.buffer_settings(policy_id, shard)
+        settings["links"] = "consecutive" if self.normalize_observations else "equal"
+        if num_shards > 1:
+            settings["links"] = "never"
         try:
             if not self.prioritized_replay:
                 return ReplayBuffer(capacity, **settings)

@@ -14,6 +14,7 @@ from flowrl.interrupts import delayed_interrupts
 from flowrl.replay.replay_ratio import EMPTY
 from flowrl.replay.ring_buffer import RingBuffer
 from flowrl.replay.sequence_index import SequenceIndex
+from flowrl.replay.trajectories import Links
 from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.setting_values import check_int
 from flowrl.state_schema import Fields, Natural, check_own_state, check_state
@@ -35,6 +36,7 @@ class BufferSettings(TypedDict, total=False):
     max_seq_len: int
     burn_in: int
     directory: Path | str | None
+    links: Links
 
 
 class ReplayBuffer:
@@ -64,11 +66,15 @@ class ReplayBuffer:
             in the model.
         directory: keep the rows in memory-mapped files of this folder, for buffers larger than
             memory. The files have no names and disappear with the process. None: in memory.
+        links: which rows of different batches are linked as steps of one trajectory. "equal": if
+            the next observation of one row equals the observation of the other. "consecutive":
+            also steps t and t + 1 whose observations differ, because running normalization has
+            changed in between. "never": none, for batches that are distributed to several buffers.
 
     Raises:
         OSError: `directory` cannot be written.
         ValueError: capacity, n_step or max_seq_len is below 1, gamma is outside [0, 1], the
-            storage_unit is unknown, or burn_in is set without sequences.
+            storage_unit or links is unknown, or burn_in is set without sequences.
     """
 
     state_fields: ClassVar[Fields] = {
@@ -89,6 +95,7 @@ class ReplayBuffer:
         max_seq_len: int = 20,
         burn_in: int = 0,
         directory: Path | str | None = None,
+        links: Links = "equal",
     ):
         integers = (("capacity", capacity), ("n_step", n_step), ("max_seq_len", max_seq_len))
         for name, value in integers:
@@ -99,6 +106,8 @@ class ReplayBuffer:
             raise ValueError(
                 f"storage_unit must be one of {', '.join(STORAGE_UNITS)}, got {storage_unit!r}"
             )
+        if links not in get_args(Links):
+            raise ValueError(f"links must be one of {', '.join(get_args(Links))}, got {links!r}")
         if burn_in < 0 or (burn_in and storage_unit != "sequences"):
             raise ValueError(
                 "burn_in must be at least 0, and above 0 only with "
@@ -107,7 +116,7 @@ class ReplayBuffer:
         self.capacity, self.n_step, self.gamma = int(capacity), int(n_step), float(gamma)
         self.rng = random_stream(seed, "replay")
         self.num_sampled = 0
-        self._ring = RingBuffer(self.capacity, directory)
+        self._ring = RingBuffer(self.capacity, directory, links)
         self._sequences: SequenceIndex | None = None
         if storage_unit != "timesteps":
             index = SequenceIndex(storage_unit, self.capacity, int(max_seq_len), int(burn_in))

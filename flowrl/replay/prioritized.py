@@ -31,7 +31,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         beta: importance-sampling exponent; 1 corrects fully for the priorities. A number, or points
             [(rows stored, value), …] in ascending order, interpolated linearly.
         eps: added to priorities, so that none is 0.
-        settings: n_step, gamma, seed, storage_unit, max_seq_len, burn_in, directory; see
+        settings: n_step, gamma, seed, storage_unit, max_seq_len, burn_in, directory, links; see
             ReplayBuffer.
 
     Raises:

@@ -27,7 +27,12 @@ from flowrl.replay.schema import (
     treespec_of,
     treespec_to_json,
 )
-from flowrl.replay.trajectories import SuccessorTable, sort_rows, split_final_observations
+from flowrl.replay.trajectories import (
+    Links,
+    SuccessorTable,
+    sort_rows,
+    split_final_observations,
+)
 from flowrl.state_schema import Fields, Natural, check_finite, check_own_state
 
 _FINITE = (OBS, "actions", "rewards")
@@ -46,6 +51,7 @@ class RingBuffer:
     Args:
         capacity: maximum number of rows.
         directory: keep the columns in files of this folder; None: in memory.
+        links: see ReplayBuffer.
 
     Attributes:
         num_added: rows ever stored; after `replace`, the number of slots in use.
@@ -63,14 +69,15 @@ class RingBuffer:
         "final_observations": list[np.ndarray],
     }
 
-    def __init__(self, capacity: int, directory: Path | str | None = None):
+    def __init__(self, capacity: int, directory: Path | str | None = None, links: Links = "equal"):
         self.capacity = capacity
         self.num_added = 0
         self.columns: dict[str, list[np.ndarray]] = {}
         self.row_bytes = 0
         self._files = None if directory is None else MemmapArrays(directory)
         self._schema: ColumnSchema | None = None
-        self._successors = SuccessorTable(capacity)
+        self._links = links
+        self._successors = SuccessorTable(capacity, links, self._continues)
         self._frames: FrameTable | None = None
         self._reserved_final = 0  # final slots with reserved disk space
         self._outputs: dict[tuple[str, int], OutputPool] = {}
@@ -174,9 +181,9 @@ class RingBuffer:
         else:
             for leaf, observations in zip(self.columns[OBS], final_leaves, strict=True):
                 leaf[final_slots] = observations
-        if "eps_id" in self.columns and "t" in self.columns:
+        if self._links != "never" and "eps_id" in self.columns and "t" in self.columns:
             oldest = self.num_added - self.capacity
-            links = self._successors.link(self.columns, first, ends, oldest, self._continues)
+            links = self._successors.link(self.columns, first, ends, oldest)
             if self._frames is not None:
                 for last, following in links:
                     path = self.path(np.array([following]), self._frames.stack[0])
@@ -191,7 +198,8 @@ class RingBuffer:
         if self._frames is not None:
             return self._frames.continues(last, slot)
         final_slot = self._successors.next_slots[last]
-        return all(np.array_equal(leaf[final_slot], leaf[slot]) for leaf in self.columns[OBS])
+        # comparing bytes is faster than comparing arrays, and NaN equals itself
+        return all(leaf[final_slot].tobytes() == leaf[slot].tobytes() for leaf in self.columns[OBS])
 
     # -- memory ------------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 SHIFT = 4  # each node has 16 children: numpy scans such a row in a few calls
@@ -28,6 +30,10 @@ class SumTree:
         # the nodes of each level, flat, and the roots: one per row of the level below
         self._flat = [*(level.reshape(-1) for level in self._levels), self._roots]
         self._root_starts = np.zeros(len(self._roots) + 1)  # sum of all roots before each
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # copied arrays are no views of each other, so a copy computes its sums again
+        return _tree_of, (self.leaves.copy(),)
 
     @property
     def leaves(self) -> np.ndarray:
@@ -95,6 +101,13 @@ class SumTree:
                 values -= sums.reshape(-1).take(child, mode="clip")
                 values += self._flat[number].take(nodes, mode="clip")
         return nodes
+
+
+def _tree_of(weights: np.ndarray) -> SumTree:
+    """Return a tree with these weights [size]."""
+    tree = SumTree(len(weights))
+    tree.set(np.arange(len(weights)), weights)
+    return tree
 
 
 def _new_level(size: int) -> np.ndarray:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import optree
@@ -19,6 +19,7 @@ from flowrl.replay.schema import DONE_FLAGS, NEXT_OBS, OBS
 from flowrl.state_schema import Fields, Integer, Natural, check_own_state, check_state
 
 TrajectoryKey = tuple[int, int]  # episode, agent
+Links = Literal["equal", "consecutive", "never"]  # see ReplayBuffer
 
 
 _UNFINISHED: Fields = {"eps_id": Integer, "agent_index": Integer, "t": Integer, "row": Natural}
@@ -32,12 +33,17 @@ class SuccessorTable:
 
     Args:
         capacity: maximum number of rows.
+        links: see ReplayBuffer.
+        continues: returns whether the next observation of the row in one slot equals the
+            observation of the row in another.
     """
 
     state_fields: ClassVar[Fields] = {"next_slots": np.ndarray, "unfinished": list[list[Any]]}
 
-    def __init__(self, capacity: int):
+    def __init__(self, capacity: int, links: Links, continues: Callable[[int, int], bool]):
         self.capacity = capacity
+        self._links = links
+        self._continues = continues
         self.next_slots = np.empty(capacity, np.int64)
         self.num_free = capacity
         self._free = np.arange(2 * capacity - 1, capacity - 1, -1)  # stack of final slots
@@ -99,7 +105,6 @@ class SuccessorTable:
         first: int,
         ends: np.ndarray,
         oldest: int,
-        continues: Callable[[int, int], bool],
     ) -> list[tuple[int, int]]:
         """Link new parts of trajectories with each other and with earlier parts.
 
@@ -108,14 +113,12 @@ class SuccessorTable:
             first: row id of the first new row.
             ends: offsets [k] of the last rows of the parts.
             oldest: row id of the oldest stored row.
-            continues: returns whether the next observation of the row in one slot equals the
-                observation of the row in another.
 
         Returns:
             the slots (row, successor) of the new links.
         """
         if len(ends) == 1:  # a short fragment of one environment
-            links = self._link_earlier(columns, first, oldest, continues)
+            links = self._link_earlier(columns, first, oldest)
             end = first + int(ends[0])
             slot = end % self.capacity
             if not any(columns[flag][0][slot] for flag in DONE_FLAGS if flag in columns):
@@ -127,7 +130,7 @@ class SuccessorTable:
         links, continued, unfinished = self._link_adjacent(columns, first, starts, ends)
         for i in (unfinished | continued).nonzero()[0].tolist():
             if continued[i]:
-                links += self._link_earlier(columns, first + int(starts[i]), oldest, continues)
+                links += self._link_earlier(columns, first + int(starts[i]), oldest)
             if unfinished[i]:
                 self._mark_unfinished(columns, first + int(ends[i]))
         return links
@@ -163,6 +166,8 @@ class SuccessorTable:
         for key in keys:
             adjacent &= key[part] == key[next_part]
         adjacent &= next_part > part  # a row must not outlive its successor
+        for i in adjacent.nonzero()[0] if self._links == "equal" else ():
+            adjacent[i] = self._continues(end_slots[part[i]], start_slots[next_part[i]])
         part, next_part = part[adjacent], next_part[adjacent]
         self._release(self.next_slots[end_slots[part]])
         self.next_slots[end_slots[part]] = start_slots[next_part]
@@ -177,13 +182,12 @@ class SuccessorTable:
         columns: dict[str, list[np.ndarray]],
         row: int,
         oldest: int,
-        continues: Callable[[int, int], bool],
     ) -> list[tuple[int, int]]:
         """Link the last row of the trajectory's earlier part, if it is stored, with its next row;
         return the new link, if there is one.
 
-        If steps between them are missing (other agents acted, or rows were lost), the observations
-        must be equal. For consecutive steps they may differ: running normalization changes them.
+        Steps between them may be missing, if other agents acted; then the observations must be
+        equal.
         """
         slot = row % self.capacity
         step = columns["t"][0][slot]
@@ -191,7 +195,8 @@ class SuccessorTable:
         last_slot = last_row % self.capacity
         if last_step >= step or last_row < oldest:
             return []
-        if last_step + 1 != step and not continues(last_slot, slot):
+        is_certain = self._links == "consecutive" and last_step + 1 == step
+        if not is_certain and not self._continues(last_slot, slot):
             return []
         self._free[self.num_free] = self.next_slots[last_slot]
         self.num_free += 1

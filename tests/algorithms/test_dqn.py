@@ -856,3 +856,12 @@ def test_own_exploration_chooses_the_actions():
     for policy_class in (WithZero, DQNTorchPolicy):
         w = RolloutWorker("CartPole-v1", policy_class, {"seed": 1, "rollout_fragment_length": 50})
         assert w.sample()["actions"].any() == (policy_class is DQNTorchPolicy)
+
+
+def test_buffers_link_the_rows_that_belong_together():
+    def links(num_shards=1, **settings):
+        return DQNConfig(**settings).new_buffer(num_shards=num_shards)._ring._links
+
+    assert links() == "equal"
+    assert links(normalize_observations=True) == "consecutive"
+    assert links(num_shards=2) == links(num_shards=2, normalize_observations=True) == "never"

@@ -1,6 +1,7 @@
 """ReplayBuffer, compared with a list of transitions."""
 
 import copy
+import pickle
 from unittest import mock
 
 import numpy as np
@@ -10,7 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.data import SampleBatch
-from flowrl.replay import PrioritizedReplayBuffer, ReplayBuffer, ReservoirReplayBuffer
+from flowrl.replay import (
+    MixInReplayBuffer,
+    PrioritizedReplayBuffer,
+    ReplayBuffer,
+    ReservoirReplayBuffer,
+)
 from tests.replay.streams import FragmentStream, array_of, check_rows, chi_square
 
 
@@ -142,7 +148,7 @@ def test_draws_are_uniform():
 def test_n_steps_span_fragments_despite_normalization_and_missing_steps(kind):
     """Running normalization scales each fragment; other agents act in between."""
     stream = FragmentStream(1, [1000])
-    buffer = ReplayBuffer(100, n_step=5, seed=0)
+    buffer = ReplayBuffer(100, n_step=5, seed=0, links="consecutive")
     for i in range(10):
         fragment = stream.fragment(4, kind)
         scale = np.float32(1 + i / 1000)
@@ -158,6 +164,43 @@ def test_n_steps_span_fragments_despite_normalization_and_missing_steps(kind):
         turns.add(fragment.with_columns(t=2 * fragment["t"]))
     drawn = turns.sample(500)
     assert set(drawn["n_steps"][drawn["t"] < drawn["t"].max() - 10]) == {5}
+
+
+def rows_of_an_episode(t, obs, new_obs):
+    """Return rows of one episode at steps t, whose rewards are the steps."""
+    flags = np.zeros(len(t), bool)
+    return SampleBatch(
+        obs=obs,
+        new_obs=new_obs,
+        rewards=t.astype(np.float32),
+        terminateds=flags,
+        truncateds=flags,
+        eps_id=np.zeros(len(t), np.int64),
+        t=t,
+    )
+
+
+@pytest.mark.parametrize("n_step", [1, 3])
+@pytest.mark.parametrize("num_parts", [1, 6])
+def test_drawn_rows_have_the_stored_next_observations(n_step, num_parts):
+    """The next observations are not those of the following rows, as after relabeling."""
+    buffer = ReplayBuffer(100, n_step=n_step, seed=0)
+    for t in np.split(np.arange(6), num_parts):
+        buffer.add(rows_of_an_episode(t, t, t + 100))
+        buffer.sample(1)
+    drawn = buffer.sample(500)
+    np.testing.assert_array_equal(drawn["new_obs"], drawn["obs"] + 100)
+    np.testing.assert_array_equal(drawn["rewards"], drawn["t"])
+
+
+def test_parts_of_a_buffer_do_not_link_rows_of_other_parts():
+    """Observations repeat, and every second fragment is stored elsewhere."""
+    buffer = ReplayBuffer(100, n_step=3, seed=0, links="never")
+    for first in (0, 8):
+        t = np.arange(first, first + 4)
+        buffer.add(rows_of_an_episode(t, t % 4, (t + 1) % 4))
+    drawn = buffer.sample(200)
+    assert set(drawn["n_steps"][np.isin(drawn["t"], (3, 11))]) == {1}
 
 
 def test_n_step_needs_the_columns_that_link_rows():
@@ -250,6 +293,27 @@ def test_failed_allocation_names_the_settings():
 # -- state -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("make", [ReplayBuffer, PrioritizedReplayBuffer, MixInReplayBuffer])
+@pytest.mark.parametrize("kind", ["deepcopy", "pickle"])
+def test_copied_buffer_continues_identically(make, kind):
+    buffer = make(50, seed=0)
+    stream = FragmentStream(2, [7] * 100)
+    for _ in range(3):
+        buffer.add(stream.fragment(5))
+    drawn = buffer.sample(8)
+    is_pickled = kind == "pickle"
+    other = pickle.loads(pickle.dumps(buffer)) if is_pickled else copy.deepcopy(buffer)
+    for one in (buffer, other):
+        one.update_priorities(drawn["batch_indexes"], np.arange(1.0, 9.0))
+    fragment = stream.fragment(5)
+    for one in (buffer, other):
+        one.add(fragment)
+    expected, drawn = buffer.sample(100), other.sample(100)
+    assert set(expected) == set(drawn)
+    for name in expected:
+        np.testing.assert_array_equal(array_of(expected[name]), array_of(drawn[name]))
+
+
 @pytest.mark.parametrize("kind", ["indexed", "nested"])
 @pytest.mark.parametrize("make", [ReplayBuffer, PrioritizedReplayBuffer])
 def test_restored_buffer_continues_identically(make, kind, tmp_path):
@@ -317,6 +381,7 @@ def test_states_are_copies_and_need_equal_capacity():
         ({"capacity": 5, "beta": "x"}, "alpha, beta and eps must be finite numbers"),
         ({"capacity": 5, "eps": None}, "alpha, beta and eps must be finite numbers"),
         ({"capacity": 5, "beta": -0.5}, "alpha, beta and eps must be finite"),
+        ({"capacity": 5, "links": "all"}, "links must be one of equal, consecutive, never"),
     ],
 )
 def test_invalid_settings_are_rejected(arguments, match):
