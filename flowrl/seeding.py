@@ -30,6 +30,37 @@ def random_stream(seed: int | None, *purpose: str | int) -> np.random.Generator:
     return np.random.default_rng(derive_seed(seed, *purpose))
 
 
+class RowNoise(np.random.Generator):
+    """The numbers of a random generator that belong to some rows of a batch.
+
+    It draws arrays for all rows of the batch, or for several blocks of them, and returns the part
+    of its rows: processes that share out a batch use the numbers that one process would use.
+
+    Args:
+        rng: the generator; it advances as if it had drawn for all rows.
+        begin, end: the rows.
+        num_rows: number of rows of the batch.
+    """
+
+    def __init__(self, rng: np.random.Generator, begin: int, end: int, num_rows: int):
+        super().__init__(rng.bit_generator)
+        self._begin, self._end, self._num_rows = begin, end, num_rows
+
+    def standard_normal(self, size: Any = None, dtype: Any = np.float64, out: Any = None) -> Any:
+        """Return standard normal numbers of shape `size`, (rows, …) or (blocks * rows, …)."""
+        return self._part(super().standard_normal(self._full_size(size), dtype))
+
+    def uniform(self, low: Any = 0.0, high: Any = 1.0, size: Any = None) -> Any:
+        """Return uniform numbers of shape `size`, (rows, …) or (blocks * rows, …)."""
+        return self._part(super().uniform(low, high, self._full_size(size)))
+
+    def _full_size(self, size: tuple[int, ...]) -> tuple[int, ...]:
+        return (size[0] // (self._end - self._begin), self._num_rows, *size[1:])
+
+    def _part(self, numbers: np.ndarray) -> np.ndarray:
+        return numbers[:, self._begin : self._end].reshape(-1, *numbers.shape[2:])
+
+
 _STREAM: Fields = {
     "bit_generator": str, "state": dict[str, int], "has_uint32": Natural, "uinteger": Natural,
 }  # fmt: skip

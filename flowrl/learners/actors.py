@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from flowrl.data import MultiAgentBatch, SampleBatch
@@ -88,7 +88,7 @@ class LearnerActor:
         num_sgd_iter: int | None,
         sgd_minibatch_size: int | None,
         clip_minibatch_size: bool,
-    ) -> tuple[Updates, bytes | None]:
+    ) -> tuple[Updates, dict[str, int], bytes | None]:
         """Learn from this learner's share of the rows, together with the group.
 
         Args:
@@ -100,7 +100,9 @@ class LearnerActor:
             clip_minibatch_size: see `update_policies`.
 
         Returns:
-            the updates, and the resulting state of the policies; None except on the first learner.
+            the updates; the number of rows of each policy that this learner's losses were means
+            over, in all updates together; and the resulting state of the policies, None except on
+            the first learner.
         """
         from flowrl.learners.process_group import learning_state
 
@@ -118,7 +120,11 @@ class LearnerActor:
         for policy in self.policies.values():
             policy.on_global_var_update(global_vars)
         updated = {policy_id: self.policies[policy_id] for policy_id in rows}
-        return updates, learning_state(updated) if self._is_first else None
+        shares = {
+            policy_id: policy.learner.gradient.take_rows_of_process()
+            for policy_id, policy in updated.items()
+        }
+        return updates, shares, learning_state(updated) if self._is_first else None
 
 
 class LearnerGroup(Learner):
@@ -199,9 +205,10 @@ class LearnerGroup(Learner):
                 self._restarts += 1
                 continue
             with worker.lock:
-                load_learning_state(worker.policy_map, replies[0][1])
+                load_learning_state(worker.policy_map, replies[0][2])
                 self._actor_versions = self._local_versions()
-            updates = _merge_shares([updates for updates, _ in replies])
+            by_learner, shares, _ = zip(*replies, strict=True)
+            updates = _merge_shares(by_learner, shares)
             for policy_id, stats in callback_stats.items():
                 updates[policy_id].stats.update(stats)
             return updates
@@ -367,13 +374,16 @@ def _get_all_or_first_error(refs: list[Any]) -> list[Any]:
     return results
 
 
-def _merge_shares(by_learner: list[Updates]) -> Updates:
-    """Return the updates of learners that shared a batch as one: statistics are averaged, row
-    statistics concatenated."""
+def _merge_shares(by_learner: Sequence[Updates], shares: Sequence[dict[str, int]]) -> Updates:
+    """Return the updates of learners that shared a batch as one: means of the statistics, weighted
+    by the learners' numbers of rows (`shares`), and concatenated statistics of rows."""
     merged: Updates = {}
     for policy_id, first in by_learner[0].items():
         # a learner without rows reports only some of the statistics
-        stats = mean_stats([updates[policy_id].stats for updates in by_learner])
+        stats = mean_stats(
+            [updates[policy_id].stats for updates in by_learner],
+            [share[policy_id] for share in shares],
+        )
         merged[policy_id] = PolicyUpdate(stats, first.rows, first.replayed_rows)
         merged[policy_id].policy_lags = first.policy_lags
         # each learner reports its own share

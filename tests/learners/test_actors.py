@@ -10,11 +10,14 @@ import pytest
 
 from flowrl.algorithms.a2c import A2CConfig
 from flowrl.algorithms.appo import APPOConfig
+from flowrl.algorithms.cql import CQLConfig
 from flowrl.algorithms.ddppo import DDPPO, DDPPOConfig
 from flowrl.algorithms.dqn import DQNConfig
 from flowrl.algorithms.impala import IMPALAConfig
 from flowrl.algorithms.marwil import MARWILTorchPolicy
 from flowrl.algorithms.ppo import PPO, PPOConfig, PPOTorchPolicy
+from flowrl.algorithms.sac import SACConfig
+from flowrl.algorithms.td3 import TD3Config
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.envs import make_multi_agent
 from flowrl.iter import LocalIterator
@@ -89,6 +92,12 @@ CASES = {
     "impala lstm": (IMPALAConfig, {"train_batch_size": 60, "rollout_fragment_length": 60, "model": {
         "use_lstm": True, "lstm_cell_size": 4, "max_seq_len": 7}}),
     "one row": (A2CConfig, {"train_batch_size": 1}),
+    "sac": (SACConfig, {"env": "Pendulum-v1", "train_batch_size": 37,
+                        "rollout_fragment_length": 37}),
+    "td3": (TD3Config, {"env": "Pendulum-v1", "train_batch_size": 37,
+                        "rollout_fragment_length": 37, "numpy_gradients": False}),
+    "cql": (CQLConfig, {"env": "Pendulum-v1", "train_batch_size": 37,
+                        "rollout_fragment_length": 37, "num_actions": 3}),
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -60,14 +61,24 @@ def run_epochs(
     return {**means, **policy.end_learning(batch, means)}
 
 
-def mean_stats(stats: Sequence[Stats]) -> Stats:
-    """Return the mean of each statistic over the updates or processes that report it."""
+def mean_stats(stats: Sequence[Stats], weights: Sequence[float] | None = None) -> Stats:
+    """Return the mean of each statistic over the updates or processes that report it.
+
+    Args:
+        stats: the statistics of each.
+        weights: the weight of each, not all 0 where a statistic is reported; None for equal ones.
+    """
     if len(stats) == 1:
         return dict(stats[0])
     means: Stats = {}
     for name in dict.fromkeys(name for one in stats for name in one):
-        values = [one[name] for one in stats if name in one]
-        means[name] = math.fsum(values) / len(values)
+        reporting = [i for i, one in enumerate(stats) if name in one]
+        values = [stats[i][name] for i in reporting]
+        if weights is None or min(values) == max(values):
+            means[name] = math.fsum(values) / len(values)
+        else:
+            shares = [weights[i] for i in reporting]
+            means[name] = math.fsum(map(operator.mul, shares, values)) / math.fsum(shares)
     return means
 
 

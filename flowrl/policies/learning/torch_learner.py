@@ -22,7 +22,7 @@ from flowrl.policies.learning.protocols import ProcessGroup, Stats, TrainablePol
 from flowrl.policies.learning.tracked_batch import TrackedBatch
 from flowrl.policies.schedules import initial_value
 from flowrl.policies.torch_random import torch_seed
-from flowrl.seeding import random_stream, restore_stream, stream_state
+from flowrl.seeding import RowNoise, random_stream, restore_stream, stream_state
 from flowrl.state_schema import Fields, Natural, check_own_state
 
 log = logging.getLogger("flowrl")
@@ -98,6 +98,7 @@ class TorchLearner:
         self.gradient = LossGradient(policy, self.parameters, self.kernel, self.microbatches)
         self.captured = CapturedUpdates(self)
         self._noise_source: Callable[[tuple[int, ...]], torch.Tensor] | None = None
+        self._row_noise: RowNoise | None = None
 
     def _parameters_of(self, optimizer: Any) -> list[torch.Tensor]:
         flat = self.policy.flat
@@ -195,9 +196,13 @@ class TorchLearner:
             assert batch is not None
             stats = self.gradient.compute(batch)
         else:
-            stats = self.gradient.compute_over_group(
-                batch, self.process_group, self.rows_of_process
-            )
+            self._row_noise = self._noise_of_share(batch)
+            try:
+                stats = self.gradient.compute_over_group(
+                    batch, self.process_group, self.rows_of_process
+                )
+            finally:
+                self._row_noise = None
         self.step(stats["grad_norm"])
         if len(stats) == 1:
             return {}  # this process had no rows
@@ -206,6 +211,20 @@ class TorchLearner:
         else:
             self._epoch_row_stats += self.gradient.row_stats
         return stats
+
+    def _noise_of_share(self, batch: SampleBatch | None) -> RowNoise | None:
+        """Return the noise of this process's rows, if the group shares out the rows of a batch."""
+        group = self.process_group
+        if batch is None or group is None or not group.splits_rows or "seq_lens" in batch:
+            return None
+        begin, end = (batch.count * index // group.size for index in (group.rank, group.rank + 1))
+        return RowNoise(self.rng, begin, end, batch.count)
+
+    @property
+    def row_rng(self) -> np.random.Generator:
+        """The stream of random numbers for the rows of the current minibatch, one after the other;
+        also for several blocks of the rows. `rng` is for numbers that belong to no row."""
+        return self._row_noise or self.rng
 
     def skip_nonfinite(self, update: Callable[[Any], Stats], batch: SampleBatch | None) -> Stats:
         """Return update(batch). On a FloatingPointError, restore the model's buffers, then raise it
@@ -337,8 +356,8 @@ class TorchLearner:
         return torch.from_numpy(self.draw_noise(shape)).to(self.policy.device)
 
     def draw_noise(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Draw standard normal noise from `rng`, float32."""
-        return self.rng.standard_normal(shape, dtype=np.float32)
+        """Draw standard normal noise [rows, …] from `row_rng`, float32."""
+        return self.row_rng.standard_normal(shape, dtype=np.float32)
 
     @contextlib.contextmanager
     def draws_noise_with(self, source: Callable[[tuple[int, ...]], torch.Tensor]) -> Iterator[None]:

@@ -91,7 +91,7 @@ class SACKernel(ActorCriticKernel):
     def _next_values(self, new_obs: Any) -> np.ndarray:
         policy = self._policy
         outputs = policy.model.outputs_numpy(new_obs)
-        actions, logp = policy.dist_class.act(outputs, policy.learner.rng, True)
+        actions, logp = policy.dist_class.act(outputs, policy.learner.row_rng, True)
         values: np.ndarray = policy.target_model.q_values_numpy(new_obs, actions).min(0)
         return values - policy.alpha * logp
 
@@ -100,7 +100,7 @@ class SACKernel(ActorCriticKernel):
         alpha = policy.alpha
         outputs = self._actor.outputs(obs)
         size = outputs.shape[1] // 2
-        noise = policy.learner.rng.standard_normal((len(obs), size), dtype=np.float32)
+        noise = policy.learner.row_rng.standard_normal((len(obs), size), dtype=np.float32)
         dist: Any = policy.dist_class
         raw, spread, logp = dist.from_noise(outputs, noise)
         actions = np.tanh(raw)
@@ -128,7 +128,7 @@ class TD3Kernel(ActorCriticKernel):
         policy, config = self._policy, self._policy.config
         actions = np.tanh(policy.target_model.outputs_numpy(new_obs))
         if config.target_noise:
-            drawn = policy.learner.rng.standard_normal(actions.shape, dtype=np.float32)
+            drawn = policy.learner.row_rng.standard_normal(actions.shape, dtype=np.float32)
             limit = config.target_noise_clip
             noise = (drawn * np.float32(config.target_noise)).clip(-limit, limit)
             actions = (actions + noise).clip(-1.0, 1.0)
