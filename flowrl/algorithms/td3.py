@@ -29,7 +29,8 @@ class TD3Config(ActorCriticConfig):
     plan: PlanSetting = "td3"
     lr: Schedule = 1e-3
     policy_delay: Count = 2
-    """Critic updates per update of the actor and the target networks (section 5.2)."""
+    """Critic updates per update of the actor and the target networks (section 5.2). Target networks
+    are updated at most once per train batch."""
     target_noise: NonNegative = 0.2
     """Standard deviation of the noise on target actions, for actions in [-1, 1] (section 5.3); 0
     adds none."""
@@ -72,12 +73,13 @@ class TD3TorchPolicy(ActorCriticPolicy):
         return (self.learner.num_updates + 1) % self.config.policy_delay == 0
 
     def update_target(self, tau: float | None = None) -> bool:
-        """Update the target networks; without `tau`, only after updates of the actor.
+        """Update the target networks; without `tau`, only if the last batch updated the actor.
 
         Returns:
             whether the target networks were updated.
         """
-        if tau is None and self.learner.num_updates % self.config.policy_delay:
+        updates, delay = self.learner.num_updates, self.config.policy_delay
+        if tau is None and updates // delay == (updates - self.learner.updates_in_batch) // delay:
             return False
         return super().update_target(tau)
 

@@ -336,7 +336,4 @@ def _record(thread: LearnerThread, result: LearnedBatch | LearnFailure) -> tuple
     metrics.timers["learner_wait"].push(result.idle_s)
     if restarts := thread.learner.take_restarts():
         metrics.counters["num_learner_restarts"] += restarts
-    steps = batch.env_steps()
-    return batch, record_updates(
-        metrics, thread, result.updates, steps, batch.count, result.learn_s
-    )
+    return batch, record_updates(metrics, thread, result.updates, batch.env_steps(), result.learn_s)

@@ -235,9 +235,7 @@ class ApplyGradients:
         weight_sync.republish()
         if not self.update_all:
             weight_sync.update_only(sampled_by)
-        return item, record_updates(
-            metrics, self, updates, item.num_env_steps, item.num_env_steps, None
-        )
+        return item, record_updates(metrics, self, updates, item.num_env_steps, None)
 
     def __repr__(self) -> str:
         only = "" if self.policies is None else f"policies={sorted(self.policies)}, "

@@ -204,7 +204,6 @@ def record_updates(
     operator: Any,
     updates: Updates,
     env_steps: int,
-    rows: int,
     learn_s: float | None,
 ) -> Info:
     """Count the updates of a training operator and return its `info`.
@@ -215,8 +214,8 @@ def record_updates(
         context: the plan's metrics.
         operator: the training operator.
         updates: policy id -> PolicyUpdate, from the learner.
-        env_steps, rows: size of the batch.
-        learn_s: duration of the update [s]; None if unknown, then `rows` is not used.
+        env_steps: env steps of the batch.
+        learn_s: duration of the update [s]; None if unknown.
     """
     counters = context.counters
     _ = context.timers["update"]  # WeightSync adds the durations
@@ -225,7 +224,7 @@ def record_updates(
     trainer.num_env_steps_trained += env_steps
     if learn_s is not None:
         trainer.learn.push(learn_s)
-        trainer.learn.push_units_processed(rows)
+        trainer.learn.push_units_processed(sum(update.rows for update in updates.values()))
     info: Info = {}
     for policy_id, update in updates.items():
         counters["num_agent_steps_trained"] += update.rows

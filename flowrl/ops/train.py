@@ -70,8 +70,7 @@ class TrainOneStep:
         self.learner.workers.weight_sync.republish()
         if restarts := self.learner.take_restarts():
             metrics.counters["num_learner_restarts"] += restarts
-        steps = batch.env_steps()
-        return batch, record_updates(metrics, self, updates, steps, batch.count, seconds)
+        return batch, record_updates(metrics, self, updates, batch.env_steps(), seconds)
 
     def __repr__(self) -> str:
         options = {

@@ -231,9 +231,8 @@ class TrainOnWorkersStage(Stage):
             self._count(((source,), update))
         steps = sum(update.num_env_steps for update in updates)
         merged = merge_updates([update.updates for update in updates])
-        rows = sum(update.rows for update in merged.values())
         learn_s = max(update.learn_s for update in updates)  # the workers learn together
-        info = record_updates(metrics, self, merged, steps, rows, learn_s)
+        info = record_updates(metrics, self, merged, steps, learn_s)
         if self._store is not None:
             self._store.set_global_vars(self.workers.global_vars)
         return updates[0], info

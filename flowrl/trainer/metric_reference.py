@@ -91,11 +91,15 @@ _LEARNER_METRICS = {
     "cur_clip_param": Metric("", "Value of clip_param."),
     "cur_lr": Metric("", "Learning rate."),
     "grad_norm": Metric("", "Norm of the gradient before clipping."),
-    "mean_q": Metric("reward", "Mean Q-value of the actions in the batch."),
+    "mean_q": Metric(
+        "reward",
+        "Mean Q-value of the actions in the batch; that of R2D2 is rescaled (use_h_function).",
+    ),
     "mean_td_error": Metric(
         "reward",
         "Mean temporal-difference error: Q-values minus targets; with num_atoms above 1, the mean "
-        "KL divergence [nats] of the distributions from their targets.",
+        "KL divergence [nats] of the distributions from their targets; that of R2D2 is between "
+        "rescaled values.",
     ),
     "alpha": Metric("", "Entropy temperature."),
     "cql_gap": Metric("reward", "CQL: soft maximum of the Q-values minus those of the data."),

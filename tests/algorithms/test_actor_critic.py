@@ -278,6 +278,15 @@ def test_td3_delays_updates_of_actor_and_targets():
     assert updates == [(["critics"], False), (["critics"], False), full_update] * 2
 
 
+def test_td3_updates_the_targets_after_batches_of_several_updates():
+    policy = make(TD3TorchPolicy, policy_delay=2)
+    updated = []
+    for num_sgd_iter in (3, 3, 1, 1, 2):  # 3, 6, 7, 8 and 10 updates
+        policy.learn_on_minibatches(rows(), num_sgd_iter=num_sgd_iter)
+        updated.append(policy.update_target())
+    assert updated == [True, True, False, True, True]
+
+
 def test_temperature_adapts_to_the_target_entropy():
     """It grows while the entropy is below the target, and shrinks above."""
     for target_entropy, sign in ((5.0, 1), (-50.0, -1)):

@@ -144,6 +144,21 @@ def test_running_normalization_has_all_sampled_rows(num_learners):
 
 
 @pytest.mark.slow
+def test_target_networks_follow_updates_of_learners_on_actors():
+    config = make_config(
+        TD3Config, env="Pendulum-v1", rollout_fragment_length=20, train_batch_size=20
+    )
+    with config.build(plan="a2c") as algorithm:
+        workers, policy = algorithm.workers, algorithm.get_policy()
+        train = MultiGPUTrainOneStep(workers, num_learners=2, num_sgd_iter=3)
+        with ParallelRollouts(workers).for_each(train) as rounds:
+            for number in range(1, 4):
+                next(rounds)
+                assert policy.learner.num_updates == 3 * number
+                assert policy.update_target()
+
+
+@pytest.mark.slow
 def test_three_learners_update_target_networks():
     config = make_config(DQNConfig, rollout_fragment_length=50, dueling=False, tau=0.3)
 

@@ -458,6 +458,12 @@ def test_training_operators_read_the_settings_that_they_were_not_given():
         assert algorithm.get_policy().version == 3 * 2
 
 
+def test_settings_that_base_classes_of_the_config_read_have_an_effect(tmp_path):
+    config = plan_config("r2d2").updated(replay_buffer_dir=str(tmp_path))
+    with config.build(plan="r2d2") as algorithm:
+        assert check_plan(algorithm.plan.stage, algorithm.workers) == []
+
+
 def test_unused_setting_names_the_line_that_sets_it(tmp_path):
     text = (PLANS_DIR / "dqn.py").read_text()
     text = text.replace("config.target_network_update_freq", "500")

@@ -21,6 +21,7 @@ from flowrl.iter import (
     metrics_scope,
 )
 from flowrl.iter.metrics import MetricsContext
+from flowrl.learners.learner import PolicyUpdate
 from flowrl.ops import (
     AggregateBatches,
     BatchRef,
@@ -34,7 +35,7 @@ from flowrl.ops import (
     StandardMetricsReporting,
     TrainOneStep,
 )
-from flowrl.ops.plan_metrics import MAX_EPISODES, PlanMetrics
+from flowrl.ops.plan_metrics import MAX_EPISODES, PlanMetrics, record_updates
 from flowrl.ops.report import CollectMetrics
 from flowrl.sampling import WorkerSet
 from flowrl.state_schema import StateError
@@ -323,6 +324,14 @@ def test_reports_follow_the_minimum_of_env_steps(workers):
     assert "rows" in second["learners"]["default_policy"]
     assert second["timers"]["learn_throughput"] > 0
     assert second["num_env_steps_trained"] == second["num_env_steps_sampled"]
+
+
+def test_learn_throughput_counts_the_rows_of_all_policies(local_workers):
+    updates = {name: PolicyUpdate({}, rows) for name, rows in (("a", 30), ("b", 70))}
+    with metrics_scope(MetricsContext()) as metrics:
+        train = TrainOneStep(local_workers)
+        record_updates(metrics, train, updates, 50, 2.0)
+        assert PlanMetrics.of(metrics).trainer(train).learn.mean_throughput == 50.0
 
 
 def test_all_episodes_between_two_reports_are_counted(local_workers):

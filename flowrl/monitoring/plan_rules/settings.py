@@ -242,12 +242,13 @@ def _read_by_methods(names: set[str], config_class: type) -> set[str]:
     while remaining:
         name = remaining.pop()
         done.add(name)
-        member = inspect.getattr_static(config_class, name, None) if name.isidentifier() else None
-        function = member.fget if isinstance(member, property) else member
-        if isinstance(function, FunctionType):
-            read = _read_in_text(textwrap.dedent(inspect.getsource(function)))
-            found |= read
-            remaining |= read - done
+        for parent in config_class.__mro__:  # a method may call that of a base class
+            member = vars(parent).get(name)
+            function = member.fget if isinstance(member, property) else member
+            if isinstance(function, FunctionType):
+                read = _read_in_text(textwrap.dedent(inspect.getsource(function)))
+                found |= read
+                remaining |= read - done
     return found
 
 

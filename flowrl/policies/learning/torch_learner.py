@@ -47,6 +47,7 @@ class TorchLearner:
     Attributes:
         optimizers: one for each loss.
         num_updates: optimizer steps so far.
+        updates_in_batch: optimizer steps on the last batch.
         num_skipped_updates: updates skipped because they were not finite.
         process_group: the processes that learn together; None if this process learns alone.
         kernel: computes the gradient instead of autograd; None if there is none.
@@ -90,7 +91,7 @@ class TorchLearner:
         if policy.config.compile:
             policy.model.compile_for_learning()
         self.process_group: ProcessGroup | None = None
-        self.num_updates = 0
+        self.num_updates, self.updates_in_batch = 0, 1
         self.num_skipped_updates = 0
         self._warned_of_buffers = False
         self._epoch_row_stats: list[dict[str, np.ndarray]] | None = None  # of all minibatches
@@ -157,6 +158,7 @@ class TorchLearner:
         """Update the policy by minibatches; see Policy.learn_on_minibatches."""
         policy = self.policy
         row_stats = self._epoch_row_stats = []
+        before = self.num_updates
         try:
             batch = self.prepare_batch(batch)
             is_captured = self.captured.supports(batch, size or batch.count)
@@ -164,6 +166,7 @@ class TorchLearner:
             stats = run_epochs(policy, one_pass, batch, num_sgd_iter, size)
         finally:
             self._epoch_row_stats = None
+            self.updates_in_batch = self.num_updates - before
             self.captured.release()
         policy.row_stats = concat_row_stats(row_stats)
         stats["cur_lr"] = float(self.optimizers[0].param_groups[0]["lr"])
@@ -465,7 +468,8 @@ class TorchLearner:
                 ) from error
             for group, lr in zip(optimizer.param_groups, lrs, strict=True):
                 group["lr"] = lr
-        self.num_updates = int(state["num_updates"])
+        before, self.num_updates = self.num_updates, int(state["num_updates"])
+        self.updates_in_batch = max(self.num_updates - before, 1)  # of learners on actors
         self.num_skipped_updates = int(state["num_skipped_updates"])
         restore_stream(self.rng, state["rng"])
 
