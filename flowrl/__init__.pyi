@@ -412,7 +412,7 @@ class _OffPolicyConfigTraining(_AlgorithmConfigTraining, total=False):
     learning_starts: int
     """Rows stored before training begins."""
     training_intensity: float | None
-    """Rows trained on per row stored after `learning_starts`; None trains on one batch per stored batch."""
+    """Rows trained on per row stored after `learning_starts`; None trains on one batch per stored batch. Rows of policies that do not learn (`policies_to_train`) are stored and drawn, too, and count in both, unless the plan leaves them out (SelectExperiences)."""
     n_step: int
     """Number of rewards in a target before the value of the next state (n-step returns)."""
     prioritized_replay: bool
@@ -580,7 +580,7 @@ class _ActorCriticConfigTraining(
 
 class _TD3ConfigTraining(_ActorCriticConfigTraining, total=False):
     policy_delay: int
-    """Critic updates per update of the actor and the target networks (section 5.2)."""
+    """Critic updates per update of the actor and the target networks (section 5.2). Target networks are updated at most once per train batch."""
     target_noise: float
     """Standard deviation of the noise on target actions, for actions in [-1, 1] (section 5.3); 0 adds none."""
     target_noise_clip: float
