@@ -14,7 +14,7 @@ from flowrl.interrupts import delayed_interrupts
 from flowrl.replay.replay_ratio import EMPTY
 from flowrl.replay.ring_buffer import RingBuffer
 from flowrl.replay.sequence_index import SequenceIndex
-from flowrl.replay.trajectories import Links
+from flowrl.replay.trajectories import LinkRule
 from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.setting_values import check_int
 from flowrl.state_schema import Fields, Natural, check_own_state, check_state
@@ -36,7 +36,7 @@ class BufferSettings(TypedDict, total=False):
     max_seq_len: int
     burn_in: int
     directory: Path | str | None
-    links: Links
+    links: LinkRule
 
 
 class ReplayBuffer:
@@ -95,7 +95,7 @@ class ReplayBuffer:
         max_seq_len: int = 20,
         burn_in: int = 0,
         directory: Path | str | None = None,
-        links: Links = "equal",
+        links: LinkRule = "equal",
     ):
         integers = (("capacity", capacity), ("n_step", n_step), ("max_seq_len", max_seq_len))
         for name, value in integers:
@@ -106,8 +106,8 @@ class ReplayBuffer:
             raise ValueError(
                 f"storage_unit must be one of {', '.join(STORAGE_UNITS)}, got {storage_unit!r}"
             )
-        if links not in get_args(Links):
-            raise ValueError(f"links must be one of {', '.join(get_args(Links))}, got {links!r}")
+        if links not in get_args(LinkRule):
+            raise ValueError(f"links must be one of {', '.join(get_args(LinkRule))}, got {links!r}")
         if burn_in < 0 or (burn_in and storage_unit != "sequences"):
             raise ValueError(
                 "burn_in must be at least 0, and above 0 only with "

@@ -28,7 +28,7 @@ from flowrl.replay.schema import (
     treespec_to_json,
 )
 from flowrl.replay.trajectories import (
-    Links,
+    LinkRule,
     SuccessorTable,
     sort_rows,
     split_final_observations,
@@ -69,15 +69,17 @@ class RingBuffer:
         "final_observations": list[np.ndarray],
     }
 
-    def __init__(self, capacity: int, directory: Path | str | None = None, links: Links = "equal"):
+    def __init__(
+        self, capacity: int, directory: Path | str | None = None, links: LinkRule = "equal"
+    ):
         self.capacity = capacity
         self.num_added = 0
         self.columns: dict[str, list[np.ndarray]] = {}
         self.row_bytes = 0
         self._files = None if directory is None else MemmapArrays(directory)
         self._schema: ColumnSchema | None = None
-        self._links = links
-        self._successors = SuccessorTable(capacity, links, self._continues)
+        self._link_rule = links
+        self._successors = SuccessorTable(capacity)
         self._frames: FrameTable | None = None
         self._reserved_final = 0  # final slots with reserved disk space
         self._outputs: dict[tuple[str, int], OutputPool] = {}
@@ -181,9 +183,15 @@ class RingBuffer:
         else:
             for leaf, observations in zip(self.columns[OBS], final_leaves, strict=True):
                 leaf[final_slots] = observations
-        if self._links != "never" and "eps_id" in self.columns and "t" in self.columns:
-            oldest = self.num_added - self.capacity
-            links = self._successors.link(self.columns, first, ends, oldest)
+        if self._link_rule != "never" and "eps_id" in self.columns and "t" in self.columns:
+            links = self._successors.link(
+                self.columns,
+                first,
+                ends,
+                oldest=self.num_added - self.capacity,
+                continues=self._continues,
+                across_changes=self._link_rule == "consecutive",
+            )
             if self._frames is not None:
                 for last, following in links:
                     path = self.path(np.array([following]), self._frames.stack[0])
@@ -193,13 +201,22 @@ class RingBuffer:
         assert self._frames is not None
         self._frames.write(slots, dict.__getitem__(batch, OBS), dict.__getitem__(batch, NEXT_OBS))
 
-    def _continues(self, last: int, slot: int) -> bool:
-        """Return whether the next observation of a row equals the observation of another."""
+    def _continues(self, last: Any, slots: Any) -> Any:
+        """Return whether the next observation of a row equals the observation of another.
+
+        Args:
+            last: slot of the row, or slots [n].
+            slots: slot of the other row, or slots [n].
+        """
         if self._frames is not None:
-            return self._frames.continues(last, slot)
-        final_slot = self._successors.next_slots[last]
-        # comparing bytes is faster than comparing arrays, and NaN equals itself
-        return all(leaf[final_slot].tobytes() == leaf[slot].tobytes() for leaf in self.columns[OBS])
+            pairs = zip(np.atleast_1d(last), np.atleast_1d(slots), strict=True)
+            equal = np.array([self._frames.continues(*pair) for pair in pairs], bool)
+            return equal if np.ndim(slots) else equal.item()
+        final_slots, is_equal = self._successors.next_slots[last], np.ones(np.shape(slots), bool)
+        for leaf in self.columns[OBS]:
+            equal = leaf[final_slots] == leaf[slots]
+            is_equal = is_equal & equal.all(tuple(range(np.ndim(slots), equal.ndim)))
+        return is_equal
 
     # -- memory ------------------------------------------------------------------------------------
 
@@ -361,7 +378,7 @@ class RingBuffer:
         for name in _FINITE:
             check_finite(state["columns"].get(name, []), f"columns/{name}")
         check_finite(state["final_observations"], "final_observations")
-        ring = RingBuffer(self.capacity, self.directory)
+        ring = RingBuffer(self.capacity, self.directory, self._link_rule)
         ring._successors.load_state_dict(state["successors"], state["num_added"])
         rows = min(int(state["num_added"]), self.capacity)
         final_slots = ring._successors.final_slots(rows)

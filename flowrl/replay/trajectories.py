@@ -19,7 +19,7 @@ from flowrl.replay.schema import DONE_FLAGS, NEXT_OBS, OBS
 from flowrl.state_schema import Fields, Integer, Natural, check_own_state, check_state
 
 TrajectoryKey = tuple[int, int]  # episode, agent
-Links = Literal["equal", "consecutive", "never"]  # see ReplayBuffer
+LinkRule = Literal["equal", "consecutive", "never"]  # see ReplayBuffer
 
 
 _UNFINISHED: Fields = {"eps_id": Integer, "agent_index": Integer, "t": Integer, "row": Natural}
@@ -33,17 +33,12 @@ class SuccessorTable:
 
     Args:
         capacity: maximum number of rows.
-        links: see ReplayBuffer.
-        continues: returns whether the next observation of the row in one slot equals the
-            observation of the row in another.
     """
 
     state_fields: ClassVar[Fields] = {"next_slots": np.ndarray, "unfinished": list[list[Any]]}
 
-    def __init__(self, capacity: int, links: Links, continues: Callable[[int, int], bool]):
+    def __init__(self, capacity: int):
         self.capacity = capacity
-        self._links = links
-        self._continues = continues
         self.next_slots = np.empty(capacity, np.int64)
         self.num_free = capacity
         self._free = np.arange(2 * capacity - 1, capacity - 1, -1)  # stack of final slots
@@ -105,6 +100,8 @@ class SuccessorTable:
         first: int,
         ends: np.ndarray,
         oldest: int,
+        continues: Callable[[Any, Any], Any],
+        across_changes: bool,
     ) -> list[tuple[int, int]]:
         """Link new parts of trajectories with each other and with earlier parts.
 
@@ -113,36 +110,48 @@ class SuccessorTable:
             first: row id of the first new row.
             ends: offsets [k] of the last rows of the parts.
             oldest: row id of the oldest stored row.
+            continues: returns whether the next observation of the row in one slot equals the
+                observation of the row in another; for integers, or arrays [n].
+            across_changes: link rows of consecutive steps although their observations differ.
 
         Returns:
             the slots (row, successor) of the new links.
         """
         if len(ends) == 1:  # a short fragment of one environment
-            links = self._link_earlier(columns, first, oldest)
+            earlier = self._take_earlier(columns, first, oldest)
             end = first + int(ends[0])
             slot = end % self.capacity
             if not any(columns[flag][0][slot] for flag in DONE_FLAGS if flag in columns):
                 self._mark_unfinished(columns, end)
-            return links
+            return self._link_earlier(earlier, continues, across_changes)
         starts = np.empty_like(ends)
         starts[0] = 0
         starts[1:] = ends[:-1] + 1
-        links, continued, unfinished = self._link_adjacent(columns, first, starts, ends)
+        links, continued, unfinished = self._link_adjacent(
+            columns, first, starts, ends, None if across_changes else continues
+        )
+        earlier = []
         for i in (unfinished | continued).nonzero()[0].tolist():
             if continued[i]:
-                links += self._link_earlier(columns, first + int(starts[i]), oldest)
+                earlier += self._take_earlier(columns, first + int(starts[i]), oldest)
             if unfinished[i]:
                 self._mark_unfinished(columns, first + int(ends[i]))
-        return links
+        return links + self._link_earlier(earlier, continues, across_changes)
 
     def _link_adjacent(
-        self, columns: dict[str, list[np.ndarray]], first: int, starts: np.ndarray, ends: np.ndarray
+        self,
+        columns: dict[str, list[np.ndarray]],
+        first: int,
+        starts: np.ndarray,
+        ends: np.ndarray,
+        continues: Callable[[Any, Any], Any] | None,
     ) -> tuple[list[tuple[int, int]], np.ndarray, np.ndarray]:
         """Link new parts of a trajectory with each other.
 
         Args:
             columns, first, ends: see `link`.
             starts: offsets [k] of the first rows of the parts.
+            continues: see `link`; None links rows without comparing their observations.
 
         Returns:
             the slots (row, successor) of the links; which parts may continue a part that was
@@ -166,9 +175,10 @@ class SuccessorTable:
         for key in keys:
             adjacent &= key[part] == key[next_part]
         adjacent &= next_part > part  # a row must not outlive its successor
-        for i in adjacent.nonzero()[0] if self._links == "equal" else ():
-            adjacent[i] = self._continues(end_slots[part[i]], start_slots[next_part[i]])
         part, next_part = part[adjacent], next_part[adjacent]
+        if continues is not None:
+            is_next = continues(end_slots[part], start_slots[next_part])
+            part, next_part = part[is_next], next_part[is_next]
         self._release(self.next_slots[end_slots[part]])
         self.next_slots[end_slots[part]] = start_slots[next_part]
         links = list(zip(end_slots[part].tolist(), start_slots[next_part].tolist(), strict=True))
@@ -177,31 +187,47 @@ class SuccessorTable:
         continued[next_part] = False
         return links, continued, unfinished
 
+    def _take_earlier(
+        self, columns: dict[str, list[np.ndarray]], row: int, oldest: int
+    ) -> list[tuple[int, int, bool]]:
+        """Return the slot of the last row of the trajectory's earlier part, if it is stored, the
+        slot of the new row, and whether their steps follow each other."""
+        slot = row % self.capacity
+        step = columns["t"][0][slot]
+        last_step, last_row = self._unfinished.pop(_key(columns, slot), (step, 0))
+        if last_step >= step or last_row < oldest:
+            return []
+        return [(last_row % self.capacity, slot, last_step + 1 == step)]
+
     def _link_earlier(
         self,
-        columns: dict[str, list[np.ndarray]],
-        row: int,
-        oldest: int,
+        earlier: list[tuple[int, int, bool]],
+        continues: Callable[[Any, Any], Any],
+        across_changes: bool,
     ) -> list[tuple[int, int]]:
-        """Link the last row of the trajectory's earlier part, if it is stored, with its next row;
-        return the new link, if there is one.
+        """Link rows with the last rows of earlier parts; return the new links.
 
         Steps between them may be missing, if other agents acted; then the observations must be
         equal.
         """
-        slot = row % self.capacity
-        step = columns["t"][0][slot]
-        last_step, last_row = self._unfinished.pop(_key(columns, slot), (step, 0))
-        last_slot = last_row % self.capacity
-        if last_step >= step or last_row < oldest:
+        if not earlier:
             return []
-        is_certain = self._links == "consecutive" and last_step + 1 == step
-        if not is_certain and not self._continues(last_slot, slot):
-            return []
-        self._free[self.num_free] = self.next_slots[last_slot]
-        self.num_free += 1
-        self.next_slots[last_slot] = slot
-        return [(last_slot, slot)]
+        if len(earlier) == 1:
+            last, slot, is_next_step = earlier[0]
+            is_linked = [(across_changes and is_next_step) or continues(last, slot)]
+        else:
+            lasts, slots, are_next_steps = map(np.array, zip(*earlier, strict=True))
+            is_linked = continues(lasts, slots)
+            if across_changes:
+                is_linked |= are_next_steps
+        links = [
+            (last, slot) for (last, slot, _), yes in zip(earlier, is_linked, strict=True) if yes
+        ]
+        for last, slot in links:
+            self._free[self.num_free] = self.next_slots[last]
+            self.num_free += 1
+            self.next_slots[last] = slot
+        return links
 
     def _mark_unfinished(self, columns: dict[str, list[np.ndarray]], row: int) -> None:
         slot = row % self.capacity

@@ -858,10 +858,24 @@ def test_own_exploration_chooses_the_actions():
         assert w.sample()["actions"].any() == (policy_class is DQNTorchPolicy)
 
 
-def test_buffers_link_the_rows_that_belong_together():
-    def links(num_shards=1, **settings):
-        return DQNConfig(**settings).new_buffer(num_shards=num_shards)._ring._links
+def test_returns_cross_fragments_unless_the_buffer_has_shards():
+    def steps_before_a_border(num_shards=1, **settings):
+        """Return the steps of the row before the border of two fragments; the observations change
+        there, as by running normalization."""
+        buffer = DQNConfig(n_step=3, seed=0, **settings).new_buffer(num_shards=num_shards)
+        flags = np.zeros(4, bool)
+        for number in (0, 1):
+            t = np.arange(4 * number, 4 * number + 4)
+            obs = (t + number / 2).astype(np.float32)[:, None]
+            buffer.add(
+                SampleBatch(
+                    obs=obs, new_obs=obs + 1, rewards=np.ones(4, np.float32), t=t,
+                    terminateds=flags, truncateds=flags, eps_id=np.zeros(4, np.int64),
+                )
+            )  # fmt: skip
+        drawn = buffer.sample(200)
+        return set(drawn["n_steps"][drawn["t"] == 3].tolist())
 
-    assert links() == "equal"
-    assert links(normalize_observations=True) == "consecutive"
-    assert links(num_shards=2) == links(num_shards=2, normalize_observations=True) == "never"
+    assert steps_before_a_border() == {1}
+    assert steps_before_a_border(normalize_observations=True) == {3}
+    assert steps_before_a_border(num_shards=2, normalize_observations=True) == {1}

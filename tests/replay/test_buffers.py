@@ -1,7 +1,9 @@
 """ReplayBuffer, compared with a list of transitions."""
 
 import copy
+import gc
 import pickle
+import weakref
 from unittest import mock
 
 import numpy as np
@@ -312,6 +314,51 @@ def test_copied_buffer_continues_identically(make, kind):
     assert set(expected) == set(drawn)
     for name in expected:
         np.testing.assert_array_equal(array_of(expected[name]), array_of(drawn[name]))
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+@pytest.mark.parametrize("links", ["consecutive", "never"])
+@pytest.mark.parametrize("kind", ["state", "deepcopy", "pickle"])
+@pytest.mark.parametrize("num_fragments", [0, 1])
+def test_copies_link_rows_as_the_original(tmp_path, in_files, links, kind, num_fragments):
+    """The observations change between two fragments, as by running normalization."""
+
+    def new_buffer():
+        directory = tmp_path if in_files else None
+        return ReplayBuffer(50, n_step=3, seed=0, links=links, directory=directory)
+
+    def add_fragment(buffer, number):
+        t = np.arange(4 * number, 4 * number + 4)
+        buffer.add(rows_of_an_episode(t, t + number / 2, t + 1 + number / 2))
+
+    buffer = new_buffer()
+    for number in range(num_fragments):
+        add_fragment(buffer, number)
+    if kind == "state":
+        other = new_buffer()
+        other.load_state_dict(buffer.state_dict())
+    else:
+        other = pickle.loads(pickle.dumps(buffer)) if kind == "pickle" else copy.deepcopy(buffer)
+    for number in range(num_fragments, num_fragments + 3):
+        add_fragment(other, number)
+    drawn = other.sample(500)
+    num_rows = 4 * (num_fragments + 3)
+    steps = {int(t): int(n) for t, n in zip(drawn["t"], drawn["n_steps"], strict=True)}
+    linked = num_rows if links == "consecutive" else 4  # rows
+    assert steps == {t: min(3, linked - t % linked) for t in range(num_rows)}
+
+
+def test_buffer_that_nothing_refers_to_is_freed_at_once():
+    buffer = ReplayBuffer(50, seed=0)
+    buffer.add(FragmentStream(1, [9] * 9).fragment(5))
+    buffer.sample(1)
+    ring = weakref.ref(buffer._ring)
+    gc.disable()
+    try:
+        del buffer
+        assert ring() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("kind", ["indexed", "nested"])
