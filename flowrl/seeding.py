@@ -30,32 +30,43 @@ def random_stream(seed: int | None, *purpose: str | int) -> np.random.Generator:
     return np.random.default_rng(derive_seed(seed, *purpose))
 
 
-class RowNoise(np.random.Generator):
-    """The numbers of a random generator that belong to some rows of a batch.
+class RowNoise:
+    """Random numbers for some rows of a batch.
 
-    It draws arrays for all rows of the batch, or for several blocks of them, and returns the part
-    of its rows: processes that share out a batch use the numbers that one process would use.
+    It draws numbers for all rows of the batch, and returns those of its rows: processes that share
+    out a batch use the numbers that one process would use.
 
     Args:
-        rng: the generator; it advances as if it had drawn for all rows.
-        begin, end: the rows.
+        rng: the generator.
+        begin, end: the rows, of which there is at least one.
         num_rows: number of rows of the batch.
     """
 
     def __init__(self, rng: np.random.Generator, begin: int, end: int, num_rows: int):
-        super().__init__(rng.bit_generator)
+        self._rng = rng
         self._begin, self._end, self._num_rows = begin, end, num_rows
 
-    def standard_normal(self, size: Any = None, dtype: Any = np.float64, out: Any = None) -> Any:
-        """Return standard normal numbers of shape `size`, (rows, …) or (blocks * rows, …)."""
-        return self._part(super().standard_normal(self._full_size(size), dtype))
+    def standard_normal(self, size: tuple[int, ...], dtype: Any = np.float64) -> np.ndarray:
+        """Return standard normal numbers, as `numpy.random.Generator.standard_normal`.
 
-    def uniform(self, low: Any = 0.0, high: Any = 1.0, size: Any = None) -> Any:
-        """Return uniform numbers of shape `size`, (rows, …) or (blocks * rows, …)."""
-        return self._part(super().uniform(low, high, self._full_size(size)))
+        Args:
+            size: (rows, …), or (blocks * rows, …) for several numbers per row.
+            dtype: numpy.float32 or numpy.float64.
+
+        Raises:
+            ValueError: the first number of `size` is no multiple of the number of rows.
+        """
+        return self._part(self._rng.standard_normal(self._full_size(size), dtype))
+
+    def uniform(self, low: float, high: float, size: tuple[int, ...]) -> np.ndarray:
+        """Return uniform numbers, as `numpy.random.Generator.uniform`; see `standard_normal`."""
+        return self._part(self._rng.uniform(low, high, self._full_size(size)))
 
     def _full_size(self, size: tuple[int, ...]) -> tuple[int, ...]:
-        return (size[0] // (self._end - self._begin), self._num_rows, *size[1:])
+        rows = self._end - self._begin
+        if not size or size[0] % rows:
+            raise ValueError(f"noise of shape {size} for {rows} rows: its first axis must be rows")
+        return (size[0] // rows, self._num_rows, *size[1:])
 
     def _part(self, numbers: np.ndarray) -> np.ndarray:
         return numbers[:, self._begin : self._end].reshape(-1, *numbers.shape[2:])

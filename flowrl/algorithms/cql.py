@@ -156,12 +156,13 @@ class CQLTorchPolicy(SACTorchPolicy):
         """
         repeats, shape = self.config.num_actions, self.action_space.shape or ()
         rows = repeats * batch.count
-        uniform = self.learner.row_rng.uniform(-1, 1, (rows, *shape)).astype(np.float32)
+        rng: Any = self.learner.row_rng
+        uniform = rng.uniform(-1, 1, (rows, *shape)).astype(np.float32)
         logps = [np.full(rows, -math.prod(shape) * math.log(2.0), np.float32)]
         actions = [uniform]
         for name in ("obs", "new_obs"):
             outputs = np.tile(self.model.outputs_numpy(batch.array(name)), (repeats, 1))
-            drawn, logp = self.dist_class.act(outputs, self.learner.row_rng, True)
+            drawn, logp = self.dist_class.act(outputs, rng, True)
             actions.append(drawn)
             logps.append(logp)
         return np.concatenate(actions), np.concatenate(logps)

@@ -50,8 +50,9 @@ class OffPolicyConfig(AlgorithmConfig):
     """Rows stored before training begins."""
     training_intensity: Annotated[Positive, Field(le=10_000)] | None = None
     """Rows trained on per row stored after `learning_starts`; None trains on one batch per stored
-    batch. Rows of policies that do not learn (`policies_to_train`) are stored and drawn, too, and
-    count in both, unless the plan leaves them out (SelectExperiences)."""
+    batch. Rows of policies that do not learn (`policies_to_train`) are stored and drawn, too: they
+    count as rows stored and as rows trained on, unless the plan leaves them out with
+    SelectExperiences."""
     n_step: Count = 1
     """Number of rewards in a target before the value of the next state (n-step returns)."""
     prioritized_replay: bool = False

@@ -78,7 +78,7 @@ class ShardState:
 class ConstructorError(Exception):
     """The object of an actor could not be created after the actor had started.
 
-    It is handled like the death of an actor whose constructor raised.
+    The plan handles this error like the death of an actor whose constructor raised.
     """
 
     actor_init_failed = True  # as in Ray's ActorDiedError
@@ -102,8 +102,8 @@ def original_error(error: Any) -> BaseException:
     from ray.exceptions import RayTaskError
 
     cause = error.cause
-    of_another_actor = is_death(cause) and not isinstance(cause, ConstructorError)
-    if type(cause) in (RayTaskError, str) or of_another_actor:
+    another_died = is_death(cause) and not isinstance(cause, ConstructorError)
+    if type(cause) in (RayTaskError, str) or another_died:
         return error
     return cause  # the notes of the exception hold the traceback
 

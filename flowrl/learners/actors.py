@@ -100,9 +100,8 @@ class LearnerActor:
             clip_minibatch_size: see `update_policies`.
 
         Returns:
-            the updates; the number of rows of each policy that this learner's losses were means
-            over, in all updates together; and the resulting state of the policies, None except on
-            the first learner.
+            the updates; the number of rows of each policy that this learner has learned from, over
+            all passes; and the resulting state of the policies, None except on the first learner.
         """
         from flowrl.learners.process_group import learning_state
 
@@ -121,8 +120,7 @@ class LearnerActor:
             policy.on_global_var_update(global_vars)
         updated = {policy_id: self.policies[policy_id] for policy_id in rows}
         shares = {
-            policy_id: policy.learner.gradient.take_rows_of_process()
-            for policy_id, policy in updated.items()
+            policy_id: policy.learner.gradient.num_rows for policy_id, policy in updated.items()
         }
         return updates, shares, learning_state(updated) if self._is_first else None
 

@@ -22,7 +22,7 @@ from flowrl.learners.learner import (
     trainable_policies,
     update_policies,
 )
-from flowrl.policies.learning.epochs import concat_row_stats
+from flowrl.policies.learning.epochs import concat_row_stats, mean_stats
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.seeding import restore_stream, stream_state
 
@@ -74,15 +74,7 @@ def merge_updates(by_worker: Sequence[Updates]) -> Updates:
     merged: Updates = {}
     for policy_id in sorted({policy_id for updates in by_worker for policy_id in updates}):
         parts = [updates[policy_id] for updates in by_worker if policy_id in updates]
-        stats: dict[str, float] = {}
-        for name in dict.fromkeys(name for part in parts for name in part.stats):
-            values = [(part.stats[name], part.rows) for part in parts if name in part.stats]
-            first = values[0][0]
-            if all(value == first for value, _ in values):
-                stats[name] = first  # without rounding
-            else:
-                total = sum(rows for _, rows in values)
-                stats[name] = sum(value * rows for value, rows in values) / total
+        stats = mean_stats([part.stats for part in parts], [part.rows for part in parts])
         merged[policy_id] = PolicyUpdate(
             stats,
             sum(part.rows for part in parts),

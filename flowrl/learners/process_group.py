@@ -97,6 +97,15 @@ class ProcessGroup:
         variance = max(squares - count * mean * mean, 0.0) / max(count - 1, 1)
         return values.new_tensor(math.sqrt(variance)), values.new_tensor(mean)
 
+    def object_of_last(self, value: T) -> T:
+        """Return the value that the last process passes, on all processes."""
+        values = [value]
+        try:
+            dist.broadcast_object_list(values, src=self.size - 1, device=self.device)
+        except RuntimeError as error:
+            raise ProcessGroupError(f"process {self.rank} of {self.size}: {error}") from error
+        return values[0]
+
     def pad_minibatches(self, minibatches: Iterator[T]) -> Iterator[T | None]:
         """Return the minibatches, padded with None to the same number on all processes."""
         local = list(minibatches)

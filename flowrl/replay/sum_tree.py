@@ -32,8 +32,8 @@ class SumTree:
         self._root_starts = np.zeros(len(self._roots) + 1)  # sum of all roots before each
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # copied arrays are no views of each other, so a copy computes its sums again
-        return _tree_of, (self.leaves.copy(),)
+        # pickle copies views as separate arrays, so a copy is rebuilt from its leaves
+        return _tree_from_weights, (self.leaves.copy(),)
 
     @property
     def leaves(self) -> np.ndarray:
@@ -103,7 +103,7 @@ class SumTree:
         return nodes
 
 
-def _tree_of(weights: np.ndarray) -> SumTree:
+def _tree_from_weights(weights: np.ndarray) -> SumTree:
     """Return a tree with these weights [size]."""
     tree = SumTree(len(weights))
     tree.set(np.arange(len(weights)), weights)

@@ -19,7 +19,7 @@ class SpareWorker(RolloutWorker):
 
     def __init__(self, arguments: dict[str, Any]):
         self._arguments = arguments
-        self._problem: str | None = None  # why `become` failed
+        self._error: Exception | None = None  # of `become`
 
     def become(self, worker_index: int, restart_count: int, num_workers: int) -> None:
         """Create the environments and policies of a worker.
@@ -34,12 +34,13 @@ class SpareWorker(RolloutWorker):
         try:
             super().__init__(**{**self._arguments, **numbers})
         except Exception as error:
-            self._problem = f"{type(error).__name__}: {error}"
+            self._error = error
             raise
 
     def apply(self, fn: Callable[..., Any], *args: Any) -> Any:
-        if self._problem is not None:
-            raise ConstructorError(self._problem)
+        if self._error is not None:
+            message = f"{type(self._error).__name__}: {self._error}"
+            raise ConstructorError(message) from self._error
         return super().apply(fn, *args)
 
 

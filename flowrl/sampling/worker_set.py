@@ -370,27 +370,38 @@ class WorkerSet:
 
     def _load_remote_states(self) -> None:
         """Send the loaded states to the remote workers, and wait. Workers that have died are
-        replaced, unless the settings forbid it; the plan finds the others at its next pull."""
+        replaced, if the settings allow it; otherwise the plan reports them at its next pull."""
         if self._loaded is None or not self._remote:
             return
-        restarted = 0
-        deaths: tuple[type[Exception], ...] = (*death_errors(), ConstructorError)
         refs = [self._send_state(index, state) for index, state in enumerate(self._loaded)]
+        restarted = 0
         for index, (ref, state) in enumerate(zip(refs, self._loaded, strict=True)):
-            try:
-                restarted += ray_health.get(ref)
-            except deaths as error:
-                log.warning("worker %d has died (%s)", index + 1, type(error).__name__)
-                if self._replace_worker(index):
-                    restarted += ray_health.get(self._send_state(index, state))
+            restarts = self._restarted_episodes(index, ref)
+            steps = dict(self.env_steps_by_worker), self.env_steps_of_removed_workers
+            for _ in range(self.config.recovery.max_identical_deaths):
+                if restarts is not None or not self._replace_worker(index):
+                    break
+                restarts = self._restarted_episodes(index, self._send_state(index, state))
+            if state is not None:  # the new worker continues to count
+                self.env_steps_by_worker, self.env_steps_of_removed_workers = steps
+            restarted += restarts or 0
         self._loaded = None
         self.num_episodes_restarted += restarted
         if restarted:
             log.warning("%d episodes of remote workers could not be resumed", restarted)
 
+    def _restarted_episodes(self, index: int, ref: Any) -> int | None:
+        """Return the reply to a state: the number of episodes that begin again; None if the worker
+        has died."""
+        died: tuple[type[Exception], ...] = (*death_errors(), ConstructorError)
+        try:
+            return int(ray_health.get(ref))
+        except died as error:
+            log.warning("worker %d has died (%s)", index + 1, type(error).__name__)
+            return None
+
     def _send_state(self, index: int, state: dict[str, Any] | None) -> Any:
-        """Return the ref of a remote worker's reply: the number of its episodes that begin
-        again."""
+        """Send a loaded state to a remote worker; return the ref of `_restarted_episodes`."""
         worker = self.remote_workers()[index]
         if state is None:
             self.weight_sync.forget(index)

@@ -464,6 +464,17 @@ def test_settings_that_base_classes_of_the_config_read_have_an_effect(tmp_path):
         assert check_plan(algorithm.plan.stage, algorithm.workers) == []
 
 
+class OwnBuffer(DQNConfig):
+    def new_buffer(self, policy_id="default_policy", shard=0, num_shards=1):
+        return ReplayBuffer(self.replay_buffer_capacity)
+
+
+def test_settings_that_only_a_replaced_method_reads_have_no_effect():
+    with OwnBuffer(env="CartPole-v1", n_step=3).build(plan="dqn") as algorithm:
+        problems = check_plan(algorithm.plan.stage, algorithm.workers)
+    assert [problem.text.partition(" has")[0] for problem in problems] == ["n_step=3"]
+
+
 def test_unused_setting_names_the_line_that_sets_it(tmp_path):
     text = (PLANS_DIR / "dqn.py").read_text()
     text = text.replace("config.target_network_update_freq", "500")

@@ -32,6 +32,7 @@ from flowrl.ops import (
 from flowrl.policies import PolicySpec
 from flowrl.sampling import DefaultCallbacks
 from flowrl.sampling.rollout_worker import RolloutWorker
+from flowrl.sampling.worker_set import env_steps_in
 from flowrl.trainer.plan_settings import plan_config
 from tests.data.test_checkpoint import assert_same
 
@@ -445,12 +446,18 @@ def test_dead_worker_loses_only_its_own_episodes(tmp_path, ray_session, caplog):
         assert result["timesteps_total"] == 64
 
 
+class FailsAtFirstRestart(DefaultCallbacks):
+    def on_sub_environment_created(self, *, worker, **kwargs):
+        if worker.restart_count == 1:
+            raise OSError("the port is in use")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recreate", [True, False])
 def test_restoring_replaces_workers_that_have_died(tmp_path, ray_session, recreate):
     config = A2CConfig(
         env="CartPole-v1", num_workers=2, train_batch_size=32, seed=1,
-        recreate_failed_workers=recreate,
+        recreate_failed_workers=recreate, callbacks_class=FailsAtFirstRestart,
     )  # fmt: skip
     with config.build() as algorithm:
         for _ in range(3):
@@ -466,6 +473,7 @@ def test_restoring_replaces_workers_that_have_died(tmp_path, ray_session, recrea
         if recreate:
             steps = [RolloutWorker.env_steps_in(states[0]) for states in (restored, saved)]
             assert steps[0] == steps[1] > 0
+            assert env_steps_in(algorithm.workers.state_dict()) == algorithm.env_steps
         else:
             with pytest.raises(ShardFailedError, match="recreate_failed_workers is False"):
                 algorithm.train()

@@ -242,13 +242,16 @@ def _read_by_methods(names: set[str], config_class: type) -> set[str]:
     while remaining:
         name = remaining.pop()
         done.add(name)
-        for parent in config_class.__mro__:  # a method may call that of a base class
+        for parent in config_class.__mro__:
             member = vars(parent).get(name)
             function = member.fget if isinstance(member, property) else member
             if isinstance(function, FunctionType):
-                read = _read_in_text(textwrap.dedent(inspect.getsource(function)))
+                text = textwrap.dedent(inspect.getsource(function))
+                read = _read_in_text(text)
                 found |= read
                 remaining |= read - done
+                if "super()" not in text:  # it replaces the method of the base class
+                    break
     return found
 
 

@@ -66,7 +66,8 @@ def mean_stats(stats: Sequence[Stats], weights: Sequence[float] | None = None) -
 
     Args:
         stats: the statistics of each.
-        weights: the weight of each, not all 0 where a statistic is reported; None for equal ones.
+        weights: one weight per entry; None weights all equally. For each statistic, one of the
+            entries that report it must have a weight above 0.
     """
     if len(stats) == 1:
         return dict(stats[0])

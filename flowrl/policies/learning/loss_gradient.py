@@ -27,6 +27,7 @@ class LossGradient:
 
     Attributes:
         row_stats: values per row that the loss recorded, one dict per microbatch.
+        num_rows: in a group, rows that this process has learned from in the current batch.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class LossGradient:
         split: Callable[[SampleBatch, int], Iterable[SampleBatch]],
     ):
         self.row_stats: list[dict[str, Any]] = []
-        self._rows_of_process = 0
+        self.num_rows = 0
         self._policy = policy
         self._parameters = parameters
         self._kernel = kernel
@@ -112,7 +113,6 @@ class LossGradient:
                 cause = error
                 policy.flat.gradient.fill_(torch.nan)  # so that every process raises
         count = 0 if batch is None else policy.tensors(batch).count  # without burn-in rows
-        self._rows_of_process += count
         group.average_gradient(policy.flat.gradient, count)
         norm = float(torch.linalg.vector_norm(policy.flat.gradient))
         if not np.isfinite(norm):
@@ -120,13 +120,8 @@ class LossGradient:
                 f"the gradient of {type(policy).__name__} over {group.size} processes is not "
                 "finite: the update was refused and the weights are unchanged"
             ) from cause
+        self.num_rows += count
         return {**stats, "grad_norm": norm}
-
-    def take_rows_of_process(self) -> int:
-        """Return the number of rows that the losses of this process of a group were means over,
-        since the last call."""
-        rows, self._rows_of_process = self._rows_of_process, 0
-        return rows
 
     def clip(self, norm: float) -> None:
         """Clip the gradient, whose norm is `norm`, by the settings `grad_clip` and

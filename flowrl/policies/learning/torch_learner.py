@@ -64,6 +64,7 @@ class TorchLearner:
         "optimizers": list[dict[str, dict[str, Any]]],
         "lrs": list[list[float]],
         "num_updates": Natural,
+        "updates_in_batch": Natural,
         "num_skipped_updates": Natural,
         "rng": dict[str, Any],
     }
@@ -159,6 +160,7 @@ class TorchLearner:
         policy = self.policy
         row_stats = self._epoch_row_stats = []
         before = self.num_updates
+        self.gradient.num_rows = 0
         try:
             batch = self.prepare_batch(batch)
             is_captured = self.captured.supports(batch, size or batch.count)
@@ -206,6 +208,7 @@ class TorchLearner:
                 )
             finally:
                 self._row_noise = None
+            self._follow_last_process(batch)
         self.step(stats["grad_norm"])
         if len(stats) == 1:
             return {}  # this process had no rows
@@ -223,10 +226,25 @@ class TorchLearner:
         begin, end = (batch.count * index // group.size for index in (group.rank, group.rank + 1))
         return RowNoise(self.rng, begin, end, batch.count)
 
+    def _follow_last_process(self, batch: SampleBatch | None) -> None:
+        """Set `rng` to the state of the group's last process, if the batch has fewer rows or
+        sequences than the group has processes.
+
+        The last process always has some of them. Those without have drawn no noise.
+        """
+        group = self.process_group
+        if batch is None or group is None or not group.splits_rows:
+            return
+        if (len(batch["seq_lens"]) if "seq_lens" in batch else batch.count) < group.size:
+            restore_stream(self.rng, group.object_of_last(stream_state(self.rng)))
+
     @property
-    def row_rng(self) -> np.random.Generator:
-        """The stream of random numbers for the rows of the current minibatch, one after the other;
-        also for several blocks of the rows. `rng` is for numbers that belong to no row."""
+    def row_rng(self) -> np.random.Generator | RowNoise:
+        """The random stream for noise with one entry per row of the minibatch.
+
+        In a group of learners, it returns the entries of this process's rows. Use `rng` for noise
+        that all rows share.
+        """
         return self._row_noise or self.rng
 
     def skip_nonfinite(self, update: Callable[[Any], Stats], batch: SampleBatch | None) -> Stats:
@@ -353,7 +371,7 @@ class TorchLearner:
         return value if self.process_group is None else self.process_group.mean(value)
 
     def standard_normal(self, *shape: int) -> torch.Tensor:
-        """Return standard normal noise [*shape], float32, on the policy's device."""
+        """Return standard normal noise of shape [rows, …], float32, on the policy's device."""
         if self._noise_source is not None:
             return self._noise_source(shape)
         return torch.from_numpy(self.draw_noise(shape)).to(self.policy.device)
@@ -434,6 +452,7 @@ class TorchLearner:
             "optimizers": optimizers,
             "lrs": [[group["lr"] for group in o.param_groups] for o in self.optimizers],
             "num_updates": self.num_updates,
+            "updates_in_batch": self.updates_in_batch,
             "num_skipped_updates": self.num_skipped_updates,
             "rng": stream_state(self.rng),
         }
@@ -468,8 +487,8 @@ class TorchLearner:
                 ) from error
             for group, lr in zip(optimizer.param_groups, lrs, strict=True):
                 group["lr"] = lr
-        before, self.num_updates = self.num_updates, int(state["num_updates"])
-        self.updates_in_batch = max(self.num_updates - before, 1)  # of learners on actors
+        self.num_updates = int(state["num_updates"])
+        self.updates_in_batch = int(state["updates_in_batch"])
         self.num_skipped_updates = int(state["num_skipped_updates"])
         restore_stream(self.rng, state["rng"])
 
