@@ -13,6 +13,12 @@ from flowrl.monitoring.trace import DRIVER, FIRST_WORKER, LEARNER, Tracer, clock
 from tests.monitoring.fakes import SMALL
 
 
+@pytest.fixture(autouse=True)
+def every_pull_is_timed(monkeypatch):
+    """On a fast machine, quick pulls are only sampled."""
+    monkeypatch.setattr("flowrl.iter.profiler.MAX_INTERVAL", 1)
+
+
 def traced(algorithm, path, iterations=4):
     """Train, and return the events by phase."""
     with algorithm:
