@@ -24,7 +24,7 @@ from flowrl.iter import (
     from_range,
     ray_runtime,
 )
-from flowrl.iter.recovery import is_death
+from flowrl.iter.recovery import ConstructorError, is_death, original_error
 from flowrl.iter.shard_stream import ShardRequest, ShardStream
 
 QUICK = Recovery(backoff_s=0.01)
@@ -334,6 +334,16 @@ def test_shard_that_the_memory_monitor_kills_counts_as_dead():
     raised_by_code = RayTaskError("apply", "traceback", error).as_instanceof_cause()
     assert isinstance(raised_by_code, OutOfMemoryError)
     assert not is_death(raised_by_code)
+
+
+def test_actor_that_cannot_create_its_object_counts_as_dead():
+    from ray.exceptions import RayTaskError
+
+    error = ConstructorError("OSError: the port is in use")
+    raised_by_actor = RayTaskError("apply", "traceback", error).as_instanceof_cause()
+    assert original_error(raised_by_actor) is error
+    assert is_death(error)
+    assert not is_death(raised_by_actor)
 
 
 @pytest.mark.slow

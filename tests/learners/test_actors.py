@@ -23,6 +23,7 @@ from flowrl.envs import make_multi_agent
 from flowrl.iter import LocalIterator
 from flowrl.iter.errors import ShardFailedError
 from flowrl.iter.gather_sync import GatherSync
+from flowrl.learners.actors import _merge_shares
 from flowrl.learners.decentralized import merge_updates
 from flowrl.learners.learner import PolicyUpdate
 from flowrl.ops import (
@@ -131,6 +132,16 @@ def test_two_learners_equal_one(case):
         assert states[0]["learner"]["rng"] == states[1]["learner"]["rng"]
         for index, slot in adam.items():  # checkpoints of both resume alike
             np.testing.assert_allclose(other_adam[index]["exp_avg"], slot["exp_avg"], atol=1e-6)
+
+
+def test_statistics_of_learners_are_weighted_by_their_rows():
+    def update(loss, errors):
+        return {"p": PolicyUpdate({"loss": loss}, 5, row_stats={"td_error": np.array(errors)})}
+
+    by_learner = [update(1.0, [1.0, 2.0]), update(6.0, [3.0, 4.0, 5.0]), {"p": PolicyUpdate({}, 5)}]
+    merged = _merge_shares(by_learner, [{"p": 2}, {"p": 3}, {"p": 0}])["p"]
+    assert (merged.stats, merged.rows) == ({"loss": 4.0}, 5)
+    assert merged.row_stats["td_error"].tolist() == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("num_learners", [0, 1])
