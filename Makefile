@@ -30,7 +30,7 @@ train: .venv/installed-train
 
 announce-test:
 	@[ -e .venv/installed-test ] || echo "== install 3.2 GB (about 2 minutes), then"
-	@echo "== run the quick tests (5 to 7 minutes on 2 cores)"
+	@echo "== run the quick tests (4 to 7 minutes on 2 cores)"
 
 test: announce-test .venv/installed-test
 	$(BIN)/pytest
