@@ -196,6 +196,8 @@ class Checkpointing:
     def restore(self, path: Path | str, other_plan: bool = False) -> None:
         """Load a checkpoint of the same plan and settings.
 
+        Remote workers that have died are replaced, unless `recreate_failed_workers` is False.
+
         Args:
             path: a checkpoint, or a run directory (its newest checkpoint is used).
             other_plan: accept a plan file whose text differs; its stages must be the same.
