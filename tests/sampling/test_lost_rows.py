@@ -265,7 +265,7 @@ def test_callbacks_see_no_invalid_values_of_dropped_episodes(collector, at_reset
     tags = w.reply_tags()
     assert len(faulty) == tags["faulty_episodes"] == (0 if at_reset else 1)
     assert tags["env_restarts"] == (2 if at_reset else 1)
-    tags = w.reply_tags()  # what was reported before is not counted again
+    tags = w.reply_tags()  # reported failures are not counted again
     assert tags["faulty_episodes"] == tags["env_restarts"] == 0
     assert "recreating the environment" in caplog.text
     assert '"drop" drops' not in caplog.text

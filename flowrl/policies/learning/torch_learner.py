@@ -148,9 +148,9 @@ class TorchLearner:
         any; None if there are fewer rows than processes."""
         if "seq_lens" in batch:
             sequences = list(sequence_minibatches(batch, 1, shuffle=False))
-            begin, end = (len(sequences) * index // num_processes for index in (rank, rank + 1))
+            begin, end = _share(len(sequences), rank, num_processes)
             return SampleBatch.concat_samples(sequences[begin:end]) if end > begin else None
-        begin, end = (batch.count * index // num_processes for index in (rank, rank + 1))
+        begin, end = _share(batch.count, rank, num_processes)
         return batch[begin:end] if end > begin else None
 
     # -- updates -------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ class TorchLearner:
         group = self.process_group
         if batch is None or group is None or not group.splits_rows or "seq_lens" in batch:
             return None
-        begin, end = (batch.count * index // group.size for index in (group.rank, group.rank + 1))
+        begin, end = _share(batch.count, group.rank, group.size)
         return RowNoise(self.rng, begin, end, batch.count)
 
     def _follow_last_process(self, batch: SampleBatch | None) -> None:
@@ -537,3 +537,9 @@ def _with_layout_of(
 def _restore(buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for buffer, before in buffers:
         buffer.copy_(before)
+
+
+def _share(count: int, rank: int, num_processes: int) -> tuple[int, int]:
+    """Return the begin and the end of the part of `count` items that one of several processes
+    takes."""
+    return count * rank // num_processes, count * (rank + 1) // num_processes
