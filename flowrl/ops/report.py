@@ -14,7 +14,13 @@ from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
 from flowrl.iter.metrics import Timer, current_journal
 from flowrl.iter.stage import operator_of, walk
-from flowrl.ops.plan_metrics import Info, PlanMetrics, check_episode, without_row_stats
+from flowrl.ops.plan_metrics import (
+    MAX_EPISODES,
+    Info,
+    PlanMetrics,
+    check_episode,
+    without_row_stats,
+)
 from flowrl.sampling.episode import EpisodeMetrics, returns_by_policy
 from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.sampling.worker_set import WorkerSet
@@ -33,7 +39,9 @@ class ReportingConfig(Settings):
     reproducible."""
     min_sample_timesteps_per_iteration: NonNegativeInt = setting(0, group="reporting")
     """Minimum env steps between reports."""
-    metrics_num_episodes_for_smoothing: int = setting(100, group="reporting", ge=1, le=1_000_000)
+    metrics_num_episodes_for_smoothing: int = setting(
+        100, group="reporting", ge=1, le=MAX_EPISODES
+    )
     """Number of most recent episodes that episode statistics are computed over."""
     monitor: bool = setting(True, group="reporting")
     """Measure the plan once per second while it trains, for the `diagnosis` of results and the

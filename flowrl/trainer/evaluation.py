@@ -83,11 +83,13 @@ def evaluate_policies(
     """
     check_env(config)
     num_envs = min(num_envs, duration)
+    steps = -(-duration // num_envs)  # of each environment, with `by_steps`
+    num_fragments = -(-steps // 64)  # the last one ends with the duration
     seed_path = ("evaluation", part) if part else ("evaluation",)
     settings = _evaluation_worker_settings(config).updated(
         num_envs_per_worker=num_envs,
         seed=derive_seed(config.seed, *seed_path),
-        rollout_fragment_length=min(64, -(-duration // num_envs)) if by_steps else 64,
+        rollout_fragment_length=-(-steps // num_fragments) if by_steps else 64,
         explore=explore,
     )
     env: Any = config.env
@@ -248,6 +250,7 @@ class EvaluationWorkers:
             num_spare_workers=0,
             num_envs_per_worker=1,
             sample_async=False,
+            callbacks_class=None,
         )
         return WorkerSet(config.env_or_spaces(), self._policy_class, config)
 
@@ -444,7 +447,8 @@ def _evaluation_policy(policy: Policy, explore: bool) -> type[Policy]:
             return self._act(policy.compute_actions_from_input_dict, input_dict, explore)
 
         def _act(self, compute: Any, inputs: Any, explore: bool) -> Any:
-            own: dict[str, Any] = {"rng": self.rng}
+            # the index: the same exploration in this process as on evaluation workers
+            own: dict[str, Any] = {"rng": self.rng, "worker_index": 0, "num_workers": 0}
             if hasattr(policy, "_network_rng"):
                 own["_network_rng"] = self._network_rng
             if self._exploration is not None:

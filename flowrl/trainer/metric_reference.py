@@ -42,7 +42,8 @@ RESULT_METRICS = {
     "num_env_steps_sampled": Metric("env steps", "The same as timesteps_total."),
     "num_env_steps_sampled_lifetime": Metric("env steps", "The same as timesteps_total."),
     "num_env_steps_trained": Metric(
-        "env steps", "Env steps trained on since the start; replayed ones count each time."
+        "env steps",
+        "Env steps trained on since the start; each training operator and replay counts them.",
     ),
     "num_agent_steps_sampled": Metric("agent steps", "The same as agent_timesteps_total."),
     "num_agent_steps_trained": Metric("agent steps", "Agent steps trained on since the start."),
@@ -151,7 +152,7 @@ _COUNTERS = {
     "num_env_steps_sampled": Metric("env steps", "Env steps sampled since the start."),
     "num_agent_steps_sampled": Metric("agent steps", "Agent steps sampled since the start."),
     "num_agent_steps_stored": Metric("agent steps", "Rows stored in replay buffers."),
-    "num_env_steps_trained": Metric("env steps", "Env steps trained on since the start."),
+    "num_env_steps_trained": RESULT_METRICS["num_env_steps_trained"],
     "num_agent_steps_trained": Metric("agent steps", "Agent steps trained on since the start."),
     "num_agent_steps_replayed/<policy>": Metric(
         "agent steps", "Agent steps drawn from replay buffers."

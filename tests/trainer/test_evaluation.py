@@ -3,15 +3,18 @@
 import json
 import os
 import threading
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
 
 from flowrl.algorithms.a2c import A2C, A2CConfig
+from flowrl.algorithms.dqn import DQNConfig
 from flowrl.algorithms.td3 import TD3
 from flowrl.data.checkpoint import CheckpointError, list_checkpoints
 from flowrl.policies import ConfigError
+from flowrl.sampling.callbacks import DefaultCallbacks
 from flowrl.trainer.evaluation import EvaluationWorkers, evaluation_settings
 from flowrl.trainer.runs.saved_run import best_checkpoint
 from tests.extras import require_extra
@@ -84,6 +87,15 @@ def test_evaluation_by_steps_ends_the_running_episodes():
         assert evaluation["episode_reward_mean"] == 3.0
     with a2c_config(env=FixedLength, env_config={"length": 1000}).build() as algorithm:
         assert algorithm.evaluate(timesteps=10, num_envs=2)["episodes"] == 2
+
+
+@pytest.mark.parametrize(
+    ("timesteps", "num_envs", "per_env"), [(64, 1, 7), (65, 1, 7), (260, 4, 7), (1030, 16, 7)]
+)
+def test_evaluation_by_steps_starts_no_episodes_after_the_steps(timesteps, num_envs, per_env):
+    with a2c_config(env=FixedLength, env_config={"length": 10}).build() as algorithm:
+        found = algorithm.evaluate(timesteps=timesteps, num_envs=num_envs)
+    assert found["episodes"] == per_env * num_envs
 
 
 @pytest.mark.parametrize("num_envs", [1, 20, 200])
@@ -466,6 +478,54 @@ def test_evaluation_has_noise_of_its_own():
         after = policy.exploration.state_dict()
     assert before.keys() == after.keys()
     assert all(np.array_equal(after[name], value) for name, value in before.items())
+
+
+class RewardsAction(FixedLength):
+    """The reward is the action, 0 or 1; all observations are equal."""
+
+    def step(self, action):
+        observation, _, *ends = super().step(action)
+        return observation, float(action), *ends
+
+
+def test_evaluation_explores_equally_with_and_without_workers(ray_session):
+    returns = []
+    for num_workers in (0, 2):
+        config = DQNConfig(
+            env=RewardsAction,
+            env_config={"length": 100},
+            num_workers=num_workers,
+            exploration_config={"type": "PerWorkerEpsilonGreedy"},
+            seed=1,
+        )
+        with config.build() as algorithm:
+            returns.append(algorithm.evaluate(episodes=5, explore=True)["episode_reward_mean"])
+            assert algorithm.evaluate(episodes=5)["episode_reward_mean"] in (0, 100)
+    assert returns[0] == returns[1]
+    assert returns[0] not in (0, 100)
+
+
+class RecordsEnvironments(DefaultCallbacks):
+    def on_sub_environment_created(self, *, worker, **kwargs):
+        (Path(worker.config.env_config["folder"]) / str(os.getpid())).touch()
+
+
+class WithFolder(FixedLength):
+    def __init__(self, folder):
+        super().__init__()
+
+
+def test_evaluation_workers_call_no_callbacks(ray_session, tmp_path):
+    config = a2c_config(
+        env=WithFolder,
+        env_config={"folder": str(tmp_path)},
+        callbacks_class=RecordsEnvironments,
+        evaluation_interval=1,
+        evaluation_num_workers=1,
+    )
+    with config.build() as algorithm:
+        assert algorithm.train()["evaluation"]["episodes"] == 10
+    assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]
 
 
 def test_each_evaluated_policy_is_saved_if_evaluations_are_the_score(tmp_path):
