@@ -95,7 +95,7 @@ def reject_settings(command: str, run: str, arguments: Sequence[str]) -> None:
         run: path of the run.
         arguments: those that are no options of the command.
     """
-    method = {"resume": "learn()", "evaluate": "evaluate()"}[command]
+    method = {"resume": "learn(total_timesteps=…)", "evaluate": "evaluate()"}[command]
     for word in arguments:
         flag, _, value = word.partition("=")
         name = flag[2:].replace("-", "_") if flag.startswith("--") else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ from flowrl.cli.display import printable
 from flowrl.errors import ConfigError
 from flowrl.monitoring.activity import Activity, StageActivity, WorkerActivity
 from flowrl.trainer.runs.activity_log import read_activities
+from flowrl.trainer.runs.saved_run import is_in_use, read_events
 
 _PARTS = ("env_step_s", "reset_s", "inference_s", "collection_s", "postprocess_s", "weights_s")
 
@@ -34,8 +36,20 @@ def diagnose_command(arguments: list[str]) -> int:
             "first fragment, its first fragment is not complete (if an environment hangs, set "
             "env_step_timeout_s), or its setting monitor is off"
         )
-    print(printable(format_activity(activities[-1])))
+    print(printable(f"{_state_of(run_dir)}\n{format_activity(activities[-1])}"))
     return 0
+
+
+def _state_of(run_dir: Path) -> str:
+    """Return a line that says whether a run trains, or how it ended."""
+    events = read_events(run_dir)
+    if is_in_use(run_dir) or not events:
+        return "The run is training." if is_in_use(run_dir) else "The run is not training."
+    last = events[-1]
+    if last["kind"] == "killed":
+        command = f"flowrl resume {shlex.quote(str(run_dir))}"
+        return f"The run has no end: {last['text']}. To continue it: {command}"
+    return f"The run has {last['kind']}: {last['text']}"
 
 
 def format_activity(activity: Activity) -> str:

@@ -109,7 +109,7 @@ def resume_run(
         ConfigError: the settings are invalid, or the run directory cannot be read.
     """
     config, run_dir = saved.config, saved.run_dir
-    saved_stop = StopRules() if run_dir is None else saved_stop_rules(run_dir, config)
+    saved_stop = StopRules() if run_dir is None else saved_stop_rules(run_dir, config, stop)
     total = total_of_resumed(config.total_timesteps, stop, saved_stop)
     config = config.updated(total_timesteps=total)
     if not stop.is_set():

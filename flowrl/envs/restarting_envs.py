@@ -258,7 +258,8 @@ class RestartingEnvs:
         early, late = self._failures[index], self._late_failures[index]
         if early > self._max_restarts or late > LATE_FACTOR * self._max_restarts:
             repeated = f", which failed {early + late} times in a row" if early + late > 1 else ""
-            add_note(error, f"raised by {origin}{repeated}")
+            setting = f"max_num_env_restarts={self._max_restarts}"
+            add_note(error, f"raised by {origin}{repeated} ({setting})")
             self._failures[index] = self._late_failures[index] = 0
             self._discard(index)
             raise error

@@ -39,9 +39,7 @@ class ReportingConfig(Settings):
     reproducible."""
     min_sample_timesteps_per_iteration: NonNegativeInt = setting(0, group="reporting")
     """Minimum env steps between reports."""
-    metrics_num_episodes_for_smoothing: int = setting(
-        100, group="reporting", ge=1, le=MAX_EPISODES
-    )
+    metrics_num_episodes_for_smoothing: int = setting(100, group="reporting", ge=1, le=MAX_EPISODES)
     """Number of most recent episodes that episode statistics are computed over."""
     monitor: bool = setting(True, group="reporting")
     """Measure the plan once per second while it trains, for the `diagnosis` of results and the

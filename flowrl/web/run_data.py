@@ -17,7 +17,7 @@ from flowrl.errors import ConfigError
 from flowrl.monitoring.activity import Activity
 from flowrl.trainer.metric_names import flatten_result
 from flowrl.trainer.runs.activity_log import FILE as ACTIVITY_FILE
-from flowrl.trainer.runs.saved_run import is_in_use, read_config
+from flowrl.trainer.runs.saved_run import is_in_use, read_config, read_events
 from flowrl.web.growing_file import GrowingFile
 
 MAX_POINTS = 1000  # of a curve
@@ -169,7 +169,7 @@ class RunData:
 
     def _events(self, activities: Sequence[Activity]) -> list[dict[str, Any]]:
         """Return what happened to the run, the newest first."""
-        events = [*_read_events(self.path)]
+        events = read_events(self.path)
         for checkpoint in list_checkpoints(self.path):
             events.append(
                 {
@@ -218,18 +218,6 @@ def _thinned(values: list[Any], max_count: int) -> list[Any]:
         return values
     step = len(values) / (max_count - 1)
     return [values[int(i * step)] for i in range(max_count - 1)] + values[-1:]
-
-
-def _read_events(path: Path) -> list[dict[str, Any]]:
-    events = []
-    for line in _text(path / "events.jsonl").splitlines():
-        try:
-            event = json.loads(line)
-            events.append({"time": float(event["time"]), "kind": str(event["kind"]),
-                           "text": str(event["text"]), "stage": event.get("stage")})  # fmt: skip
-        except (ValueError, TypeError, KeyError):
-            continue
-    return events
 
 
 def _text(path: Path) -> str:

@@ -50,7 +50,7 @@ def make_app(paths: Sequence[Path]) -> Any:
         known = {run.path for run in data}
         for path in paths:
             with suppress(ConfigError):  # the path was removed
-                for run in find_runs([path]):
+                for run in find_runs([path], warn=False):
                     if run not in known:
                         known.add(run)
                         with suppress(ConfigError):  # it is being created, or is damaged

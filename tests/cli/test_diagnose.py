@@ -1,10 +1,14 @@
 """`flowrl diagnose` and `flowrl check`."""
 
+import json
 import os
 
+import pytest
+
 from flowrl import PPO
-from flowrl.cli.diagnose import format_activity
+from flowrl.cli.diagnose import _state_of, format_activity
 from flowrl.trainer.runs.activity_log import read_activities
+from flowrl.trainer.runs.run_directory import RunDirectory
 from tests.monitoring.fakes import SMALL, activity, stage, worker
 
 PLAN = """
@@ -48,8 +52,31 @@ def test_run_writes_its_activity_and_flowrl_diagnose_shows_it(cli, tmp_path):
     assert found[-1].iteration <= algorithm.iteration
     code, out, _ = cli("diagnose", "r")
     assert code == 0
-    assert out.splitlines()[0] == found[-1].diagnosis
+    state, diagnosis = out.splitlines()[:2]
+    assert state.startswith("The run has ended: time_total_s")
+    assert diagnosis == found[-1].diagnosis
     assert "TrainOneStep" in out
+
+
+@pytest.mark.parametrize(
+    ("kinds", "state"),
+    [
+        ([], "The run is not training."),
+        (["started", "ended"], "The run has ended: text"),
+        (["started", "failed"], "The run has failed: text"),
+        (["started"], "The run has no end: the process was killed or crashed, or runs on another"),
+        (["started", "ended", "resumed"], "The run has no end: "),
+    ],
+)
+def test_state_of_a_run(tmp_path, kinds, state):
+    lines = [json.dumps({"time": 1.0, "kind": kind, "text": "text"}) + "\n" for kind in kinds]
+    (tmp_path / "events.jsonl").write_text("".join(lines))
+    found = _state_of(tmp_path)
+    assert found.startswith(state)
+    assert (f"flowrl resume {tmp_path}" in found) == ("no end" in state)
+    run = RunDirectory(tmp_path, resume=True)
+    assert _state_of(tmp_path) == "The run is training."
+    run.close()
 
 
 def test_diagnosis_needs_a_run_with_measurements(cli, tmp_path):

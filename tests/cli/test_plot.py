@@ -84,6 +84,19 @@ def test_folders_of_runs_are_searched(tmp_path):
         find_runs([tmp_path / "missing"])
 
 
+def test_damaged_runs_of_a_folder_are_left_out(tmp_path, caplog):
+    a, b = write_run(tmp_path / "runs" / "a", [1.0]), write_run(tmp_path / "runs" / "b", [1.0])
+    (a / "config.json").write_text("garbage")
+    assert find_runs([tmp_path / "runs"], warn=False) == [b]
+    assert not caplog.records
+    assert find_runs([tmp_path / "runs"]) == [b]
+    (warning,) = caplog.records
+    assert f"left out: {a / 'config.json'}: damaged" in warning.getMessage()
+    (b / "config.json").unlink()
+    with pytest.raises(ConfigError, match="damaged"):
+        find_runs([tmp_path / "runs"])
+
+
 @pytest.mark.parametrize("suffix", [".svg", ".png", ".pdf"])
 def test_curves_are_drawn(cli, tmp_path, suffix):
     require_extra("plot")

@@ -219,6 +219,33 @@ def test_run_whose_plan_file_is_gone_continues_with_the_text_that_it_keeps(cli, 
     assert (code, err) == (0, "")
 
 
+def test_limits_of_the_run_are_not_needed_if_there_are_new_ones(cli, tmp_path):
+    assert cli("train", "ppo", *SEEDED, "--stop-timesteps", "64", "--run-dir", "r")[0] == 0
+    (tmp_path / "r" / "stop.json").unlink()
+    code, _, err = cli("resume", "r")
+    assert code == 2
+    assert "cannot read stop.json" in err
+    assert "give a limit" in err
+    code, _, err = cli("resume", "r", "--stop-timesteps", "128")
+    assert code == 0, err
+    assert len(read_results(tmp_path / "r")) == 2
+    assert cli("resume", "r")[0] == 0
+
+
+def test_results_without_a_checkpoint_are_computed_again(cli, tmp_path):
+    assert cli("train", "ppo", *SEEDED, "--stop-timesteps", "64", "--run-dir", "r")[0] == 0
+    shutil.copytree("r/checkpoints/000001", "one")
+    code, out, _ = cli("resume", "r", "--stop-timesteps", "256")
+    assert code == 0
+    assert "computed again" not in out
+    shutil.rmtree("r/checkpoints")
+    shutil.copytree("one", "r/checkpoints/000001")
+    code, out, _ = cli("resume", "r")
+    assert code == 0
+    assert "3 results after iteration 1, of which there is no checkpoint, will be computed" in out
+    assert len(read_results(tmp_path / "r")) == 4
+
+
 def test_damaged_setup_file_is_not_needed(cli, tmp_path):
     assert cli("train", "a2c", *SEEDED, "--stop-iters", "1", "--run-dir", "r")[0] == 0
     for text in ("[]", "{", '{"a": 1}'):

@@ -90,8 +90,8 @@ def test_activity_events_and_lags_are_shown(tmp_path):
     shown = RunData(run, "r").to_json()
     assert shown["diagnosis"] == "Slower."
     assert shown["lags"] == [[1, 2], [2, 2]]
-    assert [event["kind"] for event in shown["events"]] == ["restart", "started"]
-    assert shown["events"][0]["text"] == "2: restart of a worker"
+    assert [event["kind"] for event in shown["events"]] == ["killed", "restart", "started"]
+    assert shown["events"][1]["text"] == "2: restart of a worker"
     assert shown["history"]["stages"]["0"]["busy"] == [0.5, 0.5]
     assert shown["history"]["stages"]["0"]["rate"] == [3.0, 3.0]
     assert not shown["running"]

@@ -55,7 +55,7 @@ def learn(
     total = None
     if path is not None and resume:
         before = read_config(path)[0].get("total_timesteps")
-        saved = saved_stop_rules(path, config)
+        saved = saved_stop_rules(path, config, rules)
         total = total_of_resumed(before, rules, saved)
         rules = rules if rules.is_set() else saved
     rules.check(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ import numpy as np
 from flowrl.errors import ConfigError
 from flowrl.trainer.metric_names import flatten_result, metric_hint, metric_value
 from flowrl.trainer.runs.saved_run import read_command, read_config, read_results
+
+log = logging.getLogger("flowrl")
 
 NUM_POINTS = 200  # of the mean curve of a group
 MAX_NAMED = 3  # settings in the name of a curve
@@ -40,11 +43,17 @@ class Curve:
     high: np.ndarray
 
 
-def find_runs(paths: Sequence[Path]) -> list[Path]:
+def find_runs(paths: Sequence[Path], warn: bool = True) -> list[Path]:
     """Return run directories, each once: the paths themselves, or the runs in a folder of runs.
 
+    Damaged runs in a folder are left out.
+
+    Args:
+        paths: run directories, or folders of them.
+        warn: log a warning for each run that is left out.
+
     Raises:
-        ConfigError: a path is neither.
+        ConfigError: a path is neither, or its only runs are damaged.
     """
     found: list[Path] = []
     for path in paths:
@@ -52,10 +61,30 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
         if (path / "config.json").exists():
             found.append(path)
         elif inner:
-            found += inner
+            found += _intact(inner, warn)
         else:
             read_config(path)  # raises: it is not a run directory
     return list({path.resolve(): path for path in found}.values())
+
+
+def _intact(runs: Sequence[Path], warn: bool) -> list[Path]:
+    """Return the runs whose settings can be read.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    errors: dict[Path, ConfigError] = {}
+    for run in runs:
+        try:
+            read_config(run)
+        except ConfigError as error:
+            errors[run] = error
+    if len(errors) == len(runs):
+        raise errors[runs[0]]
+    if warn:
+        for reason in errors.values():
+            log.warning("left out: %s", reason)
+    return [run for run in runs if run not in errors]
 
 
 def learning_curves(run_dirs: Sequence[Path], metric: str = "episode_reward_mean") -> list[Curve]:

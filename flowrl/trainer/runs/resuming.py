@@ -8,23 +8,37 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.data.checkpoint import remove_partial_checkpoints
+from flowrl.errors import ConfigError
 from flowrl.iter.stage import walk
 from flowrl.ops import WriteParquet
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.runs.activity_log import truncate_activities
+from flowrl.trainer.runs.formatting import format_count
 from flowrl.trainer.runs.recording import end_recording_at
 from flowrl.trainer.runs.run_directory import RunDirectory
-from flowrl.trainer.runs.saved_run import read_stop_rules, result_at
+from flowrl.trainer.runs.saved_run import read_results, read_stop_rules, result_at
 from flowrl.trainer.runs.stop_rules import StopRules
 
 
-def saved_stop_rules(run_dir: Path, config: AlgorithmConfig) -> StopRules:
+def saved_stop_rules(run_dir: Path, config: AlgorithmConfig, new: StopRules) -> StopRules:
     """Return the limits of a run, which apply if it is resumed without new ones.
 
+    If there are new limits, a missing or damaged stop.json counts as one without limits.
+
+    Args:
+        run_dir: the run directory.
+        config: settings of the run.
+        new: the new limits.
+
     Raises:
-        ConfigError: stop.json is missing or damaged.
+        ConfigError: stop.json is missing or damaged, and there are no new limits.
     """
-    stop = StopRules.from_saved(read_stop_rules(run_dir))
+    try:
+        stop = StopRules.from_saved(read_stop_rules(run_dir))
+    except ConfigError as error:
+        if new.is_set():
+            return StopRules()
+        raise ConfigError(f"{error}. To resume the run without that file, give a limit") from None
     return stop if config.samples else replace(stop, reward=None)  # offline: no returns
 
 
@@ -83,13 +97,20 @@ def prepare_to_resume(algorithm: Any, run: RunDirectory, stop: StopRules, total:
         total: the setting `total_timesteps`.
     """
     run.note_resumption(algorithm.config.updated(total_timesteps=total), asdict(stop))
+    results = len(read_results(run.path))
     kept = run.truncate(algorithm.iteration)
+    removed = results - len(read_results(run.path))
     truncate_activities(run.path, algorithm.iteration)
     end_recording_at(run.path, algorithm.iteration)
     remove_partial_checkpoints(run.path)
     if kept is not None:
         print(
             f"the checkpoints and results after iteration {algorithm.iteration} are kept in {kept}"
+        )
+    elif removed:
+        print(
+            f"{format_count(removed, 'result')} after iteration {algorithm.iteration}, of which "
+            "there is no checkpoint, will be computed again"
         )
     for writer in experience_writers(algorithm):
         writer.remove_newer_files(run.writer_tags())

@@ -79,12 +79,12 @@ class RunDirectory:
             try:
                 self._is_new = self._create(unique)
                 path = self.path
-                if not resume:
-                    self._check_unused()
                 self._lock = os.open(path, os.O_RDONLY)
                 on_error.callback(os.close, self._lock)
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 on_error.callback(self._remove_if_new)
+                if not resume:
+                    self._check_unused()
                 for name in (
                     ".result.json",
                     ".progress.csv",
@@ -101,7 +101,9 @@ class RunDirectory:
                 results = read_results(path) if resume else []
                 self._results.rewrite(results, with_events=not resume)
             except BlockingIOError as error:
-                raise ConfigError(f"run_dir: {path} is in use by another process") from error
+                raise ConfigError(
+                    f"run_dir: {path} is in use by another process, which must end first"
+                ) from error
             except OSError as error:
                 raise ConfigError(f"run_dir: cannot write {path}: {error.strerror}") from error
             except ConfigError:

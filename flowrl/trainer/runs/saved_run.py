@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import math
 import os
 import shlex
@@ -92,6 +93,28 @@ def read_results(run_dir: Path) -> list[dict[str, Any]]:
             if isinstance(result, dict):
                 results.append(result)
     return results
+
+
+def read_events(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the events of a run: `time` [s since 1970], `kind`, `text` and `stage`.
+
+    If the last one says that the run trains, but no process on this machine has the run directory
+    in use, an event of the kind "killed" follows, at the time of the last result.
+    """
+    file = run_dir / "events.jsonl"
+    events: list[dict[str, Any]] = []
+    for line in file.read_text("utf-8", "replace").splitlines() if file.is_file() else []:
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            event = json.loads(line)
+            events.append({"time": float(event["time"]), "kind": str(event["kind"]),
+                           "text": str(event["text"]), "stage": event.get("stage")})  # fmt: skip
+    if events and events[-1]["kind"] in ("started", "resumed") and not is_in_use(run_dir):
+        results = run_dir / "result.json"
+        last = results.stat().st_mtime if results.is_file() else 0.0
+        text = "the process was killed or crashed, or runs on another machine"
+        time = max(last, events[-1]["time"])
+        events.append({"time": time, "kind": "killed", "text": text, "stage": None})
+    return events
 
 
 def results_until(run_dir: Path, iteration: int) -> list[dict[str, Any]]:
