@@ -146,6 +146,8 @@ class Activity:
             fragments, in updates.
         episodes_total: episodes that have ended since the start; None before the first result.
         callback_s: seconds in each callback of this process, by its name.
+        stalled_s: seconds for which the plan has waited for a fragment, if that is much longer than
+            before; otherwise 0.
         diagnosis: see `diagnose`.
     """
 
@@ -163,6 +165,7 @@ class Activity:
     policy_lag_max: float
     episodes_total: int | None
     callback_s: dict[str, float] = field(default_factory=dict)
+    stalled_s: float = 0.0
     diagnosis: str = ""
 
     def to_json(self) -> dict[str, Any]:

@@ -82,6 +82,19 @@ def _idle(largest: Finding, facts: PlanFacts) -> Finding:
     )
 
 
+def _stalled(activity: Activity, facts: PlanFacts) -> Finding | None:
+    if not activity.stalled_s:
+        return None
+    names = "env_step_timeout_s" + (" or sample_timeout_s" if facts.num_workers else "")
+    return Finding(
+        "stalled",
+        "plan",
+        1.0,
+        f"Sampling has returned nothing for {activity.stalled_s:.0f} s. If an environment hangs, "
+        f"set {names}.",
+    )
+
+
 def _restarts(activity: Activity, facts: PlanFacts) -> Finding | None:
     restarts = activity.counters.get("num_shard_restarts", 0)
     if restarts < MIN_RESTARTS:
@@ -270,6 +283,6 @@ def _count(number: int, singular: str, plural: str | None = None) -> str:
 
 Rule = Callable[[Activity, PlanFacts], Finding | None]
 _PROBLEMS: list[Rule] = [
-    _restarts, _leak, _no_episodes, _garbage_collection, _threads, _many_workers, _slow_worker,
-    _queue,
+    _stalled, _restarts, _leak, _no_episodes, _garbage_collection, _threads, _many_workers,
+    _slow_worker, _queue,
 ]  # fmt: skip

@@ -21,6 +21,7 @@ from flowrl.sampling.worker_set import WorkerSet
 INTERVAL_S = 1.0  # between two measurements
 IDLE_S = 2.0  # without a pull or other work; then nothing is measured until the next pull
 WINDOW_S = 10.0  # that a diagnosis is about
+STALL_FACTOR = 3.0  # of the longest wait for a fragment so far, after which the plan is stalled
 
 log = logging.getLogger("flowrl")
 
@@ -48,6 +49,8 @@ class Monitor:
         self._first: Snapshot | None = None
         self._resumed_at: float | None = None  # end of the last pause, in seconds since 1970
         self._counted: Snapshot | None = None  # whose counters the listeners know
+        self._worked_at: float | None = None  # time.monotonic() when the plan last did not wait
+        self._longest_wait_s = 0.0  # for a fragment
         self._result: Mapping[str, Any] = {}
         self._outside_s = 0.0
         self._outside_since: float | None = None  # None while the plan is pulled
@@ -123,7 +126,7 @@ class Monitor:
         assert self._facts is not None
         if self._is_idle:  # the diagnosis stays that of the training before
             self._snapshots.clear()
-            self._first = self._resumed_at = None
+            self._first = self._resumed_at = self._worked_at = None
             return
         snapshot = self._take_snapshot()
         if not snapshot.has_steps or not self._is_measurable(snapshot):
@@ -139,6 +142,7 @@ class Monitor:
             assert self._first is not None
             window = activity_between(self._first, snapshot)
         window.usage["rss_bytes_added"] = self._growth_bytes()
+        window.stalled_s = self._stalled_s(last, snapshot)
         self.diagnosis = diagnose(window, self._facts)
         assert self._counted is not None
         window.counters = activity_between(self._counted, snapshot).counters  # see Activity
@@ -158,6 +162,20 @@ class Monitor:
                 return False
             self._first = snapshot
         return True
+
+    def _stalled_s(self, last: Snapshot, snapshot: Snapshot) -> float:
+        """Return for how many seconds the plan has waited for a fragment; 0 if it has waited almost
+        as long before."""
+        recent = activity_between(last, snapshot)
+        waits = any(stage.blocked < 0.5 for stage in recent.stages_of("sampling"))
+        if self._worked_at is None:
+            self._worked_at = last.clock
+        waited = snapshot.clock - self._worked_at
+        if recent.has_finished_work or not waits or self._num_working:
+            self._longest_wait_s = max(self._longest_wait_s, waited)
+            self._worked_at = snapshot.clock
+            return 0.0
+        return waited if waited > max(WINDOW_S, STALL_FACTOR * self._longest_wait_s) else 0.0
 
     def _growth_bytes(self) -> float:
         """Return the lasting growth of this process's memory in the window: from its lowest point

@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from flowrl import DQN, PPO
+from flowrl import DQN, PPO, PPOConfig
 from flowrl.monitoring.activity import Activity, activity_between, operator_name, take_snapshot
 from flowrl.monitoring.diagnosis import diagnose
 from flowrl.monitoring.plan_facts import PlanFacts, ReplayFacts, TrainingFacts, facts_of
@@ -560,6 +560,59 @@ def test_pause_between_results_is_not_measured(monkeypatch):
             clock.shift = 200.0
             monitor.measure()
         assert monitor.activity.outside_s > 50
+
+
+class Pausing(gym.Env):
+    """A step takes 0.1 ms, and one of them 4 s."""
+
+    observation_space = gym.spaces.Box(-1, 1, (2,))
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, slow_step):
+        self.slow_step, self.steps = slow_step, 0
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        time.sleep(4.0 if self.steps == self.slow_step else 0.0001)
+        return np.zeros(2, np.float32), 1.0, self.steps % 20 == 0, False, {}
+
+
+class PausingOperator:
+    def __call__(self, batch):
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls == 3:
+            time.sleep(4.0)
+        return batch
+
+
+@pytest.mark.parametrize("hangs", ["environment", "operator"])
+def test_hanging_environment_is_diagnosed(hangs, monkeypatch):
+    monkeypatch.setattr("flowrl.monitoring.monitor.INTERVAL_S", 0.2)
+    monkeypatch.setattr("flowrl.monitoring.monitor.WINDOW_S", 1.0)
+
+    def plan(workers, config):
+        batches = ParallelRollouts(workers).for_each(PausingOperator())
+        if hangs == "environment":
+            batches = ParallelRollouts(workers)
+        return StandardMetricsReporting(batches, workers, config)
+
+    slow_step = 1500 if hangs == "environment" else None
+    seen = []
+    config = PPOConfig(
+        env=Pausing, env_config={"slow_step": slow_step}, rollout_fragment_length=200, seed=0
+    )
+    with config.build(plan=plan) as algorithm:
+        algorithm.monitor.listeners.append(seen.append)
+        while algorithm.train()["timesteps_total"] < 2500:
+            pass
+    longest = max(one.stalled_s for one in seen)
+    assert (longest > 1.5) == (hangs == "environment")
+    texts = [one.diagnosis for one in seen if one.stalled_s]
+    assert all(text.startswith("Sampling has returned nothing for") for text in texts)
+    assert all(text.endswith("If an environment hangs, set env_step_timeout_s.") for text in texts)
 
 
 def test_workers_are_measured_after_a_pause_once_they_have_returned_fragments():
