@@ -16,7 +16,13 @@ from flowrl.setting_values import equal_code
 from flowrl.trainer.config import AlgorithmConfig, absolute_folders
 from flowrl.trainer.plan_files import algorithm_in, load_plan
 from flowrl.trainer.plan_settings import plan_config
-from flowrl.trainer.runs.saved_run import find_checkpoint, own_code, read_config, read_setup
+from flowrl.trainer.runs.saved_run import (
+    find_checkpoint,
+    last_intact_checkpoint,
+    own_code,
+    read_config,
+    read_setup,
+)
 
 if TYPE_CHECKING:
     from flowrl.trainer.algorithm import Algorithm
@@ -72,7 +78,7 @@ def open_run(
         found = found or find_checkpoint(run_dir, checkpoint)
     assert found is not None
     shown = path if run_dir is None else str(run_dir)
-    manifest = read_saved_manifest(found)
+    manifest = read_saved_manifest(found, run_dir)
     setup = None
     if run_dir is not None:
         with suppress(ConfigError):  # the checkpoint has everything
@@ -101,16 +107,19 @@ def _locate(path: str) -> tuple[Path | None, Path | str | None]:
     return run_dir_of(checkpoint), checkpoint
 
 
-def read_saved_manifest(checkpoint: Path | str) -> dict[str, Any]:
+def read_saved_manifest(checkpoint: Path | str, run_dir: Path | None = None) -> dict[str, Any]:
     """Return the manifest of a checkpoint.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: it cannot be read; the message names an older checkpoint of the run directory
+            that is intact.
     """
     try:
         return read_manifest(checkpoint)
     except CheckpointError as error:
-        raise ConfigError(str(error)) from None
+        intact = run_dir and last_intact_checkpoint(run_dir, Path(checkpoint))
+        hint = f"; an older checkpoint is intact: --checkpoint {intact.name}" if intact else ""
+        raise ConfigError(f"{error}{hint}") from None
 
 
 def settings_of(

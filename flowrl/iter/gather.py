@@ -275,7 +275,8 @@ class Gather(Stage):
         backoff_s = min(recovery.backoff_s * 2 ** (shard.deaths - 1), recovery.max_backoff_s)
         shard.dead_incarnation = incarnation
         shard.restart_at = time.monotonic() + backoff_s
-        log.warning("%s died (%s)", self._describe(shard), death)
+        where = self._describe(shard)
+        log.warning("%s died (%s): it is replaced in %.1f s", where, death, backoff_s)
 
     def _fail_shard(self, shard: ShardState, reason: str, error: BaseException | None) -> None:
         """Mark a shard as failed and raise ShardFailedError."""

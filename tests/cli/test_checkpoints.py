@@ -88,6 +88,13 @@ def test_damaged_checkpoint_is_named_and_an_intact_one_suggested(cli, tmp_path):
     code, _, err = cli("checkpoint", "inspect", "r")
     assert code == 1
     assert file.name in err
+    manifest = tmp_path / "r/checkpoints/000003/manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:100])
+    for command in (["resume", "r", "--stop-iters", "4"], ["evaluate", "r", "--episodes", "1"]):
+        code, _, err = cli(*command)
+        assert code == 2
+        assert "manifest.json" in err
+        assert "; an older checkpoint is intact: --checkpoint 000002" in err
     assert cli("resume", "r", "--checkpoint", "2", "--stop-iters", "4")[0] == 0
     assert len(read_results(tmp_path / "r")) == 4
 
