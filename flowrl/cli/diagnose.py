@@ -10,6 +10,7 @@ from pathlib import Path
 
 from flowrl.cli.arguments import Parser
 from flowrl.cli.display import printable
+from flowrl.data.checkpoint import list_checkpoints
 from flowrl.errors import ConfigError
 from flowrl.monitoring.activity import Activity, StageActivity, WorkerActivity
 from flowrl.trainer.runs.activity_log import read_activities
@@ -42,14 +43,18 @@ def diagnose_command(arguments: list[str]) -> int:
 
 def _state_of(run_dir: Path) -> str:
     """Return a line that says whether a run trains, or how it ended."""
-    events = read_events(run_dir)
-    if is_in_use(run_dir) or not events:
-        return "The run is training." if is_in_use(run_dir) else "The run is not training."
+    in_use = is_in_use(run_dir)
+    events = read_events(run_dir, in_use)
+    if in_use or not events:
+        return "The run is training." if in_use else "The run is not training."
     last = events[-1]
-    if last["kind"] == "killed":
-        command = f"flowrl resume {shlex.quote(str(run_dir))}"
-        return f"The run has no end: {last['text']}. To continue it: {command}"
-    return f"The run has {last['kind']}: {last['text']}"
+    text = f"The run has {last['kind']}: {last['text']}"
+    if last["kind"] != "killed":
+        return text
+    text = f"The run did not end: {last['text']}."
+    if list_checkpoints(run_dir):
+        return f"{text} To continue it: flowrl resume {shlex.quote(str(run_dir))}"
+    return f"{text} It has no checkpoint: start it again with the same run directory"
 
 
 def format_activity(activity: Activity) -> str:

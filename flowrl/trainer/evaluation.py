@@ -66,7 +66,7 @@ def evaluate_policies(
     """Play whole episodes with frozen observation filters.
 
     So that short episodes are not overrepresented, each environment plays an equal share of the
-    episodes or, with `by_steps`, plays its running episode to the end after `duration` env steps.
+    episodes or, with `by_steps`, of the env steps, and plays each episode to its end.
     If no episode ends within MAX_EPISODE_STEPS env steps of each environment, the evaluation ends
     with a warning.
 
@@ -83,13 +83,11 @@ def evaluate_policies(
     """
     check_env(config)
     num_envs = min(num_envs, duration)
-    steps = -(-duration // num_envs)  # of each environment, with `by_steps`
-    num_fragments = -(-steps // 64)  # the last one ends with the duration
     seed_path = ("evaluation", part) if part else ("evaluation",)
     settings = _evaluation_worker_settings(config).updated(
         num_envs_per_worker=num_envs,
         seed=derive_seed(config.seed, *seed_path),
-        rollout_fragment_length=-(-steps // num_fragments) if by_steps else 64,
+        rollout_fragment_length=min(64, -(-duration // num_envs)) if by_steps else 64,
         explore=explore,
     )
     env: Any = config.env
@@ -159,21 +157,18 @@ def _play_episodes(
         the episodes that ended, and the number of those that did not.
     """
     num_envs = worker.num_envs
-    # of each environment; with `by_steps`, those after the duration
-    episodes_left = [duration // num_envs + (i < duration % num_envs) for i in range(num_envs)]
-    if by_steps:
-        episodes_left = [1] * num_envs
-    elif video is not None:
-        video.episodes = min(video.episodes, episodes_left[0])
+    # episodes of each environment or, with `by_steps`, env steps before which episodes may start
+    left = [duration // num_envs + (i < duration % num_envs) for i in range(num_envs)]
+    if video is not None and not by_steps:
+        video.episodes = min(video.episodes, left[0])
     episodes: list[EpisodeMetrics] = []
     last_end = 0  # env steps at the end of the last episode
     warned = False
-    while any(episodes_left):
-        within_duration = by_steps and worker.env_steps < duration
+    while num_unfinished := sum(n > 0 if by_steps else n for n in left):
         worker.sample()
         for episode in worker.get_metrics():
-            if within_duration or episodes_left[episode.env_id]:
-                episodes_left[episode.env_id] -= not within_duration
+            if left[episode.env_id] > 0:
+                left[episode.env_id] -= episode.episode_length if by_steps else 1
                 episodes.append(episode)
                 last_end = worker.env_steps
         steps = worker.env_steps - last_end
@@ -181,7 +176,7 @@ def _play_episodes(
             log.warning(
                 "evaluation: %s of %s have not ended, the last %s env steps without an end of an "
                 "episode: the results are those of the other episodes. To end episodes, %s",
-                sum(episodes_left), len(episodes) + sum(episodes_left), f"{steps:,}", _TIME_LIMIT,
+                num_unfinished, len(episodes) + num_unfinished, f"{steps:,}", _TIME_LIMIT,
             )  # fmt: skip
             break
         if steps > LONG_EPISODE_STEPS * num_envs and not warned:
@@ -190,7 +185,7 @@ def _play_episodes(
                 "evaluation: no episode has ended in %s env steps so far: if it never ends, %s",
                 f"{steps:,}", _TIME_LIMIT,
             )  # fmt: skip
-    return episodes, sum(episodes_left)
+    return episodes, num_unfinished
 
 
 def summarize_episodes(played: Played, policies: Sequence[str] = ()) -> dict[str, Any]:

@@ -43,7 +43,8 @@ RESULT_METRICS = {
     "num_env_steps_sampled_lifetime": Metric("env steps", "The same as timesteps_total."),
     "num_env_steps_trained": Metric(
         "env steps",
-        "Env steps trained on since the start; each training operator and replay counts them.",
+        "Env steps trained on since the start; each training operator counts them, replayed ones "
+        "each time.",
     ),
     "num_agent_steps_sampled": Metric("agent steps", "The same as agent_timesteps_total."),
     "num_agent_steps_trained": Metric("agent steps", "Agent steps trained on since the start."),

@@ -120,6 +120,7 @@ class RunData:
             metrics: metrics whose curves are included.
             most: points of each curve.
         """
+        running = is_in_use(self.path)
         self.update()
         activities = self._activities
         newest = activities[-1] if activities else None
@@ -127,7 +128,7 @@ class RunData:
         return {
             "name": self.name,
             "path": str(self.path),
-            "running": is_in_use(self.path),
+            "running": running,
             "iteration": result.get("training_iteration", 0),
             "env_steps": result.get("timesteps_total", 0),
             "return": _finite(result.get("episode_reward_mean")),
@@ -148,7 +149,7 @@ class RunData:
             "versions": _text(self.path / "versions.json"),
             "plan": _text(self.path / "plan.txt"),
             "source": _text(self.path / "plan.py"),
-            "events": self._events(activities),
+            "events": self._events(activities, running),
         }
 
     def _lag_counts(self) -> list[list[int]]:
@@ -167,9 +168,9 @@ class RunData:
         ]
         return {"columns": names, "rows": rows}
 
-    def _events(self, activities: Sequence[Activity]) -> list[dict[str, Any]]:
+    def _events(self, activities: Sequence[Activity], running: bool) -> list[dict[str, Any]]:
         """Return what happened to the run, the newest first."""
-        events = read_events(self.path)
+        events = read_events(self.path, running)
         for checkpoint in list_checkpoints(self.path):
             events.append(
                 {
@@ -184,7 +185,7 @@ class RunData:
                     events.append(
                         {"time": activity.time, "kind": kind, "text": f"{number}: {text}"}
                     )
-        return sorted(events, key=lambda event: -event["time"])
+        return sorted(events, key=lambda event: event["time"])[::-1]
 
 
 def _shown(value: Any) -> Any:

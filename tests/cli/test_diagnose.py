@@ -64,8 +64,8 @@ def test_run_writes_its_activity_and_flowrl_diagnose_shows_it(cli, tmp_path):
         ([], "The run is not training."),
         (["started", "ended"], "The run has ended: text"),
         (["started", "failed"], "The run has failed: text"),
-        (["started"], "The run has no end: the process was killed or crashed, or runs on another"),
-        (["started", "ended", "resumed"], "The run has no end: "),
+        (["started"], "The run did not end: the process was killed or crashed, or runs on another"),
+        (["started", "ended", "resumed"], "The run did not end: "),
     ],
 )
 def test_state_of_a_run(tmp_path, kinds, state):
@@ -73,7 +73,10 @@ def test_state_of_a_run(tmp_path, kinds, state):
     (tmp_path / "events.jsonl").write_text("".join(lines))
     found = _state_of(tmp_path)
     assert found.startswith(state)
-    assert (f"flowrl resume {tmp_path}" in found) == ("no end" in state)
+    assert ("start it again" in found) == ("not end" in state)
+    (tmp_path / "checkpoints" / "000001").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "000001" / "manifest.json").touch()
+    assert (f"flowrl resume {tmp_path}" in _state_of(tmp_path)) == ("not end" in state)
     run = RunDirectory(tmp_path, resume=True)
     assert _state_of(tmp_path) == "The run is training."
     run.close()

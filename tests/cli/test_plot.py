@@ -87,7 +87,9 @@ def test_folders_of_runs_are_searched(tmp_path):
 def test_damaged_runs_of_a_folder_are_left_out(tmp_path, caplog):
     a, b = write_run(tmp_path / "runs" / "a", [1.0]), write_run(tmp_path / "runs" / "b", [1.0])
     (a / "config.json").write_text("garbage")
+    (b / "command.txt").write_text("flowrl train 'ppo")
     assert find_runs([tmp_path / "runs"], warn=False) == [b]
+    assert len(learning_curves([b])) == 1
     assert not caplog.records
     assert find_runs([tmp_path / "runs"]) == [b]
     (warning,) = caplog.records

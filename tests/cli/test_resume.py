@@ -242,7 +242,7 @@ def test_results_without_a_checkpoint_are_computed_again(cli, tmp_path):
     shutil.copytree("one", "r/checkpoints/000001")
     code, out, _ = cli("resume", "r")
     assert code == 0
-    assert "3 results after iteration 1, of which there is no checkpoint, will be computed" in out
+    assert "there is no checkpoint after iteration 1: 3 results will be computed again" in out
     assert len(read_results(tmp_path / "r")) == 4
 
 

@@ -79,10 +79,13 @@ def test_run_directory_with_other_files_or_in_use_is_rejected(cli, tmp_path):
 
     assert cli("train", "ppo", "--run-dir", "r", *TWO_ITERATIONS)[0] == 0
     locked = RunDirectory(tmp_path / "r", resume=True)
-    for words in (["--resume", "r", "--stop-iters", "3"], ["ppo", "--run-dir", "r"]):
+    for words, advice in (
+        (["--resume", "r", "--stop-iters", "3"], "which must end first"),
+        (["ppo", "--run-dir", "r"], "choose another folder"),
+    ):
         code, _, err = cli("train", *words)
         assert code == 2
-        assert "in use by another process, which must end first" in err
+        assert f"in use by another process, {advice}" in err
     locked.close()
     assert cli("train", "--resume", "r", "--stop-iters", "3")[0] == 0
 

@@ -296,6 +296,7 @@ INVALID = [
     (PPOConfig, {"min_time_s_per_iteration": -1}, "min_time_s_per_iteration: "),
     (PPOConfig, {"min_sample_timesteps_per_iteration": -1}, "min_sample_timesteps"),
     (PPOConfig, {"metrics_num_episodes_for_smoothing": 0}, "metrics_num_episodes"),
+    (PPOConfig, {"metrics_num_episodes_for_smoothing": 10_001}, "metrics_num_episodes"),
     (PPOConfig, {"evaluation_duration": 0}, "evaluation_duration: "),
     (PPOConfig, {"evaluation_duration_unit": "s"}, "evaluation_duration_unit: "),
     (PPOConfig, {"checkpoint_num_to_keep": 0}, "checkpoint_num_to_keep: "),

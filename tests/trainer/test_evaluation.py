@@ -90,7 +90,8 @@ def test_evaluation_by_steps_ends_the_running_episodes():
 
 
 @pytest.mark.parametrize(
-    ("timesteps", "num_envs", "per_env"), [(64, 1, 7), (65, 1, 7), (260, 4, 7), (1030, 16, 7)]
+    ("timesteps", "num_envs", "per_env"),
+    [(64, 1, 7), (65, 1, 7), (70, 1, 7), (5000, 1, 500), (260, 4, 7), (1030, 16, 7)],
 )
 def test_evaluation_by_steps_starts_no_episodes_after_the_steps(timesteps, num_envs, per_env):
     with a2c_config(env=FixedLength, env_config={"length": 10}).build() as algorithm:
@@ -488,7 +489,7 @@ class RewardsAction(FixedLength):
         return observation, float(action), *ends
 
 
-def test_evaluation_explores_equally_with_and_without_workers(ray_session):
+def test_evaluation_explores_equally_in_process_and_on_workers(ray_session):
     returns = []
     for num_workers in (0, 2):
         config = DQNConfig(
@@ -501,7 +502,12 @@ def test_evaluation_explores_equally_with_and_without_workers(ray_session):
         with config.build() as algorithm:
             returns.append(algorithm.evaluate(episodes=5, explore=True)["episode_reward_mean"])
             assert algorithm.evaluate(episodes=5)["episode_reward_mean"] in (0, 100)
-    assert returns[0] == returns[1]
+            settings = config.updated(evaluation_num_workers=1, evaluation_duration=5)
+            workers = EvaluationWorkers(evaluation_settings(settings), algorithm.policy_class)
+            workers.start(dict(algorithm.workers.local_worker().policy_map), True, 0)
+            returns.append(workers.collect()["episode_reward_mean"])
+            workers.stop()
+    assert len(set(returns)) == 1
     assert returns[0] not in (0, 100)
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,9 @@ def learning_curves(run_dirs: Sequence[Path], metric: str = "episode_reward_mean
 
 def _plan_of(run_dir: Path, settings: dict[str, Any]) -> str:
     """Return the plan as the command names it, or the setting."""
-    words = read_command(run_dir) if (run_dir / "command.txt").exists() else []
+    words: list[str] = []
+    with suppress(ConfigError):  # command.txt is missing or damaged
+        words = read_command(run_dir)
     plans = [word for word in words[2:3] if not word.startswith("-")]
     if words[:2] == ["flowrl", "train"] and plans:
         return plans[0].removesuffix(".py")

@@ -109,8 +109,8 @@ def prepare_to_resume(algorithm: Any, run: RunDirectory, stop: StopRules, total:
         )
     elif removed:
         print(
-            f"{format_count(removed, 'result')} after iteration {algorithm.iteration}, of which "
-            "there is no checkpoint, will be computed again"
+            f"there is no checkpoint after iteration {algorithm.iteration}: "
+            f"{format_count(removed, 'result')} will be computed again"
         )
     for writer in experience_writers(algorithm):
         writer.remove_newer_files(run.writer_tags())

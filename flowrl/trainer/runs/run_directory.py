@@ -83,7 +83,7 @@ class RunDirectory:
                 on_error.callback(os.close, self._lock)
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 on_error.callback(self._remove_if_new)
-                if not resume:
+                if not resume and not self._is_new:
                     self._check_unused()
                 for name in (
                     ".result.json",
@@ -101,8 +101,9 @@ class RunDirectory:
                 results = read_results(path) if resume else []
                 self._results.rewrite(results, with_events=not resume)
             except BlockingIOError as error:
+                advice = "which must end first" if resume else "choose another folder"
                 raise ConfigError(
-                    f"run_dir: {path} is in use by another process, which must end first"
+                    f"run_dir: {path} is in use by another process, {advice}"
                 ) from error
             except OSError as error:
                 raise ConfigError(f"run_dir: cannot write {path}: {error.strerror}") from error

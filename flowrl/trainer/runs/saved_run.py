@@ -79,7 +79,7 @@ def read_config(run_dir: Path) -> tuple[dict[str, Any], list[str]]:
         settings = parse_json(file.read_text(encoding="utf-8"))
         code = [name for name, value in settings.items() if _contains_code(value)]
         return {name: value for name, value in settings.items() if name not in code}, code
-    except (ValueError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{file}: damaged: {error}") from error
 
 
@@ -95,11 +95,15 @@ def read_results(run_dir: Path) -> list[dict[str, Any]]:
     return results
 
 
-def read_events(run_dir: Path) -> list[dict[str, Any]]:
+def read_events(run_dir: Path, in_use: bool) -> list[dict[str, Any]]:
     """Return the events of a run: `time` [s since 1970], `kind`, `text` and `stage`.
 
-    If the last one says that the run trains, but no process on this machine has the run directory
-    in use, an event of the kind "killed" follows, at the time of the last result.
+    If the run has started or was resumed, but has not ended and is not in use, an event of the kind
+    "killed" follows, at the time of its last result or checkpoint.
+
+    Args:
+        run_dir: the run directory.
+        in_use: result of `is_in_use`, called before: a run that ends at this moment was not killed.
     """
     file = run_dir / "events.jsonl"
     events: list[dict[str, Any]] = []
@@ -108,11 +112,11 @@ def read_events(run_dir: Path) -> list[dict[str, Any]]:
             event = json.loads(line)
             events.append({"time": float(event["time"]), "kind": str(event["kind"]),
                            "text": str(event["text"]), "stage": event.get("stage")})  # fmt: skip
-    if events and events[-1]["kind"] in ("started", "resumed") and not is_in_use(run_dir):
-        results = run_dir / "result.json"
-        last = results.stat().st_mtime if results.is_file() else 0.0
+    if events and events[-1]["kind"] in ("started", "resumed") and not in_use:
+        files = [run_dir / "result.json", *list_checkpoints(run_dir)]
+        times = [path.stat().st_mtime for path in files if path.exists()]
         text = "the process was killed or crashed, or runs on another machine"
-        time = max(last, events[-1]["time"])
+        time = max([events[-1]["time"], *times])
         events.append({"time": time, "kind": "killed", "text": text, "stage": None})
     return events
 
