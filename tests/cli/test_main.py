@@ -110,7 +110,10 @@ def test_reader_that_closes_the_pipe_causes_no_traceback():
         (["resume", "r", "--checkpoint-frequency", "2"], "Algorithm.from_checkpoint('r', config={"),
         (["resume", "r", "--model.fcnet-hiddens", "2"], "--model.fcnet-hiddens: flowrl resume"),
         (["resume", "r", "--total-timesteps", "9"], "--total-timesteps: use --stop-timesteps 9\n"),
-        (["resume", "r", "--env", "X"], "Algorithm.from_checkpoint('r', env=…).learn()\n"),
+        (
+            ["resume", "r", "--env", "X"],
+            "Algorithm.from_checkpoint('r', env=…).learn(total_timesteps=…)\n",
+        ),
         (["evaluate", "r", "--env", "X"], 'config={"evaluation_config": {"env": …}}).evaluate()\n'),
         (
             ["evaluate", "r", "--run", "PPO"],

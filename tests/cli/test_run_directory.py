@@ -1,9 +1,12 @@
 """Run directories: their owner, damaged files, and results after failures."""
 
 import errno
+import fcntl
 import json
+import os
 import re
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +91,15 @@ def test_run_directory_with_other_files_or_in_use_is_rejected(cli, tmp_path):
         assert f"in use by another process, {advice}" in err
     locked.close()
     assert cli("train", "--resume", "r", "--stop-iters", "3")[0] == 0
+
+
+def test_run_starts_while_another_process_looks_at_its_directory(tmp_path):
+    folder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_SH)
+    release = threading.Timer(0.1, os.close, [folder])
+    release.start()
+    RunDirectory(tmp_path).close()
+    release.join()
 
 
 def test_run_that_failed_without_a_checkpoint_can_be_repeated(cli, tmp_path):

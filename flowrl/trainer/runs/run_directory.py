@@ -47,6 +47,7 @@ from flowrl.trainer.runs.saved_run import (
 from flowrl.whole_files import write_whole
 
 EVENTS = "events.jsonl"
+LOCK_WAIT_S = 0.5  # for the lock of a run directory
 WRITERS = "writers.jsonl"
 TRACE = "trace.json"
 REPORT = "report.html"
@@ -81,7 +82,7 @@ class RunDirectory:
                 path = self.path
                 self._lock = os.open(path, os.O_RDONLY)
                 on_error.callback(os.close, self._lock)
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(self._lock)
                 on_error.callback(self._remove_if_new)
                 if not resume and not self._is_new:
                     self._check_unused()
@@ -320,6 +321,23 @@ class RunDirectory:
     def close(self) -> None:
         """Release the lock."""
         os.close(self._lock)
+
+
+def _lock(folder: int) -> None:
+    """Lock an open folder; `is_in_use` of another process may hold its lock for a moment.
+
+    Raises:
+        BlockingIOError: a run has locked it.
+    """
+    deadline = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
 
 
 def name_of_env_setting(env: Any) -> str:
