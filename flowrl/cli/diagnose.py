@@ -35,7 +35,7 @@ def diagnose_command(arguments: list[str]) -> int:
         raise ConfigError(
             f"diagnose: {run_dir} has no measurements: it ended less than two seconds after its "
             "first fragment, its first fragment is not complete (if an environment hangs, set "
-            "env_step_timeout_s), or its setting monitor is off"
+            f"env_step_timeout_s), or its setting monitor is off. {_state_of(run_dir)}"
         )
     print(printable(f"{_state_of(run_dir)}\n{format_activity(activities[-1])}"))
     return 0

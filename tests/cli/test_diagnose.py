@@ -91,6 +91,7 @@ def test_diagnosis_needs_a_run_with_measurements(cli, tmp_path):
     code, _, err = cli("diagnose", "short")
     assert code == 2
     assert "no measurements" in err
+    assert err.rstrip().endswith("The run is not training.")
 
 
 def test_check_names_the_line_and_the_remedy(cli, tmp_path):
