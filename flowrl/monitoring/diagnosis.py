@@ -283,6 +283,6 @@ def _count(number: int, singular: str, plural: str | None = None) -> str:
 
 Rule = Callable[[Activity, PlanFacts], Finding | None]
 _PROBLEMS: list[Rule] = [
-    _stalled, _restarts, _leak, _no_episodes, _garbage_collection, _threads, _many_workers,
+    _restarts, _stalled, _leak, _no_episodes, _garbage_collection, _threads, _many_workers,
     _slow_worker, _queue,
 ]  # fmt: skip
