@@ -253,7 +253,7 @@ def test_replaced_results_get_an_unused_number(tmp_path):
     (run.path / "replaced-2" / "checkpoints").mkdir(parents=True)
     (run.path / "checkpoints" / "000005").mkdir(parents=True)
     (run.path / "checkpoints" / "000005" / "manifest.json").write_text("{}")
-    kept = run.truncate(3)
+    kept, _ = run.truncate(3)
     run.close()
     assert kept.name == "replaced-3"
     assert (kept / "checkpoints" / "000005").is_dir()

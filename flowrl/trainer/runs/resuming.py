@@ -16,7 +16,7 @@ from flowrl.trainer.runs.activity_log import truncate_activities
 from flowrl.trainer.runs.formatting import format_count
 from flowrl.trainer.runs.recording import end_recording_at
 from flowrl.trainer.runs.run_directory import RunDirectory
-from flowrl.trainer.runs.saved_run import read_results, read_stop_rules, result_at
+from flowrl.trainer.runs.saved_run import read_stop_rules, result_at
 from flowrl.trainer.runs.stop_rules import StopRules
 
 
@@ -97,9 +97,7 @@ def prepare_to_resume(algorithm: Any, run: RunDirectory, stop: StopRules, total:
         total: the setting `total_timesteps`.
     """
     run.note_resumption(algorithm.config.updated(total_timesteps=total), asdict(stop))
-    results = len(read_results(run.path))
-    kept = run.truncate(algorithm.iteration)
-    removed = results - len(read_results(run.path))
+    kept, num_removed = run.truncate(algorithm.iteration)
     truncate_activities(run.path, algorithm.iteration)
     end_recording_at(run.path, algorithm.iteration)
     remove_partial_checkpoints(run.path)
@@ -107,10 +105,10 @@ def prepare_to_resume(algorithm: Any, run: RunDirectory, stop: StopRules, total:
         print(
             f"the checkpoints and results after iteration {algorithm.iteration} are kept in {kept}"
         )
-    elif removed:
+    elif num_removed:
         print(
             f"there is no checkpoint after iteration {algorithm.iteration}: "
-            f"{format_count(removed, 'result')} will be computed again"
+            f"{format_count(num_removed, 'result')} will be computed again"
         )
     for writer in experience_writers(algorithm):
         writer.remove_newer_files(run.writer_tags())

@@ -38,6 +38,7 @@ from flowrl.trainer.runs.activity_log import FILE as ACTIVITIES
 from flowrl.trainer.runs.recording import JOURNAL
 from flowrl.trainer.runs.result_files import ResultFiles, event_files
 from flowrl.trainer.runs.saved_run import (
+    EVENTS,
     SETUP,
     best_checkpoint,
     read_results,
@@ -46,7 +47,6 @@ from flowrl.trainer.runs.saved_run import (
 )
 from flowrl.whole_files import write_whole
 
-EVENTS = "events.jsonl"
 LOCK_WAIT_S = 0.5  # for the lock of a run directory
 WRITERS = "writers.jsonl"
 TRACE = "trace.json"
@@ -285,18 +285,19 @@ class RunDirectory:
             write_whole(self.path / name, json.dumps(content, indent=1))
         self.note("resumed", "")
 
-    def truncate(self, iteration: int) -> Path | None:
+    def truncate(self, iteration: int) -> tuple[Path | None, int]:
         """Remove results after an iteration: the resumed run writes them again.
 
         Returns:
-            the folder that keeps newer checkpoints with the results; None if there are none.
+            the folder that keeps newer checkpoints with the results, None if there are none; the
+            number of removed results.
         """
         newer = [path for path in list_checkpoints(self.path) if int(path.name) > iteration]
         kept = self._move_aside(newer) if newer else None
         results = results_until(self.path, iteration)
-        with_events = len(results) < len(read_results(self.path))
-        self._results.rewrite(results, with_events)
-        return kept
+        num_removed = len(read_results(self.path)) - len(results)
+        self._results.rewrite(results, with_events=num_removed > 0)
+        return kept, num_removed
 
     def _move_aside(self, checkpoints: list[Path]) -> Path:
         """Move checkpoints, and copy the results, to a new folder of the run directory."""

@@ -18,6 +18,7 @@ from flowrl.data.json_text import parse_json
 from flowrl.errors import ConfigError
 from flowrl.trainer.plan_files import is_plan_file
 
+EVENTS = "events.jsonl"
 SETUP = "setup.json"  # the manifest at the start of the run
 _CODE = "__code__"  # key that marks a setting that is code, which the plan file contains
 
@@ -105,7 +106,7 @@ def read_events(run_dir: Path, in_use: bool) -> list[dict[str, Any]]:
         run_dir: the run directory.
         in_use: result of `is_in_use`, called before: a run that ends at this moment was not killed.
     """
-    file = run_dir / "events.jsonl"
+    file = run_dir / EVENTS
     events: list[dict[str, Any]] = []
     for line in file.read_text("utf-8", "replace").splitlines() if file.is_file() else []:
         with contextlib.suppress(ValueError, TypeError, KeyError):
