@@ -315,14 +315,14 @@ def test_ppo_with_two_optimizers(seed):
 
 
 def learning_curve(plan, steps, **settings):
-    """Return (env steps, mean return of the last 20 episodes) of each iteration."""
+    """Yield (env steps, mean return of the last 20 episodes) of each iteration."""
     base = {"metrics_num_episodes_for_smoothing": 20, "min_sample_timesteps_per_iteration": 200}
-    curve = []
+    total = 0
     with plan_config(plan).updated(**{**base, **settings}).build() as algorithm:
-        while not curve or curve[-1][0] < steps:
+        while total < steps:
             result = algorithm.train()
-            curve.append((result["timesteps_total"], result["episode_reward_mean"]))
-    return curve
+            total = result["timesteps_total"]
+            yield total, result["episode_reward_mean"]
 
 
 @pytest.mark.parametrize(
@@ -335,11 +335,11 @@ def learning_curve(plan, steps, **settings):
     ],
 )
 def test_sac_and_td3_solve_pendulum(plan, seed, numpy_gradients):
-    """Pendulum-v1 is solved within 12,000 env steps and stays solved until 15,000."""
+    """Pendulum-v1 is solved within 12,000 env steps and stays solved for 3,000 more."""
     curve = learning_curve(plan, 15_000, seed=seed, numpy_gradients=numpy_gradients)
     solved_at = next(steps for steps, value in curve if steps >= 4000 and value >= -200)
     assert solved_at <= 12_000
-    assert curve[-1][1] >= -220
+    assert next(value for steps, value in curve if steps >= solved_at + 3000) >= -220
 
 
 # -- offline ---------------------------------------------------------------------------------------

@@ -625,7 +625,7 @@ class StatelessDraws(DrawsInSteps):
     get_state = set_state = None
 
 
-class CountsSteps(gym.Wrapper):
+class ScalesRewards(gym.Wrapper):
     """Scales rewards by the number of steps in all episodes, which only the wrapper knows."""
 
     def __init__(self):
@@ -645,7 +645,7 @@ class CountsSteps(gym.Wrapper):
 
 
 @pytest.mark.parametrize(
-    "env", [SavesState, GetStateTakesArgument, StateCannotBeSaved, DrawsInSteps, CountsSteps]
+    "env", [SavesState, GetStateTakesArgument, StateCannotBeSaved, DrawsInSteps, ScalesRewards]
 )
 @pytest.mark.parametrize("horizon", [None, 9])
 def test_environments_with_get_state_resume(tmp_path, env, horizon):
