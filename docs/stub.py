@@ -84,12 +84,18 @@ def _algorithm(name: str, config: type[AlgorithmConfig], groups: list[str]) -> l
     init = f"def __init__(self, {settings}) -> None: ..."
     methods = [_method(config, group) for group in changed]
     build = f"def build(self, plan: _PlanSource | None = None) -> {name}: ..."
+    updated = (
+        f"def updated(self, **changes: Unpack[_{name}Settings]) -> Self:\n"
+        f'        """{_summary(AlgorithmConfig.updated)}"""'
+    )
     doc_of_algorithm = f'"""{_summary(getattr(flowrl, name))}"""'
     init_of_algorithm = f"def __init__(self, env_or_config: Any = None, {settings}) -> None: ..."
     bases = [*(_name(config, group) for group in changed), "_Settings"]
     return [
         _class(f"_{name}Settings", bases, ["pass"]),
-        _class(f"{name}Config", ["_Methods", f"_{name}Config"], [doc, init, *methods, build]),
+        _class(
+            f"{name}Config", ["_Methods", f"_{name}Config"], [doc, init, *methods, build, updated]
+        ),
         _class(name, [f"_{name}"], [doc_of_algorithm, f"config: {name}Config", init_of_algorithm]),
     ]
 

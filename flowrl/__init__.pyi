@@ -686,6 +686,8 @@ class A2CConfig(_Methods, _A2CConfig):
     def training(self, **settings: Unpack[_OnPolicyConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
     def build(self, plan: _PlanSource | None = None) -> A2C: ...
+    def updated(self, **changes: Unpack[_A2CSettings]) -> Self:
+        """Return a validated copy with changes; a dict updates a nested record key by key."""
 
 class A2C(_A2C):
     """A2C with the plan `a2c`; A2CConfig has its settings."""
@@ -704,6 +706,8 @@ class A3CConfig(_Methods, _A3CConfig):
     def training(self, **settings: Unpack[_A3CConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
     def build(self, plan: _PlanSource | None = None) -> A3C: ...
+    def updated(self, **changes: Unpack[_A3CSettings]) -> Self:
+        """Return a validated copy with changes; a dict updates a nested record key by key."""
 
 class A3C(_A3C):
     """A3C with the plan `a3c`; A3CConfig has its settings."""
@@ -720,6 +724,8 @@ class APEXConfig(_Methods, _APEXConfig):
     def training(self, **settings: Unpack[_APEXConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
     def build(self, plan: _PlanSource | None = None) -> APEX: ...
+    def updated(self, **changes: Unpack[_APEXSettings]) -> Self:
+        """Return a validated copy with changes; a dict updates a nested record key by key."""
 
 class APEX(_APEX):
     """Ape-X with the plan `apex`; APEXConfig has its settings."""
@@ -736,6 +742,8 @@ class APPOConfig(_Methods, _APPOConfig):
     def training(self, **settings: Unpack[_APPOConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
     def build(self, plan: _PlanSource | None = None) -> APPO: ...
+    def updated(self, **changes: Unpack[_APPOSettings]) -> Self:
+        """Return a validated copy with changes; a dict updates a nested record key by key."""
 
 class APPO(_APPO):
     """APPO with the plan `appo`; APPOConfig has its settings."""
@@ -754,6 +762,8 @@ class BCConfig(_Methods, _BCConfig):
     def offline_data(self, **settings: Unpack[_OfflineConfigOfflineData]) -> Self:
         """Set where experience is written to and read from."""
     def build(self, plan: _PlanSource | None = None) -> BC: ...
+    def updated(self, **changes: Unpack[_BCSettings]) -> Self:
+        """Return a validated copy with changes; a dict updates a nested record key by key."""
 
 class BC(_BC):
     """BC with the plan `bc`; BCConfig has its settings."""
@@ -772,6 +782,8 @@ class CQLConfig(_Methods, _CQLConfig):
     def offline_data(self, **settings: Unpack[_OfflineConfigOfflineData]) -> Self:
         """Set where experience is written to and read from."""
     def build(self, plan: _PlanSource | None = None) -> CQL: ...
+    def updated(self, **changes: Unpack[_CQLSettings]) -> Self:
+        """Return a validated copy with changes; a dict updates a nested record key by key."""
 
 class CQL(_CQL):
     """CQL with the plan `cql`; CQLConfig has its settings."""
@@ -788,6 +800,8 @@ class DDPGConfig(_Methods, _DDPGConfig):
     def training(self, **settings: Unpack[_TD3ConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
     def build(self, plan: _PlanSource | None = None) -> DDPG: ...
+    def updated(self, **changes: Unpack[_DDPGSettings]) -> Self:
+        """Return a validated copy with changes; a dict updates a nested record key by key."""
 
 class DDPG(_DDPG):
     """DDPG with the plan `td3`; DDPGConfig has its settings."""
@@ -806,6 +820,8 @@ class DDPPOConfig(_Methods, _DDPPOConfig):
     def training(self, **settings: Unpack[_PPOConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
     def build(self, plan: _PlanSource | None = None) -> DDPPO: ...
+    def updated(self, **changes: Unpack[_DDPPOSettings]) -> Self:
+        """Return a validated copy with changes; a dict updates a nested record key by key."""
 
 class DDPPO(_DDPPO):
     """DD-PPO with the plan `ddppo`; DDPPOConfig has its settings."""
@@ -822,6 +838,8 @@ class DQNConfig(_Methods, _DQNConfig):
     def training(self, **settings: Unpack[_DQNConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
     def build(self, plan: _PlanSource | None = None) -> DQN: ...
+    def updated(self, **changes: Unpack[_DQNSettings]) -> Self:
+        """Return a validated copy with changes; a dict updates a nested record key by key."""
 
 class DQN(_DQN):
     """DQN with the plan `dqn`; DQNConfig has its settings."""
@@ -838,6 +856,8 @@ class IMPALAConfig(_Methods, _IMPALAConfig):
     def training(self, **settings: Unpack[_VTraceConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
     def build(self, plan: _PlanSource | None = None) -> IMPALA: ...
+    def updated(self, **changes: Unpack[_IMPALASettings]) -> Self:
+        """Return a validated copy with changes; a dict updates a nested record key by key."""
 
 class IMPALA(_IMPALA):
     """IMPALA with the plan `impala`; IMPALAConfig has its settings."""
@@ -856,6 +876,8 @@ class MARWILConfig(_Methods, _MARWILConfig):
     def offline_data(self, **settings: Unpack[_OfflineConfigOfflineData]) -> Self:
         """Set where experience is written to and read from."""
     def build(self, plan: _PlanSource | None = None) -> MARWIL: ...
+    def updated(self, **changes: Unpack[_MARWILSettings]) -> Self:
+        """Return a validated copy with changes; a dict updates a nested record key by key."""
 
 class MARWIL(_MARWIL):
     """MARWIL with the plan `marwil`; MARWILConfig has its settings."""
@@ -872,6 +894,8 @@ class PPOConfig(_Methods, _PPOConfig):
     def training(self, **settings: Unpack[_PPOConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
     def build(self, plan: _PlanSource | None = None) -> PPO: ...
+    def updated(self, **changes: Unpack[_PPOSettings]) -> Self:
+        """Return a validated copy with changes; a dict updates a nested record key by key."""
 
 class PPO(_PPO):
     """PPO with the plan `ppo`; PPOConfig has its settings."""
@@ -890,6 +914,8 @@ class R2D2Config(_Methods, _R2D2Config):
     def training(self, **settings: Unpack[_R2D2ConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
     def build(self, plan: _PlanSource | None = None) -> R2D2: ...
+    def updated(self, **changes: Unpack[_R2D2Settings]) -> Self:
+        """Return a validated copy with changes; a dict updates a nested record key by key."""
 
 class R2D2(_R2D2):
     """R2D2 with the plan `r2d2`; R2D2Config has its settings."""
@@ -906,6 +932,8 @@ class SACConfig(_Methods, _SACConfig):
     def training(self, **settings: Unpack[_SACConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
     def build(self, plan: _PlanSource | None = None) -> SAC: ...
+    def updated(self, **changes: Unpack[_SACSettings]) -> Self:
+        """Return a validated copy with changes; a dict updates a nested record key by key."""
 
 class SAC(_SAC):
     """SAC with the plan `sac`; SACConfig has its settings."""
@@ -922,6 +950,8 @@ class SimpleQConfig(_Methods, _SimpleQConfig):
     def training(self, **settings: Unpack[_DQNConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
     def build(self, plan: _PlanSource | None = None) -> SimpleQ: ...
+    def updated(self, **changes: Unpack[_SimpleQSettings]) -> Self:
+        """Return a validated copy with changes; a dict updates a nested record key by key."""
 
 class SimpleQ(_SimpleQ):
     """SimpleQ with the plan `dqn`; SimpleQConfig has its settings."""
@@ -938,6 +968,8 @@ class TD3Config(_Methods, _TD3Config):
     def training(self, **settings: Unpack[_TD3ConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
     def build(self, plan: _PlanSource | None = None) -> TD3: ...
+    def updated(self, **changes: Unpack[_TD3Settings]) -> Self:
+        """Return a validated copy with changes; a dict updates a nested record key by key."""
 
 class TD3(_TD3):
     """TD3 with the plan `td3`; TD3Config has its settings."""

@@ -27,6 +27,7 @@ PPOConfig().training(model={"fcnet_hidden": [64]})
 PPOConfig(lr="abc")
 PPOConfig()["lr"] = 0.1
 PPOConfig().callbacks(DefaultCallbacks).framework("torch").build(5)
+PPOConfig().updated(lr=1e-4, num_wokers=2)
 """
 
 PLAN = """
@@ -89,7 +90,7 @@ def messages(output, name):
 def test_type_checker_knows_settings_and_return_types(checked):
     revealed, errors = messages(checked, "program.py")
     assert revealed == ['Revealed type is "flowrl.PPO"'] * 3
-    assert sorted(errors) == [10, 11, 12, 13, 14, 15, 16]
+    assert sorted(errors) == [10, 11, 12, 13, 14, 15, 16, 17]
     assert 'Argument "n_step" to "DQN" has incompatible type "str"' in errors[10]
     assert 'Unexpected keyword argument "clip_param" for "DQN"' in errors[11]
     assert 'did you mean "num_workers"?' in errors[12]
@@ -97,6 +98,7 @@ def test_type_checker_knows_settings_and_return_types(checked):
     assert 'Argument "lr" to "PPOConfig" has incompatible type "str"' in errors[14]
     assert "Unsupported target for indexed assignment" in errors[15]
     assert 'Argument 1 to "build" of "PPOConfig" has incompatible type "int"' in errors[16]
+    assert 'Unexpected keyword argument "num_wokers" for "updated"' in errors[17]
 
 
 @pytest.mark.slow
@@ -118,4 +120,4 @@ def test_type_checker_knows_the_items_of_streams(checked):
 
 @pytest.mark.slow
 def test_type_checker_finds_no_errors_in_shipped_plans(checked):
-    assert "Found 12 errors in 2 files" in checked
+    assert "Found 13 errors in 2 files" in checked
