@@ -225,9 +225,6 @@ class Gather(Stage):
 
     # -- failures ------------------------------------------------------------------------------
 
-    def _describe(self, shard: ShardState) -> str:
-        return f"shard {self.shards.number(shard.index)} of {self.shards.name}"
-
     def _handle_error(self, shard: ShardState, error: BaseException) -> list[Any]:
         """Apply the error policy to an exception in the code of a shard."""
         policy = self.on_error
@@ -245,7 +242,7 @@ class Gather(Stage):
         error = without_stop_iteration(error)
         # keep the notes of the shard's own stream; the path in the plan starts at this stage
         vars(error).update(_flowrl_stage=self, _flowrl_noted=False, _flowrl_item=None)
-        add_note(error, f"raised by {self._describe(shard)}")
+        add_note(error, f"raised by {self.shards.describe(shard.index)}")
         return error
 
     def _handle_death(self, shard: ShardState, incarnation: int, error: BaseException) -> None:
@@ -254,7 +251,7 @@ class Gather(Stage):
         Raises:
             ShardFailedError: the shard cannot be replaced.
         """
-        self._end_journal(f"{self._describe(shard)} died or did not reply")
+        self._end_journal(f"{self.shards.describe(shard.index)} died or did not reply")
         if shard.dead_incarnation is not None or self.shards.incarnation(shard.index) > incarnation:
             return  # another request to the same worker has reported it
         death = _describe_death(error)
@@ -275,7 +272,7 @@ class Gather(Stage):
         backoff_s = min(recovery.backoff_s * 2 ** (shard.deaths - 1), recovery.max_backoff_s)
         shard.dead_incarnation = incarnation
         shard.restart_at = time.monotonic() + backoff_s
-        where = self._describe(shard)
+        where = self.shards.describe(shard.index)
         log.warning("%s died (%s): it is replaced in %.1f s", where, death, backoff_s)
 
     def _fail_shard(self, shard: ShardState, reason: str, error: BaseException | None) -> None:
@@ -284,7 +281,7 @@ class Gather(Stage):
         self.shards.mark_failed(shard.index)
         _count("num_shards_failed")
         failed = ShardFailedError(
-            f"{self._describe(shard)} has failed: {reason}. Last error: "
+            f"{self.shards.describe(shard.index)} has failed: {reason}. Last error: "
             f"{shard.last_death}. The stream continues with the remaining {len(self.live())} of "
             f"{len(self.states)} shards"
         )

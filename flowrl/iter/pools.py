@@ -71,6 +71,10 @@ class Pool:
         assert self._workers is not None
         return self._workers[index]
 
+    def worker_name(self, index: int) -> str | None:
+        """Return how messages name a worker, in addition to its shard; None if they do not."""
+        return None
+
     def submit(self, index: int, request: ShardRequest) -> Any:
         """Send a request and return a ref of the reply. A worker in this process computes the
         reply when `result` is called."""

@@ -104,6 +104,13 @@ class Shards:
         the index of the shard if there are several pools."""
         return self._shards[index].worker if self._has_one_pool else index
 
+    def describe(self, index: int) -> str:
+        """Return how messages name a shard."""
+        shard = self._shards[index]
+        worker = shard.pool.worker_name(shard.worker)
+        text = f"shard {self.number(index)} of {self.name}"
+        return text if worker is None else f"{text} ({worker})"
+
     def recovery(self, index: int) -> Recovery:
         return self._shards[index].recovery
 

@@ -101,6 +101,9 @@ class RolloutPool(ActorPool):
         self._incarnations = list(self._workers_of.restart_counts)
         self.num_membership_changes += 1
 
+    def worker_name(self, index: int) -> str:
+        return f"worker {index + 1}"  # as in logs, metrics and the errors of workers
+
     def mark_failed(self, index: int) -> None:
         self._workers_of.failed.add(index)
 

@@ -63,7 +63,8 @@ def test_run_continues_with_the_other_workers_without_recreation(ray_session):
         algorithm.train()
         os.kill(pids(algorithm, ray_session)[0], signal.SIGKILL)
         with pytest.raises(
-            ShardFailedError, match=r"shard 0 of rollouts.*recreate_failed_workers is False"
+            ShardFailedError,
+            match=r"shard 0 of rollouts.* \(worker 1\) .*recreate_failed_workers is False",
         ):
             algorithm.train()
         result = algorithm.train()

@@ -192,7 +192,9 @@ def test_the_death_of_a_worker_ends_the_recording(tmp_path):
         results = list(replayed.results())
     assert results
     assert all(one.difference is None for one in results)
-    assert replayed.end == "shard 0 of rollouts[workers=2].for_each() died or did not reply"
+    assert replayed.end == (
+        "shard 0 of rollouts[workers=2].for_each() (worker 1) died or did not reply"
+    )
 
 
 def test_a_replay_needs_workers_that_have_not_started(a3c_run):
