@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Sequence
@@ -29,6 +30,10 @@ from flowrl.settings import NonNegative, NonNegativeInt, Positive, Settings, set
 from flowrl.state_schema import Fields, Natural, check_state
 
 Result = dict[str, Any]
+
+MAX_REPORTED_AGENTS = 200  # each has a column in progress.csv, also if its id occurs only once
+
+log = logging.getLogger("flowrl")
 
 
 class ReportingConfig(Settings):
@@ -216,6 +221,7 @@ class CollectMetrics:
         "window": list[list[Any]],
         "episodes_total": Natural,
         "env_steps_reported": Natural,
+        "agents": list[str],
         "info": dict[str, dict[str, Any]],
         "trainers": dict[str, dict[str, Any]],
     }
@@ -236,6 +242,8 @@ class CollectMetrics:
         self._window: deque[Sequence[Any]] = deque(maxlen=window)
         self._episodes_total = 0
         self._env_steps_reported = 0
+        self._agents: dict[str, None] = {}  # ids whose returns are reported
+        self._has_left_out_agents = False
         self._info: Info = {}  # newest entry of each policy
         self._trainers: dict[str, dict[str, Any]] = {}  # name -> totals of a training operator
 
@@ -329,7 +337,8 @@ class CollectMetrics:
         histograms: dict[str, list[float]] = {}
         for episode in episodes:
             for agent_id, _, value in episode.agent_returns or ():
-                by_agent.setdefault(agent_id, []).append(value)
+                if self._reports_agent(agent_id):
+                    by_agent.setdefault(agent_id, []).append(value)
             for name, value in (episode.custom_metrics or {}).items():
                 custom.setdefault(name, []).append(value)
             for name, values in (episode.hist_data or {}).items():
@@ -356,6 +365,18 @@ class CollectMetrics:
             },
             "hist_stats": histograms,
         }
+
+    def _reports_agent(self, agent_id: str) -> bool:
+        """Return whether results have the return of an agent: one of the first ids that occur."""
+        if agent_id not in self._agents and len(self._agents) < MAX_REPORTED_AGENTS:
+            self._agents[agent_id] = None
+        if agent_id not in self._agents and not self._has_left_out_agents:
+            self._has_left_out_agents = True
+            log.warning(
+                "there are more than %d agent ids: agent_reward_mean has only the first ones; "
+                "policy_reward_mean has all", MAX_REPORTED_AGENTS,
+            )  # fmt: skip
+        return agent_id in self._agents
 
     def _trainer_metrics(self, plan: PlanMetrics) -> dict[str, Any]:
         """Return the metrics of each training operator, and reset them for the next report."""
@@ -397,6 +418,7 @@ class CollectMetrics:
             "window": [list(episode) for episode in self._window],
             "episodes_total": self._episodes_total,
             "env_steps_reported": self._env_steps_reported,
+            "agents": list(self._agents),
             "info": {pid: without_row_stats(entry) for pid, entry in self._info.items()},
             "trainers": copy.deepcopy(self._trainers),
         }
@@ -410,6 +432,7 @@ class CollectMetrics:
         self._window.extend(state["window"])
         self._episodes_total = state["episodes_total"]
         self._env_steps_reported = state["env_steps_reported"]
+        self._agents = dict.fromkeys(state["agents"])
         self._info = dict(state["info"])
         self._trainers = copy.deepcopy(state["trainers"])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from flowrl.ops.report import MAX_REPORTED_AGENTS
 from flowrl.setting_aliases import POLICY_RESULT_ALIASES, RESULT_ALIASES
 
 
@@ -183,7 +184,10 @@ _COUNTERS = {
 METRICS = {
     **RESULT_METRICS,
     **{f"{name}/<policy>": metric for name, metric in POLICY_METRICS.items()},
-    "agent_reward_mean/<agent>": Metric("reward", f"Mean return of an agent in {_EPISODES}."),
+    "agent_reward_mean/<agent>": Metric(
+        "reward",
+        f"Mean return of an agent in {_EPISODES}; of the first {MAX_REPORTED_AGENTS} agent ids.",
+    ),
     "env_runners/agent_episode_returns_mean/<agent>": Metric(
         "", "The same as agent_reward_mean/<agent>."
     ),

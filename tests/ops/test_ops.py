@@ -428,6 +428,21 @@ def test_error_of_a_missing_return_value_names_the_cause(local_workers):
             operator(None)
 
 
+def test_returns_are_reported_for_a_limited_number_of_agents(local_workers, monkeypatch, caplog):
+    monkeypatch.setattr("flowrl.ops.report.MAX_REPORTED_AGENTS", 3)
+    collect = CollectMetrics(local_workers, 2)
+    with metrics_scope(MetricsContext()) as metrics:
+        plan = PlanMetrics.of(metrics)
+        for agents, reported in ("ab", "ab"), ("cd", "abc"), ("ae", "ac"):
+            returns = [(agent, "default_policy", 1.0) for agent in agents]
+            plan.new_episodes.append((0, [2.0, 5, 0, returns, None, None]))
+            assert sorted(collect(None)["agent_reward_mean"]) == list(reported)
+        restored = CollectMetrics(local_workers, 2)
+        restored.load_state_dict(copy.deepcopy(collect.state_dict()))
+        assert sorted(restored(None)["agent_reward_mean"]) == ["a", "c"]
+    assert caplog.text.count("there are more than 3 agent ids") == 1 + 1
+
+
 def test_removed_workers_are_not_in_the_timers():
     with metrics_scope(MetricsContext()) as metrics:
         workers = WorkerSet(lambda c: CountEnv(), ObservedValue, {"num_workers": 2})

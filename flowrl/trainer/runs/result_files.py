@@ -95,7 +95,8 @@ class ResultFiles:
     def _append_row(self, row: dict[str, Any]) -> None:
         """Append a row to progress.csv; with new columns, write the whole file again."""
         file = self._folder / "progress.csv"
-        columns = [*self._columns, *(name for name in row if name not in self._columns)]
+        known = set(self._columns)
+        columns = [*self._columns, *(name for name in row if name not in known)]
         if columns == self._columns:
             _append(file, _csv_lines([[row.get(name, "") for name in columns]]))
             return
