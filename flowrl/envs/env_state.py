@@ -96,12 +96,19 @@ def copy_actions(actions: dict[Any, Any]) -> dict[Any, Any]:
     return {a: v if type(v) is int else copy.deepcopy(v) for a, v in actions.items()}
 
 
+def size_of_action(action: Any) -> int:
+    """Return about how many bytes an action takes in memory."""
+    return sum(np.asarray(leaf).nbytes + 100 for leaf in optree.tree_leaves(action))
+
+
 def pack_actions(actions: list[Any]) -> list[Any]:
     """Store consecutive actions of equal structure as one array per leaf.
 
     Returns:
         for each run of actions: [first action, [array [count, …] per leaf]].
     """
+    if actions and set(map(type, actions)) == {int}:
+        return [[actions[0], [np.array(actions)]]]
     runs: list[Any] = []
     previous = None
     for action in actions:

@@ -164,7 +164,7 @@ class DirectMultiAgentVectorEnv:
             if len(self._checks) >= MAX_CACHED_AGENTS:
                 self._checks.clear()
             space, check = self.observation_space(agent_id), self._latest_check
-            if check is None or check.space != space:
+            if check is None or (check.space is not space and check.space != space):
                 check = self._latest_check = ObservationCheck(space)
             self._checks[agent_id] = check
         return check

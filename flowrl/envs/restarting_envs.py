@@ -27,6 +27,7 @@ from flowrl.envs.env_state import (
     has_whole_state,
     pack_actions,
     set_env_state,
+    size_of_action,
     unpack_actions,
 )
 from flowrl.envs.validation import RESET_RESULTS, check_result, env_name, unwrapped
@@ -36,7 +37,9 @@ from flowrl.state_schema import Fields, Natural, check_state
 
 log = logging.getLogger("flowrl")
 
-MAX_LOGGED_ACTIONS = 50_000  # longer episodes are not replayed after a restore
+# episodes with more actions, or more bytes of actions, are not replayed after a restore
+MAX_LOGGED_ACTIONS = 50_000
+MAX_LOGGED_BYTES = 8 << 20
 CODE_ERRORS = (AttributeError, ImportError, NameError, SyntaxError, TypeError)
 """Errors that an environment would raise again if it has never completed a fragment."""
 RESET_ERRORS = (*CODE_ERRORS, LookupError, ValueError, gym.error.Error)
@@ -299,7 +302,7 @@ class RestartingEnvs:
         for index in indices:
             self._has_finished[index] = self._recovered[index] = True
             self._late_failures[index] = 0
-            if len(self.action_logs[index]) > MAX_LOGGED_ACTIONS:
+            if self._resets[index] is None or _is_too_long(self.action_logs[index]):
                 self._unlogged_steps[index] += len(self.action_logs[index])
                 self._resets[index], self.action_logs[index] = None, []
 
@@ -428,6 +431,14 @@ def _place(error: Exception) -> str:
     """Return ` (file:line)` of the code that raised an error, or an empty string."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+
+
+def _is_too_long(actions: list[Any]) -> bool:
+    """Return whether the actions of an episode are too many to keep them for a replay."""
+    count = len(actions)
+    return count > MAX_LOGGED_ACTIONS or (
+        count > 0 and count * size_of_action(actions[-1]) > MAX_LOGGED_BYTES
+    )
 
 
 def _check_state(state: dict[str, Any], num_envs: int) -> None:

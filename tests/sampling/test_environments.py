@@ -10,6 +10,7 @@ from gymnasium.wrappers import TimeLimit
 
 from flowrl import PPO
 from flowrl.envs.env_factory import EnvFactory
+from flowrl.envs.env_state import pack_actions, unpack_actions
 from flowrl.envs.registry import EnvContext, env_creator_for, env_id_of, register_env
 from flowrl.envs.restarting_envs import RestartingEnvs, check_vector_env_state
 from flowrl.envs.time_limit import (
@@ -21,6 +22,7 @@ from flowrl.envs.time_limit import (
 from flowrl.envs.validation import ObservationCheck
 from flowrl.errors import ConfigError
 from flowrl.sampling import DefaultCallbacks, RolloutWorker, SimpleListCollector, WorkerSet
+from flowrl.setting_values import equal
 
 from .fakes import CountEnv, Idle
 
@@ -352,6 +354,38 @@ def test_environment_that_cannot_be_replayed_is_seeded_again(monkeypatch):
         starts.append(envs.reset(0)[0])
     np.testing.assert_array_equal(*starts)  # two resumed runs are equal
     assert not np.array_equal(first[0], starts[0])
+
+
+def test_large_actions_are_kept_for_shorter_episodes(monkeypatch):
+    monkeypatch.setattr("flowrl.envs.restarting_envs.MAX_LOGGED_BYTES", 10 * 4100)
+    envs = RestartingEnvs(lambda index: gym.make("Pendulum-v1"), 2, 7, 5)
+    for index in (0, 1):
+        envs.reset(index)
+    action = {"a": np.zeros(1000, np.float32)}  # and 100 bytes of its object
+    for kept in (range(1, 11), [0, 0, 0]):  # after 11 actions, none is kept in this episode
+        for number in kept:
+            envs.action_logs[0].append(action)
+            envs.mark_healthy([0, 1])
+            assert len(envs.action_logs[0]) == number
+    state = envs.state_dict()
+    assert state["action_logs"] == [[], []]
+    assert state["unlogged_steps"] == [13, 0]
+    assert state["resets"][0] is None
+    assert state["resets"][1] is not None
+    envs.reset(0)
+    envs.action_logs[0].append(action)
+    envs.mark_healthy([0])
+    assert len(envs.action_logs[0]) == 1
+
+
+@pytest.mark.parametrize(
+    "actions",
+    [[], [1, 0, 1], [True, False], [1, 2.5], [np.zeros(2), np.ones(2)], [{"a": 1}, {"b": (1, 2)}]],
+)
+def test_actions_are_packed_without_loss(actions):
+    unpacked = unpack_actions(pack_actions(actions))
+    assert [type(action) for action in unpacked] == [type(action) for action in actions]
+    assert all(map(equal, unpacked, actions))
 
 
 def test_error_of_close_does_not_leave_workers_running(caplog):
