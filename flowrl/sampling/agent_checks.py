@@ -73,7 +73,8 @@ class AgentChecks:
                 type(agent_space) is type(policy_space)
             )
             nested = agent_space.shape is None or agent_space.dtype is None
-            if agent_space != policy_space and (kind == "action" or nested or not similar):
+            must_equal = kind == "action" or nested or not similar
+            if must_equal and agent_space != policy_space:
                 raise ConfigError(
                     f"agent {agent!r} is mapped to policy {lanes.policy_id!r}, whose {kind} "
                     f"space {policy_space} differs from the agent's, {agent_space}"

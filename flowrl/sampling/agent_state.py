@@ -155,8 +155,7 @@ def load_episodes(
 
 
 def _load_lanes(lanes: PolicyLanes, state: dict[str, Any]) -> None:
-    for env in state["envs"][len(lanes.envs) :].tolist():
-        lanes.add_lane(env)
+    lanes.add_lanes(state["envs"][len(lanes.envs) :].tolist())
     lanes.columns.load_state_dict(state["columns"])
     lanes.current_rows, lanes.envs = np.array(state["rows"]), np.array(state["envs"])
     lanes.free = {env: list(free) for env, free in state["free"].items()}

@@ -8,6 +8,7 @@ current row of its lane; its action, reward and info are added when they are kno
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -121,8 +122,9 @@ class LaneRows:
             counts_in_filter: whether to add the observation to the filter's statistics.
         """
         free = self.free.setdefault(env, [])
-        if not free:
-            free.append(self.add_lane(env))
+        if not free:  # adding lanes copies all columns: add half as many as there are
+            count = max(1, np.count_nonzero(self.envs == env) // 2)
+            free.extend(reversed(self.add_lanes([env] * count)))
         lane = free.pop()
         self.states.restart([lane])
         row, states = int(self.current_rows[lane]), self.states.new
@@ -132,13 +134,15 @@ class LaneRows:
         self._write(trajectory, observation, counts_in_filter)
         return trajectory
 
-    def add_lane(self, env: int) -> int:
-        """Add a lane for an environment; return its number."""
-        self.columns.add_lanes(1)
-        self.states.add_lanes(1)
-        self.current_rows, self.envs = np.append(self.current_rows, 0), np.append(self.envs, env)
-        self.waits = np.append(self.waits, False)
-        return len(self.current_rows) - 1
+    def add_lanes(self, envs: Sequence[int]) -> range:
+        """Add a lane for each of these environments; return the numbers of the lanes."""
+        first = len(self.envs)
+        self.columns.add_lanes(len(envs))
+        self.states.add_lanes(len(envs))
+        self.current_rows = np.append(self.current_rows, np.zeros(len(envs), np.int64))
+        self.envs = np.append(self.envs, np.array(envs, np.int64))
+        self.waits = np.append(self.waits, np.zeros(len(envs), bool))
+        return range(first, len(self.envs))
 
     def _write(
         self, trajectory: Trajectory, observation: Any, counts_in_filter: bool = True

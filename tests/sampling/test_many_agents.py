@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from flowrl.data.fragment_columns import FragmentColumns
 from flowrl.envs import EnvContext, make_multi_agent
 from flowrl.policies import ConfigError
 from flowrl.sampling import RolloutWorker
@@ -42,6 +43,25 @@ def test_episode_steps_restart_agents_under_new_ids():
         ids.append(sorted(obs))
         assert truncateds["__all__"] == (step == 7)
     assert ids == [[0, 1], [0, 1], [2, 3], [2, 3], [2, 3], [4, 5], []]
+
+
+def test_columns_are_copied_a_few_times_for_many_agents(monkeypatch):
+    added, add_lanes = [], FragmentColumns.add_lanes
+
+    def count(columns, number):
+        added.append(number)
+        add_lanes(columns, number)
+
+    monkeypatch.setattr(FragmentColumns, "add_lanes", count)
+    settings = {"rollout_fragment_length": 6, "env_config": {"num_agents": 100}}
+    worker = RolloutWorker(make_multi_agent(creator), Idle, settings)
+    batch = worker.sample()
+    assert batch.agent_steps() == 600
+    assert len(set(batch["default_policy"]["agent_index"])) == 100
+    assert sum(added) >= 100
+    assert len(added) < 15
+    worker.sample()
+    assert len(added) < 15
 
 
 def test_worker_samples_all_agents():
