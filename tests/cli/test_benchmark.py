@@ -150,6 +150,7 @@ def test_other_library_is_trained_beside(cli, tmp_path, monkeypatch):
 
 
 def test_row_without_settings_of_the_other_library_is_rejected(cli, tiny_table, tmp_path):
+    require_extra("plot")
     code, _, err = cli("benchmark", "--against", "sb3", *tiny_table)
     assert code == 2
     assert "--against sb3 has no settings for a2c/CartPole-v1" in err

@@ -114,6 +114,7 @@ def test_curves_are_drawn(cli, tmp_path, suffix):
 
 
 def test_wrong_arguments_are_rejected(cli, tmp_path):
+    require_extra("plot")
     write_run(tmp_path / "a", [1.0])
     for arguments, message in (
         (("a", "-o", "curve.txt"), "must end in .svg, .png, .pdf"),

@@ -13,6 +13,7 @@ from flowrl.cli.training_run import _trust_flag
 from flowrl.offline.parquet import parquet_files, read_parquet
 from flowrl.trainer.runs.result_files import event_files
 from tests.cli.helpers import ENVIRONMENT_PLAN, SEEDED, read_results, read_settings
+from tests.extras import require_extra
 
 
 def learning_rates(run_dir):
@@ -263,6 +264,8 @@ def test_refused_resumption_is_not_noted(cli, tmp_path):
 
 
 def test_resumed_run_replaces_only_what_it_recorded_itself(cli, tmp_path, caplog):
+    require_extra("offline")
+
     def num_rows():
         return sum(read_parquet(path)[1].count for path in parquet_files(tmp_path / "e"))
 

@@ -47,7 +47,8 @@ def test_object_ref_calls_back_when_ready(ray_session):
     def nothing():
         return None
 
-    assert hasattr(ray_session.ObjectRef, "_on_ready")
+    if ray_session.__version__ >= "2.60":  # older ones are waited for by `future()`
+        assert hasattr(ray_session.ObjectRef, "_on_ready")
     ref = nothing.remote()
     call_when_ready(ref, lambda *_: ready.set())
     assert ready.wait(60)

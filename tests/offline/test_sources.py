@@ -5,6 +5,7 @@ import numpy as np
 from flowrl.data import SampleBatch
 from flowrl.offline.parquet import write_parquet
 from flowrl.offline.sources import ParquetSource
+from tests.extras import require_extra
 
 POLICY = "default_policy"
 
@@ -16,6 +17,7 @@ def write(path, run):
 
 
 def test_episode_ids_differ_between_runs_and_from_those_of_environments(tmp_path):
+    require_extra("offline")
     write(tmp_path / "a1.parquet", "a")
     write(tmp_path / "a2.parquet", "a")
     write(tmp_path / "b.parquet", "b")

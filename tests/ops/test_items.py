@@ -26,6 +26,7 @@ from flowrl.ops import (
 )
 from flowrl.replay import MultiAgentReplayBuffer, ReplayBuffer
 from flowrl.sampling import WorkerSet
+from tests.extras import require_extra
 
 NO_BATCH = "make sure that the operator before it returns the batch"
 TRAINED = "chain it before the operator that trains"
@@ -41,6 +42,7 @@ def workers():
 @pytest.fixture
 def operators(workers, tmp_path):
     """Yield name -> operator on batches."""
+    require_extra("offline")
     buffer = MultiAgentReplayBuffer(lambda: ReplayBuffer(8), replay_batch_size=4)
     made = (
         TrainOneStep(workers),

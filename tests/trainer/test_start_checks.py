@@ -235,6 +235,7 @@ def train_by_hand(workers):
 def test_plans_that_train_or_are_not_meant_to_are_not_reported(
     caplog, tmp_path, monkeypatch, make_train, settings
 ):
+    require_extra("offline")
     monkeypatch.chdir(tmp_path)
     assert not warnings_at_start(with_plan(make_train, **settings), caplog, iterations=1)
 

@@ -17,6 +17,7 @@ from flowrl.cli.main import main
 from flowrl.data.checkpoint import CheckpointError
 from flowrl.sampling.callbacks import DefaultCallbacks
 from flowrl.trainer.runs.stop_rules import metric_rules
+from tests.extras import require_extra
 
 SMALL = {"train_batch_size": 64, "num_envs_per_worker": 2, "seed": 1}
 
@@ -485,6 +486,7 @@ def test_end_of_a_run_without_episodes_names_a_limit(capsys):
 
 
 def test_end_of_an_offline_run_names_the_last_evaluation(tmp_path, capsys):
+    require_extra("offline")
     small = {"train_batch_size": 64, "sgd_minibatch_size": 64, "output": str(tmp_path)}
     with PPO("CartPole-v1", **small) as algorithm:
         algorithm.train()
