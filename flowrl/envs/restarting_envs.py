@@ -204,7 +204,11 @@ class RestartingEnvs:
                 seed = derive_seed(self._seed, "env", self._first_index + index, *purpose)
                 self._seeded[index] = True
             rng = None if seed is not None else find_rng(env)
-            self._resets[index] = seed, None if rng is None else rng.bit_generator.state
+            rng_state = None if rng is None else rng.bit_generator.state
+            # the first episode of an environment starts with the state of a new wrapper
+            keeps = seed is None and not has_whole_state(env)
+            wrapper_state = get_env_state(env) if keeps else None
+            self._resets[index] = seed, rng_state, wrapper_state
             self.action_logs[index], self._unlogged_steps[index] = [], 0
             started = time.perf_counter()
             try:
@@ -392,7 +396,11 @@ class RestartingEnvs:
         self, index: int, reset: Any, actions: list[Any], matches: Callable[[Any], bool]
     ) -> bool:
         """Repeat a reset and actions; return whether the last observation matches."""
-        env, (seed, rng_state) = self.envs[index], reset
+        env, (seed, rng_state, wrapper_state) = self.envs[index], reset
+        if wrapper_state is not None:
+            self._rng_of(index)  # creates the generator that set_env_state restores
+            if not set_env_state(env, wrapper_state):
+                return False
         if rng_state is not None:
             rng = self._rng_of(index)
             if rng is None:

@@ -644,8 +644,30 @@ class ScalesRewards(gym.Wrapper):
         self.count = state["count"]
 
 
+class WidensStart(gym.Wrapper):
+    """A curriculum: the start of CartPole's episodes varies more from episode to episode."""
+
+    def __init__(self):
+        super().__init__(gym.make("CartPole-v1"))
+        self.width = 0.01
+
+    def reset(self, *, seed=None, options=None):
+        self.width += 0.01
+        return self.env.reset(seed=seed, options={"low": -self.width, "high": self.width})
+
+    def get_state(self):
+        return {"width": self.width}
+
+    def set_state(self, state):
+        self.width = state["width"]
+
+
 @pytest.mark.parametrize(
-    "env", [SavesState, GetStateTakesArgument, StateCannotBeSaved, DrawsInSteps, ScalesRewards]
+    "env",
+    [
+        *(SavesState, GetStateTakesArgument, StateCannotBeSaved, DrawsInSteps),
+        *(ScalesRewards, WidensStart),
+    ],
 )
 @pytest.mark.parametrize("horizon", [None, 9])
 def test_environments_with_get_state_resume(tmp_path, env, horizon):
