@@ -179,6 +179,8 @@ class LearnerThread:
         self.policies = policies
         self.inqueue: queue.Queue[Batch] = queue.Queue(queue_size)
         self.outqueue: queue.Queue[LearnedBatch | LearnFailure] = queue.Queue(queue_size)
+        for one in (self.inqueue, self.outqueue):  # for Enqueue and Dequeue
+            one.learner_thread = self  # type: ignore[attr-defined]
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._stop_signal = Signal()
@@ -219,6 +221,8 @@ class LearnerThread:
                     return
             self._thread = threading.Thread(target=self._run, name="flowrl-learner", daemon=True)
             self._thread.start()
+        elif journal is not None and journal is not self._journal:
+            journal.end("its learner thread was started before the plan")
 
     def is_alive(self) -> bool:
         """Return whether the thread runs."""

@@ -119,8 +119,8 @@ class Enqueue:
     While the queue is full, the plan pulls no items for it.
 
     Args:
-        output_queue: a `queue.Queue`, LifoQueue or PriorityQueue; or a LearnerThread, whose
-            `inqueue` is used.
+        output_queue: a `queue.Queue`, LifoQueue or PriorityQueue; or a LearnerThread or its
+            `inqueue`.
 
     Raises:
         ValueError: output_queue is of another type.
@@ -129,7 +129,7 @@ class Enqueue:
     chained_with: ClassVar[str] = "for_each"
 
     def __init__(self, output_queue: queue.Queue[Any] | LearnerThread):
-        self.learner_thread = output_queue if isinstance(output_queue, LearnerThread) else None
+        self.learner_thread = _learner_thread_of(output_queue)
         if isinstance(output_queue, LearnerThread):
             output_queue = output_queue.inqueue
         self.queue = _check_queue(output_queue, "Enqueue")
@@ -184,7 +184,8 @@ class Dequeue(LocalIterator[Any]):
     forever. Checkpoints contain the items of a LearnerThread, but not those of another queue.
 
     Args:
-        input_queue: a `queue.Queue`; or a LearnerThread, which starts and stops with the plan.
+        input_queue: a `queue.Queue`; or a LearnerThread or its `outqueue`: the thread starts and
+            stops with the plan.
         check: function that returns whether the other thread is alive; called while the queue is
             empty. None checks a LearnerThread by its `is_alive`, and other threads not at all.
 
@@ -198,10 +199,11 @@ class Dequeue(LocalIterator[Any]):
         input_queue: queue.Queue[Any] | LearnerThread,
         check: Callable[[], bool] | None = None,
     ):
-        thread = None
-        if isinstance(input_queue, LearnerThread):
-            thread, input_queue = input_queue, input_queue.outqueue
+        thread = _learner_thread_of(input_queue)
+        if thread is not None:
             check = check or thread.is_alive
+        if isinstance(input_queue, LearnerThread):
+            input_queue = input_queue.outqueue
         stage = DequeueStage(_check_queue(input_queue, "Dequeue"), check, thread)
         super().__init__(stage, "Dequeue")
 
@@ -313,6 +315,11 @@ class DequeueStage(Stage):
         super().load_state_dict(state)
         if self.learner_thread is not None:
             self.learner_thread.load_state_dict(state["learner"])
+
+
+def _learner_thread_of(value: Any) -> LearnerThread | None:
+    """Return a LearnerThread, or the one that a queue belongs to; None for other queues."""
+    return value if isinstance(value, LearnerThread) else getattr(value, "learner_thread", None)
 
 
 def _check_queue(value: Any, operator: str) -> queue.Queue[Any]:

@@ -123,6 +123,21 @@ def test_saved_minibatches_may_exceed_a_smaller_buffer():
             assert stream.metrics.counters["num_env_steps_trained"] == 4 * batches[0].count
 
 
+def test_queues_of_a_learner_thread_stand_for_it():
+    before = num_learner_threads()
+    with a2c_config().build() as algorithm:
+        batches = sample_batches(algorithm, 2)
+        learner = LearnerThread(algorithm.workers)
+        learner.start()  # plans of RLlib start it
+        feed = LocalIterator(batches).for_each(Enqueue(learner.inqueue))
+        trained = Dequeue(learner.outqueue, check=learner.is_alive)
+        with Concurrently([feed, trained], mode="async", output_indexes=[1]) as stream:
+            assert [batch.count for batch, _ in stream.take(2)] == [b.count for b in batches]
+            assert stream.metrics.counters["num_env_steps_trained"] == 2 * batches[0].count
+            assert num_learner_threads() == before + 1
+        assert num_learner_threads() == before
+
+
 @pytest.mark.slow_on_actors
 def test_plan_with_learner_thread_trains_and_stops(num_workers):
     before = num_learner_threads()
