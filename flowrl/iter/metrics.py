@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from flowrl.setting_aliases import INFO_COUNTERS
 from flowrl.state_schema import Amount, Fields, check_state
 
 if TYPE_CHECKING:
@@ -76,6 +77,23 @@ _FIELDS: Fields = {
 }
 
 
+class Counters(defaultdict[str, int]):
+    """Counters by name; 0 before the first increase.
+
+    Raises:
+        KeyError: the name is that of RLlib for another counter.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(int)
+
+    def __missing__(self, name: str) -> int:
+        other = INFO_COUNTERS.get(name, name)
+        if other != name:
+            raise KeyError(f"no counter {name!r}: use {other!r}")
+        return super().__missing__(name)
+
+
 class MetricsContext:
     """The metrics of one plan.
 
@@ -89,7 +107,7 @@ class MetricsContext:
     """
 
     def __init__(self) -> None:
-        self.counters: defaultdict[str, int] = defaultdict(int)
+        self.counters = Counters()
         self.timers: defaultdict[str, Timer] = defaultdict(Timer)
         self.info: dict[str, Any] = {}
         self.operators: list[Any] = []

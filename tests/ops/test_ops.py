@@ -443,6 +443,16 @@ def test_returns_are_reported_for_a_limited_number_of_agents(local_workers, monk
     assert caplog.text.count("there are more than 3 agent ids") == 1 + 1
 
 
+@pytest.mark.parametrize("name", ["num_steps_sampled", "num_steps_trained"])
+def test_counters_with_names_of_rllib_name_those_of_flowrl(name):
+    counters = MetricsContext().counters
+    expected = f"no counter {name!r}: use {name.replace('steps', 'env_steps')!r}"
+    with pytest.raises(KeyError, match=expected):
+        counters[name] += 1
+    assert not counters
+    assert counters["num_env_steps_sampled"] == counters["my_steps"] == 0
+
+
 def test_removed_workers_are_not_in_the_timers():
     with metrics_scope(MetricsContext()) as metrics:
         workers = WorkerSet(lambda c: CountEnv(), ObservedValue, {"num_workers": 2})
