@@ -351,6 +351,8 @@ def _creator_of_import(path: str) -> EnvCreator:
         raise ConfigError(f"env: {path!r} must name a module, not a file: {named}:{name}")
     _import_module(module, path)
     found: Any = None
+    if name in _CREATORS:
+        return _CREATORS[name]
     with suppress(gym.error.Error):
         gym.spec(name)
         return partial(_make_by_id, path)

@@ -98,6 +98,20 @@ def test_module_that_cannot_be_imported_is_one_error(monkeypatch, tmp_path, env,
         env_creator_for(env)
 
 
+def test_module_names_the_environments_that_it_registers(monkeypatch, tmp_path):
+    code = """import flowrl
+from tests.sampling.fakes import CountEnv
+flowrl.register_env("far-count", lambda context: CountEnv(context.get("length", 3)))
+"""
+    (tmp_path / "far_envs.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = {"env_config": {"length": 7}, "batch_mode": "complete_episodes"}
+    worker = RolloutWorker("far_envs:far-count", Idle, {**settings, "rollout_fragment_length": 1})
+    assert worker.sample().count == 7
+    with pytest.raises(ConfigError, match="far_envs neither registers the id 'near-count'"):
+        env_creator_for("far_envs:near-count")
+
+
 def test_installed_atari_environments_are_registered(monkeypatch, tmp_path):
     require_extra("atari")
     code = "import gymnasium\ngymnasium.register('ALE/Fake-v5', 'tests.sampling.fakes:CountEnv')\n"
