@@ -340,7 +340,8 @@ def _import_error(path: str, error: Exception) -> ConfigError:
 
 
 def _creator_of_import(path: str) -> EnvCreator:
-    """Return the creator of "module:Id", an id of gymnasium, or "module:name", a class or function.
+    """Return the creator of "module:Id", an id of gymnasium, or "module:name", a class, a function,
+    or a name that the module passes to `register_env`.
 
     Raises:
         ConfigError: the module cannot be imported, or has no such environment.
@@ -351,13 +352,13 @@ def _creator_of_import(path: str) -> EnvCreator:
         raise ConfigError(f"env: {path!r} must name a module, not a file: {named}:{name}")
     _import_module(module, path)
     found: Any = None
-    if name in _CREATORS:
-        return _CREATORS[name]
     with suppress(gym.error.Error):
         gym.spec(name)
         return partial(_make_by_id, path)
     with suppress(AttributeError):
         found = imported(path)
+    if found is None and name in _CREATORS:
+        return _CREATORS[name]
     if not callable(found):
         raise ConfigError(
             f"env: cannot find {path!r}: {module} neither registers the id {name!r} nor has a "

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -111,7 +112,7 @@ class RestartingEnvs:
         num_restarts: total number of failures.
         reset_s: seconds in `reset` of the environments.
         action_logs: actions since the last reset, by environment; empty again when a log becomes
-            too long.
+            too long or the episode cannot be repeated.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class RestartingEnvs:
         self._has_finished = [history.has_finished] * num_envs  # an episode or a fragment
         self.envs: list[Any] = [None] * num_envs
         self._unwrapped: list[Any] = [None] * num_envs
-        # how the current episodes were reset: (seed, state of the random generator before it)
+        # of each episode: seed of its reset, and the states of generator and wrapper before it
         self._resets: list[Any] = [None] * num_envs
         self.action_logs: list[list[Any]] = [[] for _ in range(num_envs)]
         self._unlogged_steps = [0] * num_envs  # of the episode, before those in `action_logs`
@@ -205,9 +206,10 @@ class RestartingEnvs:
                 self._seeded[index] = True
             rng = None if seed is not None else find_rng(env)
             rng_state = None if rng is None else rng.bit_generator.state
-            # the first episode of an environment starts with the state of a new wrapper
-            keeps = seed is None and not has_whole_state(env)
-            wrapper_state = get_env_state(env) if keeps else None
+            wrapper_state = None
+            if not has_whole_state(env):
+                with suppress(Exception):  # it may need a reset; else saving raises it
+                    wrapper_state = get_env_state(env)
             self._resets[index] = seed, rng_state, wrapper_state
             self.action_logs[index], self._unlogged_steps[index] = [], 0
             started = time.perf_counter()
@@ -398,7 +400,7 @@ class RestartingEnvs:
         """Repeat a reset and actions; return whether the last observation matches."""
         env, (seed, rng_state, wrapper_state) = self.envs[index], reset
         if wrapper_state is not None:
-            self._rng_of(index)  # creates the generator that set_env_state restores
+            self._first_reset(index)  # creates the generator that set_env_state restores
             if not set_env_state(env, wrapper_state):
                 return False
         if rng_state is not None:
@@ -415,10 +417,13 @@ class RestartingEnvs:
     def _rng_of(self, index: int) -> np.random.Generator | None:
         """Return the random generator of an environment; a reset with a seed creates it if there is
         none yet. None if the environment has none."""
-        env = self.envs[index]
-        if find_rng(env) is None:
-            env.reset(seed=derive_seed(self._seed, "env", self._first_index + index))
-        return find_rng(env)
+        if find_rng(self.envs[index]) is None:
+            self._first_reset(index)
+        return find_rng(self.envs[index])
+
+    def _first_reset(self, index: int) -> None:
+        """Reset an environment; wrappers require a reset before they are used."""
+        self.envs[index].reset(seed=derive_seed(self._seed, "env", self._first_index + index))
 
     def close(self) -> None:
         """Close all environments."""
@@ -444,9 +449,10 @@ def _place(error: Exception) -> str:
 def _is_too_long(actions: list[Any]) -> bool:
     """Return whether the actions of an episode are too many to keep them for a replay."""
     count = len(actions)
-    return count > MAX_LOGGED_ACTIONS or (
-        count > 0 and count * size_of_action(actions[-1]) > MAX_LOGGED_BYTES
-    )
+    if count > MAX_LOGGED_ACTIONS or not count or type(actions[-1]) is int:
+        return count > MAX_LOGGED_ACTIONS
+    some = actions[:: max(1, count // 10)]
+    return count * sum(map(size_of_action, some)) / len(some) > MAX_LOGGED_BYTES
 
 
 def _check_state(state: dict[str, Any], num_envs: int) -> None:

@@ -80,12 +80,8 @@ _FIELDS: Fields = {
 class Counters(defaultdict[str, int]):
     """Counters by name; 0 before the first increase.
 
-    Raises:
-        KeyError: the name is that of RLlib for another counter.
+    Reading a name that RLlib uses for a counter raises a KeyError with the name of flowrl.
     """
-
-    def __init__(self) -> None:
-        super().__init__(int)
 
     def __missing__(self, name: str) -> int:
         other = INFO_COUNTERS.get(name, name)
@@ -107,7 +103,7 @@ class MetricsContext:
     """
 
     def __init__(self) -> None:
-        self.counters = Counters()
+        self.counters = Counters(int)
         self.timers: defaultdict[str, Timer] = defaultdict(Timer)
         self.info: dict[str, Any] = {}
         self.operators: list[Any] = []

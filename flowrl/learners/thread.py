@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Collection
 from typing import Any, ClassVar, NamedTuple
@@ -177,10 +178,8 @@ class LearnerThread:
         )
         self.workers = workers
         self.policies = policies
-        self.inqueue: queue.Queue[Batch] = queue.Queue(queue_size)
-        self.outqueue: queue.Queue[LearnedBatch | LearnFailure] = queue.Queue(queue_size)
-        for one in (self.inqueue, self.outqueue):  # for Enqueue and Dequeue
-            one.learner_thread = self  # type: ignore[attr-defined]
+        self.inqueue: queue.Queue[Batch] = _LearnerQueue(queue_size, self)
+        self.outqueue: queue.Queue[LearnedBatch | LearnFailure] = _LearnerQueue(queue_size, self)
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._stop_signal = Signal()
@@ -428,6 +427,7 @@ class LearnerThread:
         check_own_state(self, state)
         for saved in state["learned"]:
             check_state(saved, _LEARNED, "learned")
+        self.stop()  # a thread that runs already; the plan starts it again
         self._minibatches.load_state_dict(state["minibatches"])
         # a saved queue may be longer than the capacity of this one
         restore_items(self.inqueue, state["waiting"])
@@ -444,3 +444,18 @@ class LearnerThread:
     def __repr__(self) -> str:
         count = getattr(self.learner, "num_learners", None)
         return "LearnerThread" if count is None else f"LearnerThread(num_learners={count})"
+
+
+class _LearnerQueue(queue.Queue[Any]):
+    """A queue of a learner thread."""
+
+    def __init__(self, maxsize: int, learner_thread: LearnerThread):
+        super().__init__(maxsize)
+        self.learner_thread = weakref.ref(learner_thread)
+
+
+def learner_thread_of(value: Any) -> LearnerThread | None:
+    """Return a LearnerThread, or the one that a queue belongs to; None for other queues."""
+    if isinstance(value, _LearnerQueue):
+        return value.learner_thread()
+    return value if isinstance(value, LearnerThread) else None

@@ -16,7 +16,7 @@ from flowrl.iter.metrics import current_journal
 from flowrl.iter.stage import walk
 from flowrl.iter.stages.branches import Union
 from flowrl.iter.waiting import Signal, queue_signal
-from flowrl.learners.thread import LearnedBatch, LearnerThread, LearnFailure
+from flowrl.learners.thread import LearnedBatch, LearnerThread, LearnFailure, learner_thread_of
 from flowrl.ops.plan_metrics import Info, record_updates
 from flowrl.ops.replay import alternate_stores_and_draws, share_a_buffer
 
@@ -129,9 +129,11 @@ class Enqueue:
     chained_with: ClassVar[str] = "for_each"
 
     def __init__(self, output_queue: queue.Queue[Any] | LearnerThread):
-        self.learner_thread = _learner_thread_of(output_queue)
-        if isinstance(output_queue, LearnerThread):
-            output_queue = output_queue.inqueue
+        self.learner_thread = thread = learner_thread_of(output_queue)
+        if thread is not None and output_queue is thread.outqueue:
+            raise ValueError("Enqueue: the learner thread puts its results into this queue")
+        if thread is not None:
+            output_queue = thread.inqueue
         self.queue = _check_queue(output_queue, "Enqueue")
         self._was_ready = True
 
@@ -199,11 +201,11 @@ class Dequeue(LocalIterator[Any]):
         input_queue: queue.Queue[Any] | LearnerThread,
         check: Callable[[], bool] | None = None,
     ):
-        thread = _learner_thread_of(input_queue)
+        thread = learner_thread_of(input_queue)
+        if thread is not None and input_queue is thread.inqueue:
+            raise ValueError("Dequeue: the learner thread takes its batches from this queue")
         if thread is not None:
-            check = check or thread.is_alive
-        if isinstance(input_queue, LearnerThread):
-            input_queue = input_queue.outqueue
+            input_queue, check = thread.outqueue, check or thread.is_alive
         stage = DequeueStage(_check_queue(input_queue, "Dequeue"), check, thread)
         super().__init__(stage, "Dequeue")
 
@@ -315,11 +317,6 @@ class DequeueStage(Stage):
         super().load_state_dict(state)
         if self.learner_thread is not None:
             self.learner_thread.load_state_dict(state["learner"])
-
-
-def _learner_thread_of(value: Any) -> LearnerThread | None:
-    """Return a LearnerThread, or the one that a queue belongs to; None for other queues."""
-    return value if isinstance(value, LearnerThread) else getattr(value, "learner_thread", None)
 
 
 def _check_queue(value: Any, operator: str) -> queue.Queue[Any]:

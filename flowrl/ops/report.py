@@ -373,8 +373,8 @@ class CollectMetrics:
         if agent_id not in self._agents and not self._has_left_out_agents:
             self._has_left_out_agents = True
             log.warning(
-                "there are more than %d agent ids: agent_reward_mean has only the first ones; "
-                "policy_reward_mean has all", MAX_REPORTED_AGENTS,
+                "agent_reward_mean has only the first %d agent ids of this training; "
+                "policy_reward_mean has the returns of all", MAX_REPORTED_AGENTS,
             )  # fmt: skip
         return agent_id in self._agents
 

@@ -123,7 +123,7 @@ class LaneRows:
         """
         free = self.free.setdefault(env, [])
         if not free:  # adding lanes copies all columns: add half as many as there are
-            count = max(1, np.count_nonzero(self.envs == env) // 2)
+            count = max(1, int(np.count_nonzero(self.envs == env)) // 2)
             free.extend(reversed(self.add_lanes([env] * count)))
         lane = free.pop()
         self.states.restart([lane])

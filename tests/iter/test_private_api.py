@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from flowrl.iter import private_api
 from flowrl.iter.private_api import (
@@ -47,7 +48,8 @@ def test_object_ref_calls_back_when_ready(ray_session):
     def nothing():
         return None
 
-    if ray_session.__version__ >= "2.60":  # older ones are waited for by `future()`
+    # `future()` replaces it for older versions
+    if Version(ray_session.__version__) >= Version("2.60"):
         assert hasattr(ray_session.ObjectRef, "_on_ready")
     ref = nothing.remote()
     call_when_ready(ref, lambda *_: ready.set())

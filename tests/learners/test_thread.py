@@ -138,6 +138,30 @@ def test_queues_of_a_learner_thread_stand_for_it():
         assert num_learner_threads() == before
 
 
+def test_state_is_loaded_into_a_thread_that_runs():
+    with a2c_config().build() as algorithm:
+        batches = sample_batches(algorithm, 3)
+        saved = LearnerThread(algorithm.workers, queue_size=2)
+        for batch in batches[:2]:
+            saved.inqueue.put(batch)
+        learner = LearnerThread(algorithm.workers, queue_size=2)
+        learner.start()
+        learner.load_state_dict(saved.state_dict())
+        feed = LocalIterator(batches[2:]).for_each(Enqueue(learner.inqueue))
+        trained = Dequeue(learner.outqueue)
+        with Concurrently([feed, trained], mode="async", output_indexes=[1]) as stream:
+            assert [batch.count for batch, _ in stream.take(3)] == [b.count for b in batches]
+
+
+def test_the_other_queue_of_a_learner_thread_is_rejected():
+    with a2c_config().build() as algorithm:
+        learner = LearnerThread(algorithm.workers)
+        with pytest.raises(ValueError, match="puts its results into this queue"):
+            Enqueue(learner.outqueue)
+        with pytest.raises(ValueError, match="takes its batches from this queue"):
+            Dequeue(learner.inqueue)
+
+
 @pytest.mark.slow_on_actors
 def test_plan_with_learner_thread_trains_and_stops(num_workers):
     before = num_learner_threads()

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import pickle
 import re
 import time
 from types import SimpleNamespace
@@ -440,7 +441,7 @@ def test_returns_are_reported_for_a_limited_number_of_agents(local_workers, monk
         restored = CollectMetrics(local_workers, 2)
         restored.load_state_dict(copy.deepcopy(collect.state_dict()))
         assert sorted(restored(None)["agent_reward_mean"]) == ["a", "c"]
-    assert caplog.text.count("there are more than 3 agent ids") == 1 + 1
+    assert caplog.text.count("has only the first 3 agent ids") == 1 + 1
 
 
 @pytest.mark.parametrize("name", ["num_steps_sampled", "num_steps_trained"])
@@ -451,6 +452,10 @@ def test_counters_with_names_of_rllib_name_those_of_flowrl(name):
         counters[name] += 1
     assert not counters
     assert counters["num_env_steps_sampled"] == counters["my_steps"] == 0
+    for copied in (copy.deepcopy(counters), counters.copy(), pickle.loads(pickle.dumps(counters))):
+        assert copied == {"num_env_steps_sampled": 0, "my_steps": 0}
+        with pytest.raises(KeyError, match=expected):
+            copied[name] += 1
 
 
 def test_removed_workers_are_not_in_the_timers():

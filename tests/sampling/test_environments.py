@@ -7,6 +7,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.wrappers import TimeLimit
+from packaging.version import Version
 
 from flowrl import PPO
 from flowrl.envs.env_factory import EnvFactory
@@ -108,6 +109,8 @@ flowrl.register_env("far-count", lambda context: CountEnv(context.get("length", 
     settings = {"env_config": {"length": 7}, "batch_mode": "complete_episodes"}
     worker = RolloutWorker("far_envs:far-count", Idle, {**settings, "rollout_fragment_length": 1})
     assert worker.sample().count == 7
+    register_env("CountEnv", lambda context: gym.make("CartPole-v1"))
+    assert env_creator_for("far_envs:CountEnv")(EnvContext()).__class__ is CountEnv
     with pytest.raises(ConfigError, match="far_envs neither registers the id 'near-count'"):
         env_creator_for("far_envs:near-count")
 
@@ -210,7 +213,7 @@ def test_auto_fragments_use_the_number_of_a_vector_environment(as_instance):
         return gym.make_vec("CartPole-v1", 4, vectorization_mode="sync")
 
     env = four() if as_instance else four
-    if as_instance and gym.__version__ < "1.4":
+    if as_instance and Version(gym.__version__) < Version("1.4"):
         pytest.skip("vector environments of this version of gymnasium cannot be copied")
     workers = WorkerSet(env, Idle, {"rollout_fragment_length": "auto", "train_batch_size": 400})
     assert workers.local_worker().num_envs == 4
@@ -379,8 +382,9 @@ def test_large_actions_are_kept_for_shorter_episodes(monkeypatch):
     envs = RestartingEnvs(lambda index: gym.make("Pendulum-v1"), 2, 7, 5)
     for index in (0, 1):
         envs.reset(index)
+    # 11 actions are too many, also if the last one is small; then none is kept in the episode
     action = {"a": np.zeros(1000, np.float32)}  # and 100 bytes of its object
-    for kept in (range(1, 11), [0, 0, 0]):  # after 11 actions, none is kept in this episode
+    for kept in (range(1, 11), [0, 0, 0]):
         for number in kept:
             envs.action_logs[0].append(action)
             envs.mark_healthy([0, 1])

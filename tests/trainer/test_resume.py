@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 
 import gymnasium as gym
 import numpy as np
@@ -18,6 +19,7 @@ from flowrl.algorithms.a2c import A2CConfig
 from flowrl.data.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
 from flowrl.envs import MultiAgentEnv, make_multi_agent
 from flowrl.envs.env_state import pack_actions, unpack_actions
+from flowrl.envs.restarting_envs import RestartingEnvs
 from flowrl.errors import ConfigError
 from flowrl.iter import ShardFailedError
 from flowrl.ops import (
@@ -673,6 +675,48 @@ class WidensStart(gym.Wrapper):
 def test_environments_with_get_state_resume(tmp_path, env, horizon):
     settings = {"num_envs_per_worker": 2, "train_batch_size": 22, "seed": 4, "horizon": horizon}
     check_resumed_run_is_identical(A2CConfig(env=env, **settings), "a2c", tmp_path / "c")
+
+
+def test_wrapper_whose_episode_could_not_be_repeated_resumes_again():
+    """Its next reset has a seed, but the wrapper is not new."""
+
+    def envs():
+        return RestartingEnvs(lambda index: WidensStart(), 1, 7, 5)
+
+    def resumed(state, matches):
+        copy = envs()
+        copy.load_state_dict(state)
+        return copy, copy.replay(0, state, matches)
+
+    first = envs()
+    for _ in range(3):
+        first.reset(0)
+    second, is_repeated = resumed(first.state_dict(), lambda observation: False)
+    assert not is_repeated
+    observation, _ = second.reset(0)
+    _, is_repeated = resumed(second.state_dict(), lambda other: np.array_equal(other, observation))
+    assert is_repeated
+
+
+def test_get_state_that_needs_a_reset_resumes():
+    class NeedsReset(WidensStart):
+        def reset(self, **kwargs):
+            self.episode = getattr(self, "episode", 0) + 1
+            return super().reset(**kwargs)
+
+        def get_state(self):
+            return {"width": self.width, "episode": self.episode}
+
+        def set_state(self, state):
+            self.width, self.episode = state["width"], state["episode"]
+
+    envs = RestartingEnvs(lambda index: NeedsReset(), 1, 7, 5)
+    for _ in range(2):
+        observation, _ = envs.reset(0)
+        copy = RestartingEnvs(lambda index: NeedsReset(), 1, 7, 5)
+        copy.load_state_dict(envs.state_dict())
+        assert copy.replay(0, envs.state_dict(), partial(np.array_equal, observation))
+        assert copy.envs[0].episode == envs.envs[0].episode
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
