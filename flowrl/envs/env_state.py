@@ -55,6 +55,12 @@ def has_whole_state(env: Any) -> bool:
     return layer is not None and getattr(layer, "unwrapped", layer) is layer
 
 
+def has_wrapper_state(env: Any) -> bool:
+    """Return whether `get_state` and `set_state` are methods of a wrapper only."""
+    layer, _ = _stateful_layer(env)
+    return layer is not None and getattr(layer, "unwrapped", layer) is not layer
+
+
 def get_env_state(env: Any) -> dict[str, Any] | None:
     """Return the state of an environment or a wrapper that implements `get_state` and `set_state`.
 

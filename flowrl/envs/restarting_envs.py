@@ -26,6 +26,7 @@ from flowrl.envs.env_state import (
     find_rng,
     get_env_state,
     has_whole_state,
+    has_wrapper_state,
     pack_actions,
     set_env_state,
     size_of_action,
@@ -145,6 +146,7 @@ class RestartingEnvs:
         self._has_finished = [history.has_finished] * num_envs  # an episode or a fragment
         self.envs: list[Any] = [None] * num_envs
         self._unwrapped: list[Any] = [None] * num_envs
+        self._have_wrapper_state = [False] * num_envs
         # of each episode: seed of its reset, and the states of generator and wrapper before it
         self._resets: list[Any] = [None] * num_envs
         self.action_logs: list[list[Any]] = [[] for _ in range(num_envs)]
@@ -172,6 +174,7 @@ class RestartingEnvs:
             if self.envs[index] is None:
                 raise ConfigError("env: the creator returned None: does it return the environment?")
             self._check_distinct(index)
+            self._have_wrapper_state[index] = has_wrapper_state(self.envs[index])
             self._num_created[index] += 1
             if self._on_env_created is not None:
                 self._on_env_created(self._first_index + index, self.envs[index])
@@ -207,7 +210,7 @@ class RestartingEnvs:
             rng = None if seed is not None else find_rng(env)
             rng_state = None if rng is None else rng.bit_generator.state
             wrapper_state = None
-            if not has_whole_state(env):
+            if self._have_wrapper_state[index]:
                 with suppress(Exception):  # it may need a reset; else saving raises it
                     wrapper_state = get_env_state(env)
             self._resets[index] = seed, rng_state, wrapper_state
