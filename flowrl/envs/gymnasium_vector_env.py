@@ -198,6 +198,9 @@ class GymnasiumVectorEnv:
         self._failed = False
         return result
 
+    def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
+        return [fn(self.env)]
+
     def mark_healthy(self, indices: Iterable[int]) -> None:
         pass
 

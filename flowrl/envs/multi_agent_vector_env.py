@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import numpy as np
@@ -94,6 +94,9 @@ class MultiAgentVectorEnv(Protocol):
 
     def get_sub_environments(self) -> list[Any]:
         """Return the environments; a gymnasium VectorEnv is the only element."""
+
+    def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
+        """See VectorEnv."""
 
     def mark_healthy(self, indices: Iterable[int]) -> None:
         """See VectorEnv."""
@@ -264,6 +267,9 @@ class DirectMultiAgentVectorEnv:
 
     def get_sub_environments(self) -> list[Any]:
         return list(self._envs.envs)
+
+    def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
+        return [fn(self._envs.get(i)) for i in range(self.num_envs)]
 
     def mark_healthy(self, indices: Iterable[int]) -> None:
         self._envs.mark_healthy(indices)

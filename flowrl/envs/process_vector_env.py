@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 from gymnasium.spaces import Space
+from gymnasium.vector.utils import CloudpickleWrapper
 
 from flowrl.envs.env_process import EnvProcess, EnvProcessError, close_all, portable
 from flowrl.envs.restarting_envs import (
@@ -278,6 +279,11 @@ class ProcessVectorEnv:
         else:  # the caller keeps the elements of a list
             observations[:] = [row.copy() for row in self._records["observation"]]
 
+    def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
+        args = dict.fromkeys(range(self.num_envs), (CloudpickleWrapper(fn),))
+        results = self._call_or_replace("call", args)
+        return [results[index] for index in args]
+
     def mark_healthy(self, indices: Iterable[int]) -> None:
         for index in (args := dict.fromkeys(indices, ())):
             self._deaths_in_a_row[index] = 0
@@ -380,6 +386,10 @@ class _EnvWithRecord:
             return None
         result.failed = [(index, portable(error)) for index, error in result.failed]
         return result, self._finish()
+
+    def call(self, pickled: CloudpickleWrapper) -> Any:
+        """Call a function with the environment."""
+        return pickled.fn(self._envs.get(0))
 
     def mark_healthy(self) -> None:
         """See VectorEnv."""

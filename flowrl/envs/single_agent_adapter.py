@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from gymnasium import spaces
@@ -90,6 +90,9 @@ class SingleAgentAdapter:
 
     def get_sub_environments(self) -> list[Any]:
         return list(self.vector_env.envs)
+
+    def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
+        return self.vector_env.foreach_env(fn)
 
     def mark_healthy(self, indices: Iterable[int]) -> None:
         self.vector_env.mark_healthy(indices)

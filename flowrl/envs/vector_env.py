@@ -10,7 +10,7 @@ failed and were recreated.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -71,6 +71,10 @@ class VectorEnv(Protocol):
 
         All are arrays or lists of length N.
         """
+
+    def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
+        """Return fn(environment) for each environment, called in the process that steps it; a
+        gymnasium VectorEnv is the only argument."""
 
     def mark_healthy(self, indices: Iterable[int]) -> None:
         """Note that environments completed a fragment.
@@ -290,6 +294,9 @@ class DirectVectorEnv:
         check_reward(reward)
         if not isinstance(info, dict):
             raise ConfigError(f"env: step() returned the info {info!r}: infos are dicts")
+
+    def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
+        return [fn(self._envs.get(i)) for i in range(self.num_envs)]
 
     def mark_healthy(self, indices: Iterable[int]) -> None:
         self._envs.mark_healthy(indices)

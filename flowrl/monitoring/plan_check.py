@@ -13,6 +13,7 @@ RULES: list[Callable[[CheckedPlan], Iterator[PlanProblem]]] = [
     training.nothing_trains,
     training.target_without_update,
     training.unlimited_lag,
+    training.replay_for_on_policy,
     training.untrained_workers,
     training.trained_although_frozen,
     wiring.one_report,

@@ -142,6 +142,18 @@ class RolloutWorker:
         """Number of environments that this worker steps together."""
         return self._envs.agent_envs.num_envs
 
+    def foreach_env(self, fn: Callable[[Any], T]) -> list[T]:
+        """Return fn(environment) for each environment.
+
+        Environments that do not exist yet are created first. With `vectorization_mode="async"`, the
+        function runs in the process of the environment, on a copy of what it refers to.
+
+        Args:
+            fn: gets the environment with its wrappers; a gymnasium VectorEnv is the only argument.
+        """
+        with self.lock:
+            return self._envs.agent_envs.foreach_env(fn)
+
     # -- policies ------------------------------------------------------------------------------
 
     def _build_policies(self, policy_spec: Any, policy_config: Any) -> dict[str, Policy]:

@@ -431,6 +431,14 @@ class WorkerSet:
             results += ray_health.get([worker.apply.remote(fn) for worker in self.remote_workers()])
         return results
 
+    def foreach_env(self, fn: Callable[[Any], T]) -> list[list[T]]:
+        """Return fn(environment) for every environment, by worker in the order of `foreach_worker`.
+
+        Environments that are created later, after a failure or in added workers, are not changed:
+        see `DefaultCallbacks.on_sub_environment_created`.
+        """
+        return self.foreach_worker(lambda worker: worker.foreach_env(fn))
+
     def parallel_iterator(self) -> ParallelIterator[Batch]:
         """Return an endless stream of fragments: one shard per remote worker, or one of the local
         worker."""

@@ -318,6 +318,22 @@ def test_asynchronous_rollouts_of_an_on_policy_loss(ray_session, thread):
     assert problems_of(plan_with()) == {}  # in process nothing lags
 
 
+def test_replay_for_a_policy_that_learns_on_policy():
+    def plan(workers, config):
+        buffer = MultiAgentReplayBuffer(lambda policy_id: ReplayBuffer(100), replay_batch_size=8)
+        store = ParallelRollouts(workers).for_each(StoreToReplayBuffer(local_buffer=buffer))
+        train = Replay(local_buffer=buffer).for_each(TrainOneStep(workers))
+        return report(Concurrently([store, train], output_indexes=[1]), workers, config)
+
+    config = A2CConfig(**SMALL)
+    problems = problems_of(plan, config)
+    assert "set allow_off_policy=True" in problems["replay_for_on_policy"]
+    with config.build(plan=plan) as algorithm, pytest.raises(ConfigError, match="on-policy"):
+        algorithm.train()
+    allowed = problems_of(plan, config.updated(allow_off_policy=True))
+    assert "replay_for_on_policy" not in allowed
+
+
 def test_rollouts_of_workers_that_nothing_trains():
     others = []
 

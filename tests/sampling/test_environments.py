@@ -12,6 +12,7 @@ from packaging.version import Version
 from flowrl import PPO
 from flowrl.envs.env_factory import EnvFactory
 from flowrl.envs.env_state import pack_actions, unpack_actions
+from flowrl.envs.multi_agent import make_multi_agent
 from flowrl.envs.registry import EnvContext, env_creator_for, env_id_of, register_env
 from flowrl.envs.restarting_envs import RestartingEnvs, check_vector_env_state
 from flowrl.envs.time_limit import (
@@ -485,3 +486,67 @@ def test_check_of_the_largest_floats_causes_no_warning():
     largest = np.finfo(np.float32).max
     check = ObservationCheck(gym.spaces.Box(-largest, largest, (2,), np.float32))
     assert check.in_bounds(np.array([largest, 0], np.float32))
+
+
+class Levels(gym.Env):
+    """The observation is the level; episodes have two steps."""
+
+    observation_space = gym.spaces.Box(0, 100, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+    level = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return np.full(1, self.level, np.float32), {}
+
+    def step(self, action):
+        self.t += 1
+        return np.full(1, self.level, np.float32), 1.0, self.t == 2, False, {}
+
+
+def set_level(env, level=7):
+    env.unwrapped.level = level
+    return type(env.unwrapped).__name__
+
+
+@pytest.mark.parametrize("mode", ["flowrl", "async"])
+@pytest.mark.parametrize("is_sampled", [False, True])
+def test_foreach_env_reaches_every_environment(mode, is_sampled):
+    config = {"num_envs_per_worker": 3, "rollout_fragment_length": 4, "vectorization_mode": mode}
+    worker = RolloutWorker(lambda context: Levels(), Idle, config)
+    try:
+        if is_sampled:
+            assert not worker.sample()["obs"].any()
+        assert worker.foreach_env(set_level) == ["Levels"] * 3
+        worker.sample()
+        assert (worker.sample()["obs"] == 7).all()
+        with pytest.raises(AttributeError, match="no_such_name"):
+            worker.foreach_env(lambda env: env.unwrapped.no_such_name)
+        assert (worker.sample()["obs"] == 7).all()
+    finally:
+        worker.stop()
+
+
+def test_foreach_env_passes_a_vector_environment_as_a_whole():
+    config = {"num_envs_per_worker": 2, "vectorization_mode": "sync"}
+    worker = RolloutWorker("CartPole-v1", Idle, config)
+    assert worker.foreach_env(lambda env: env.num_envs) == [2]
+    worker.stop()
+
+
+def test_foreach_env_reaches_multi_agent_environments():
+    make = make_multi_agent("CartPole-v1")
+    worker = RolloutWorker(
+        lambda context: make({"num_agents": 2}), Idle, {"num_envs_per_worker": 2}
+    )
+    assert worker.foreach_env(lambda env: len(env.possible_agents)) == [2, 2]
+    worker.stop()
+
+
+def test_foreach_env_of_a_worker_set_returns_a_list_per_worker(ray_session):
+    config = {"num_envs_per_worker": 2, "rollout_fragment_length": 4}
+    with WorkerSet(lambda context: Levels(), Idle, config, num_workers=2) as workers:
+        workers.foreach_env(set_level)
+        levels = workers.foreach_env(lambda env: env.unwrapped.level)
+        assert levels == [[7, 7]] * 3

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from flowrl.iter.gather_async import GatherAsync
 from flowrl.monitoring.plan_rules.plan import CheckedPlan, PlanProblem
 from flowrl.ops import UpdateTargetNetwork, WriteParquet
 from flowrl.ops.gradients import ApplyGradients
+from flowrl.ops.replay import ReplayStage
 from flowrl.ops.report import training_operators
 from flowrl.ops.rollout import CountRollouts, DropStale
 from flowrl.ops.training_step import TrainingStepsStage
@@ -58,11 +60,7 @@ def unlimited_lag(plan: CheckedPlan) -> Iterator[PlanProblem]:
     for _, operator, feeding in plan.trainers():
         if isinstance(operator, ApplyGradients):
             continue  # gradients are computed with the weights that sampled
-        on_policy = [
-            policy_id
-            for policy_id, policy in plan.trained_by(operator)
-            if policy.is_on_policy and not getattr(policy.config, "allow_off_policy", False)
-        ]
+        on_policy = _on_policy(plan, operator)
         limited = any(isinstance(getattr(stage, "fn", None), DropStale) for stage in feeding)
         for stage in feeding:
             if not on_policy or limited or not isinstance(stage, GatherAsync):
@@ -76,6 +74,32 @@ def unlimited_lag(plan: CheckedPlan) -> Iterator[PlanProblem]:
                 "from much older weights: set max_policy_lag or limit=StalenessLimit(…) of "
                 "ParallelRollouts, or use an algorithm that corrects the lag (IMPALA, APPO)",
             )
+
+
+def replay_for_on_policy(plan: CheckedPlan) -> Iterator[PlanProblem]:
+    """Replayed rows for policies whose learners accept only rows of the current policy."""
+    for _, operator, feeding in plan.trainers():
+        on_policy = _on_policy(plan, operator)
+        if len(on_policy) < len(plan.trained_by(operator)) or isinstance(operator, ApplyGradients):
+            continue  # the buffer may have only the rows of the other policies
+        for stage in feeding:
+            if isinstance(stage, ReplayStage):
+                yield PlanProblem(
+                    "replay_for_on_policy",
+                    stage.line,
+                    f"policy {on_policy[0]!r} learns on-policy, and its learner does not accept "
+                    "rows of a replay buffer: train it with the rollouts, set "
+                    "allow_off_policy=True, or use an off-policy algorithm",
+                )
+
+
+def _on_policy(plan: CheckedPlan, operator: Any) -> list[str]:
+    """Return the policies that an operator trains and that learn only on-policy."""
+    return [
+        policy_id
+        for policy_id, policy in plan.trained_by(operator)
+        if policy.is_on_policy and not getattr(policy.config, "allow_off_policy", False)
+    ]
 
 
 def untrained_workers(plan: CheckedPlan) -> Iterator[PlanProblem]:
