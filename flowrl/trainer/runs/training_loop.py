@@ -6,6 +6,7 @@ import logging
 import math
 import sys
 import time
+from bdb import BdbQuit
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
@@ -176,8 +177,8 @@ def _finish_display(progress: ProgressTable | LiveView | None, result: Any, exit
 
 def _stopped_by(error: BaseException, signals: SignalHandler) -> tuple[int, str] | None:
     """Return the exit code and the reason if an exception stops a run from outside, by a signal or
-    by closing its output; None for an error of the training."""
-    if isinstance(error, KeyboardInterrupt):
+    by closing its output; None for an error of the training. Leaving the debugger is Ctrl-C."""
+    if isinstance(error, (KeyboardInterrupt, BdbQuit)):
         return INTERRUPTED, "interrupted"
     is_signal = signals.is_termination(error)
     if signals.terminal_closed and (is_signal or isinstance(error, OSError)):

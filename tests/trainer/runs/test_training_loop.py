@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+from bdb import BdbQuit
 
 import gymnasium as gym
 import numpy as np
@@ -532,6 +533,24 @@ def test_ctrl_c_during_the_last_checkpoint_is_not_lost(tmp_path, monkeypatch):
     with A2C("CartPole-v1", **SMALL) as algorithm, pytest.raises(KeyboardInterrupt):
         algorithm.learn(64, run_dir=tmp_path / "r", progress=False)
     assert (tmp_path / "r" / "checkpoints" / "000001").is_dir()
+
+
+class QuitDebugger(DefaultCallbacks):
+    """Leaves the debugger in the second iteration."""
+
+    def on_train_result(self, *, algorithm, result, **kwargs):
+        if result["training_iteration"] == 2:
+            raise BdbQuit
+
+
+def test_leaving_the_debugger_ends_the_run_like_ctrl_c(tmp_path, capsys):
+    with (
+        A2C("CartPole-v1", **SMALL, callbacks_class=QuitDebugger) as algorithm,
+        pytest.raises(KeyboardInterrupt),
+    ):
+        algorithm.learn(640, run_dir=tmp_path / "r")
+    assert "stopped: interrupted" in capsys.readouterr().out
+    assert (tmp_path / "r" / "checkpoints" / "000002").is_dir()
 
 
 class FailInTraining(DefaultCallbacks):
