@@ -106,3 +106,13 @@ def test_module_does_not_import_heavy_packages(module, absent):
     command = [sys.executable, "-c", code]
     process = subprocess.run(command, capture_output=True, text=True, check=True)
     assert process.stdout.strip() == "[]"
+
+
+def test_files_and_classes_are_short():
+    for path in MODULES.values():
+        text = path.read_text()
+        assert text.count("\n") <= 600, path
+        if path.parent.name in ("sampling", "envs"):
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.ClassDef):
+                    assert node.end_lineno - node.lineno < 400, f"{path}: {node.name}"

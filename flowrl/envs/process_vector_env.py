@@ -16,21 +16,15 @@ import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from gymnasium.spaces import Space
 from gymnasium.vector.utils import CloudpickleWrapper
 
 from flowrl.envs.env_process import EnvProcess, EnvProcessError, close_all, portable
-from flowrl.envs.restarting_envs import (
-    NEW,
-    History,
-    RestartingEnvs,
-    merged_state,
-    split_state,
-    state_without_episode,
-)
+from flowrl.envs.restarting_envs import NEW, History, RestartingEnvs
+from flowrl.envs.restarting_envs_state import merged_state, split_state, state_without_episode
 from flowrl.envs.validation import ObservationCheck
 from flowrl.envs.vector_env import DirectVectorEnv, VectorStep
 from flowrl.errors import ConfigError, add_note
@@ -280,7 +274,7 @@ class ProcessVectorEnv:
             observations[:] = [row.copy() for row in self._records["observation"]]
 
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
-        args = dict.fromkeys(range(self.num_envs), (CloudpickleWrapper(fn),))
+        args = dict.fromkeys(range(self.num_envs), (CloudpickleWrapper(cast(Any, fn)),))
         results = self._call_or_replace("call", args)
         return [results[index] for index in args]
 
@@ -389,7 +383,7 @@ class _EnvWithRecord:
 
     def call(self, pickled: CloudpickleWrapper) -> Any:
         """Call a function with the environment."""
-        return pickled.fn(self._envs.get(0))
+        return cast(Any, pickled.fn)(self._envs.get(0))
 
     def mark_healthy(self) -> None:
         """See VectorEnv."""

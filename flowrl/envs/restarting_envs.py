@@ -15,7 +15,7 @@ import re
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -32,10 +32,10 @@ from flowrl.envs.env_state import (
     size_of_action,
     unpack_actions,
 )
+from flowrl.envs.restarting_envs_state import check_restarting_envs_state
 from flowrl.envs.validation import RESET_RESULTS, check_result, env_name, unwrapped
 from flowrl.errors import ConfigError, add_note
 from flowrl.seeding import derive_seed, restore_stream
-from flowrl.state_schema import Fields, Natural, check_state
 
 log = logging.getLogger("flowrl")
 
@@ -49,24 +49,6 @@ RESET_ERRORS = (*CODE_ERRORS, LookupError, ValueError, gym.error.Error)
 LATE_STEPS = 100  # steps of an episode after which a failure is a late one
 LATE_FACTOR = 100  # times as many late failures as others are allowed
 _NO_SEED = re.compile(r"reset\(\) got an unexpected keyword argument '(seed|options)'")
-
-
-_STATE: Fields = {
-    "resets": list[Any],
-    "action_logs": list[Any],
-    "env_states": list[Any],
-    "num_created": list[Natural],
-    "seeded": list[bool],
-    "failures": list[Natural],
-    "late_failures": list[Natural],
-    "failed_steps": list[Natural],
-    "recovered": list[bool],
-    "unlogged_steps": list[Natural],
-    "has_reset": list[bool],
-    "has_finished": list[bool],
-    "num_restarts": Natural,
-}
-_LISTS = _STATE.keys() - {"num_restarts"}  # an element per environment
 
 
 class History(NamedTuple):
@@ -341,7 +323,7 @@ class RestartingEnvs:
         Raises:
             ValueError: the state has another number of environments.
         """
-        _check_state(state, len(self.envs))
+        check_restarting_envs_state(state, len(self.envs))
         for index, env in enumerate(self.envs):
             close_quietly(env, self.label(index))
             self.envs[index] = None
@@ -456,62 +438,3 @@ def _is_too_long(actions: list[Any]) -> bool:
         return count > MAX_LOGGED_ACTIONS
     some = actions[:: max(1, count // 10)]
     return count * sum(map(size_of_action, some)) / len(some) > MAX_LOGGED_BYTES
-
-
-def _check_state(state: dict[str, Any], num_envs: int) -> None:
-    """Raise StateError or ValueError if a state is not one of `num_envs` environments."""
-    check_state(state, _STATE, "environments")
-    saved = len(state["resets"])
-    for name in _LISTS:
-        if len(state[name]) != saved:
-            raise ValueError(f"environments/{name}: must have {saved} entries")
-    if saved != num_envs:
-        raise ValueError(f"the state has {saved} environments, expected {num_envs}")
-
-
-def split_state(state: dict[str, Any], num_envs: int) -> list[dict[str, Any]]:
-    """Return the state of each environment alone, with num_restarts 0.
-
-    Raises:
-        ValueError: the state has another number of environments.
-    """
-    _check_state(state, num_envs)
-    return [
-        {name: state[name][i : i + 1] for name in _LISTS} | {"num_restarts": 0}
-        for i in range(num_envs)
-    ]
-
-
-def state_without_episode(num_created: int) -> dict[str, Any]:
-    """Return the state of an environment that must start a new episode.
-
-    Args:
-        num_created: how often it was created.
-    """
-    return {
-        "resets": [None], "action_logs": [[]], "env_states": [None], "num_created": [num_created],
-        "seeded": [False], "failures": [0], "late_failures": [0], "failed_steps": [0],
-        "recovered": [False], "unlogged_steps": [0], "has_reset": [True], "has_finished": [True],
-        "num_restarts": 0,
-    }  # fmt: skip
-
-
-def merged_state(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the state of all environments from the states of each alone."""
-    merged: dict[str, Any] = {
-        name: [value for state in states for value in state[name]] for name in _LISTS
-    }
-    return merged | {"num_restarts": sum(state["num_restarts"] for state in states)}
-
-
-def check_vector_env_state(state: dict[str, Any] | None) -> None:
-    """Raise KeyError if a state of environments that step together lacks an entry.
-
-    Args:
-        state: result of `state_dict()` of RestartingEnvs or of GymnasiumVectorEnv, or None.
-    """
-    if state is None or "num_restores" in state:
-        return
-    for key in _STATE:
-        if key not in state:
-            raise KeyError(key)

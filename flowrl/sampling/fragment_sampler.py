@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
-from flowrl.envs.restarting_envs import check_vector_env_state
+from flowrl.envs.restarting_envs_state import check_vector_env_state
 from flowrl.errors import ConfigError
 from flowrl.sampling.agent_views import has_agent_views
 from flowrl.sampling.callbacks import overrides

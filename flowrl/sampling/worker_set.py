@@ -7,10 +7,8 @@ actor's mailbox and no weights are sent twice.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -19,8 +17,7 @@ from flowrl.envs.registry import EnvCreator, env_creator_for
 from flowrl.errors import ConfigError
 from flowrl.iter import ParallelIterator, ray_health
 from flowrl.iter.pools import Pool
-from flowrl.iter.ray_runtime import actor_class, death_errors, leave_ray, node_id, start_ray
-from flowrl.iter.recovery import ConstructorError
+from flowrl.iter.ray_runtime import actor_class, leave_ray, node_id, start_ray
 from flowrl.iter.shards import Shard
 from flowrl.policies.policy import Policy
 from flowrl.sampling.placement import Placement
@@ -28,13 +25,12 @@ from flowrl.sampling.replayed_pool import ReplayedPool
 from flowrl.sampling.rollout_pool import LocalRolloutPool, RolloutPool
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.spare_worker import SpareWorkers
-from flowrl.sampling.weight_sync import WeightSync, load_weights, restart_worker, resume_worker
+from flowrl.sampling.weight_sync import WeightSync, load_weights
 from flowrl.sampling.worker_config import WorkerConfig
+from flowrl.sampling.worker_states import send_states, states_of_actors
 from flowrl.state_schema import Fields, Natural, check_state
 
 T = TypeVar("T")
-log = logging.getLogger("flowrl")
-STATE_TIMEOUT_S = 60.0  # limit for a remote worker to return its state
 
 _STATE: Fields = {
     "local": dict[str, Any], "remote": list[dict[str, Any] | None], "started": bool,
@@ -318,7 +314,7 @@ class WorkerSet:
         if self._remote is None and self._loaded is not None:
             remote = self._loaded
         elif self._remote and not ray_health.is_ray_lost():
-            remote[: len(self._remote)] = _states_of_actors(self._remote)
+            remote[: len(self._remote)] = states_of_actors(self._remote)
         return {
             "local": self.local_worker().sampling_state_dict(),
             "remote": remote,
@@ -369,49 +365,12 @@ class WorkerSet:
         self.restart_counts = restart_counts
 
     def _load_remote_states(self) -> None:
-        """Send the loaded states to the remote workers, and wait. Workers that have died are
-        replaced, if the settings allow it; otherwise the plan reports them at its next pull."""
-        if self._loaded is None or not self._remote:
-            return
-        refs = [self._send_state(index, state) for index, state in enumerate(self._loaded)]
-        restarted = 0
-        for index, (ref, state) in enumerate(zip(refs, self._loaded, strict=True)):
-            restarts = self._restarted_episodes(index, ref)
-            steps = dict(self.env_steps_by_worker), self.env_steps_of_removed_workers
-            for _ in range(self.config.recovery.max_identical_deaths):
-                if restarts is not None or not self._replace_worker(index):
-                    break
-                restarts = self._restarted_episodes(index, self._send_state(index, state))
-            if state is not None:  # the new worker continues to count
-                self.env_steps_by_worker, self.env_steps_of_removed_workers = steps
-            restarted += restarts or 0
-        self._loaded = None
-        self.num_episodes_restarted += restarted
-        if restarted:
-            log.warning("%d episodes of remote workers could not be resumed", restarted)
+        """Send the loaded states to the remote workers."""
+        if self._loaded is not None:
+            self.num_episodes_restarted += send_states(self, self._loaded)
+            self._loaded = None
 
-    def _restarted_episodes(self, index: int, ref: Any) -> int | None:
-        """Return the reply to a state: the number of episodes that begin again; None if the worker
-        has died."""
-        died: tuple[type[Exception], ...] = (*death_errors(), ConstructorError)
-        try:
-            return int(ray_health.get(ref))
-        except died as error:
-            log.warning("worker %d has died (%s)", index + 1, type(error).__name__)
-            return None
-
-    def _send_state(self, index: int, state: dict[str, Any] | None) -> Any:
-        """Send a loaded state to a remote worker; return the ref of `_restarted_episodes`."""
-        worker = self.remote_workers()[index]
-        if state is None:
-            self.weight_sync.forget(index)
-            return worker.apply.remote(restart_worker)
-        payload = self.take_weights(index)
-        if RolloutWorker.versions_in(state) != self.weight_sync.versions():
-            self.weight_sync.forget(index)  # its next request carries the newest weights
-        return worker.apply.remote(resume_worker, payload, state)
-
-    def _replace_worker(self, index: int) -> bool:
+    def replace(self, index: int) -> bool:
         """Replace a remote worker; return False if `recreate_failed_workers` is False."""
         pool = self._pool
         if not isinstance(pool, RolloutPool):
@@ -480,32 +439,3 @@ class WorkerSet:
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
-
-
-def env_steps_in(state: dict[str, Any]) -> int:
-    """Return the number of env steps of all workers in the state of a WorkerSet, including removed
-    workers. For a worker without a state, it is the number that the plan counted."""
-    steps = int(state["env_steps_of_removed_workers"])
-    for index, worker in enumerate(state["remote"] or [state["local"]]):
-        counted = state["env_steps_by_worker"].get(index, 0)
-        steps += counted if worker is None else RolloutWorker.env_steps_in(worker)
-    return steps
-
-
-def _states_of_actors(actors: list[Any]) -> list[dict[str, Any] | None]:
-    """Return the sampling state of each remote worker; None for one that does not return it."""
-    import ray
-
-    refs = [actor.apply.remote(RolloutWorker.sampling_state_dict) for actor in actors]
-    states: list[dict[str, Any] | None] = []
-    deadline = time.monotonic() + STATE_TIMEOUT_S
-    for number, ref in enumerate(refs, start=1):
-        try:
-            states.append(ray.get(ref, timeout=max(0.0, deadline - time.monotonic())))
-        except Exception as error:
-            states.append(None)
-            log.warning(
-                "worker %d returned no state; resuming from this checkpoint starts new episodes "
-                "there (%r)", number, error,
-            )  # fmt: skip
-    return states

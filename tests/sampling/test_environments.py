@@ -14,7 +14,8 @@ from flowrl.envs.env_factory import EnvFactory
 from flowrl.envs.env_state import pack_actions, unpack_actions
 from flowrl.envs.multi_agent import make_multi_agent
 from flowrl.envs.registry import EnvContext, env_creator_for, env_id_of, register_env
-from flowrl.envs.restarting_envs import RestartingEnvs, check_vector_env_state
+from flowrl.envs.restarting_envs import RestartingEnvs
+from flowrl.envs.restarting_envs_state import check_vector_env_state
 from flowrl.envs.time_limit import (
     get_elapsed_steps,
     get_max_steps,
