@@ -1,8 +1,9 @@
-"""Names that RLlib and other libraries use for our settings, classes and results.
+"""Names that RLlib and other libraries use for settings, classes and results of flowrl.
 
 `SETTING_ALIASES` are accepted, with a note in the log; the names of `CLASS_HINTS`, and those in
 flowrl.setting_hints, are rejected with a hint; `RESULT_ALIASES` and `INFO_COUNTERS` are reported
-next to our names. Timers have RLlib's names (`sample`, `learn`, `update`, `compute_grads`, …).
+next to the names of flowrl. Timers have RLlib's names (`sample`, `learn`, `update`,
+`compute_grads`, …).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from flowrl.setting_values import nearest_name
 
 log = logging.getLogger("flowrl")
 
-# RLlib's name -> ours
+# name in RLlib -> name in flowrl
 SETTING_ALIASES = {
     "num_env_runners": "num_workers",
     "num_rollout_workers": "num_workers",
@@ -59,7 +60,7 @@ CLASS_HINTS = {
     "Monitor": "Results of train() have the returns and lengths of episodes",
 }
 
-# result name in newer versions of RLlib -> ours
+# result name in newer versions of RLlib -> name in flowrl
 RESULT_ALIASES = {
     "env_runners/episode_len_mean": "episode_len_mean",
     "env_runners/episode_return_max": "episode_reward_max",
@@ -71,7 +72,7 @@ RESULT_ALIASES = {
 # the same for metrics with one value per policy
 POLICY_RESULT_ALIASES = {"env_runners/module_episode_returns_mean": "policy_reward_mean"}
 
-# counter in `info` of RLlib 1.x -> ours
+# counter in `info` of RLlib 1.x -> name in flowrl
 INFO_COUNTERS = {
     "num_steps_sampled": "num_env_steps_sampled",
     "num_steps_trained": "num_env_steps_trained",
@@ -102,7 +103,7 @@ def setting_hint(name: str, known: Container[str]) -> str | None:
 
 
 def renamed_setting(name: str, known: Container[str]) -> str | None:
-    """Return our name of a setting of another library, or None if it is not just a rename.
+    """Return the name in flowrl of another library's setting; None if it is not just a rename.
 
     Args:
         name: the other library's name.
@@ -139,7 +140,7 @@ def nearest_setting(name: str, known: list[str], settings: Collection[str]) -> s
 
 
 def canonical_names(values: dict[str, Any]) -> dict[str, Any]:
-    """Return settings under our names; log a note for each alias.
+    """Return settings under their names in flowrl; log a note for each alias.
 
     Raises:
         ConfigError: a setting is given under two names, a name is not a string, the framework is

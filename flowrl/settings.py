@@ -224,7 +224,7 @@ class Settings(BaseModel):
         hint = setting_hint(name, cls.model_fields)
         if hint or (elsewhere := cls._hint_elsewhere(name)):
             return hint or elsewhere
-        if hint is not None:  # names of other libraries resemble ours only by chance
+        if hint is not None:  # names of other libraries resemble those of flowrl only by chance
             return ""
         known = list(cls.model_fields) if known is None else known
         return nearest_setting(name, known, cls.model_fields)

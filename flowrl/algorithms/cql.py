@@ -75,7 +75,7 @@ class CQLConfig(SACSettings, OfflineConfig):
 
 def _clip_actions(rows: SampleBatch) -> SampleBatch:
     """Return the columns that the loss reads; clip continuous actions to [-1, 1], as they were
-    clipped for the environment. A warning says so once if they rarely are in this range."""
+    clipped for the environment. One warning is logged if they rarely are in this range."""
     columns = {name: rows[name] for name in COLUMNS}
     actions = columns["actions"]
     if isinstance(actions, np.ndarray) and actions.dtype.kind == "f":

@@ -309,12 +309,12 @@ class DQNTorchPolicy(TargetNetworkPolicy):
         return [config.num_atoms, config.v_min, config.v_max] if config.num_atoms > 1 else None
 
     def set_state(self, state: dict[str, Any]) -> None:
-        if state.get("dueling", self.config.dueling) != self.config.dueling:
+        if state["dueling"] != self.config.dueling:
             raise ValueError(
                 f"cannot load a state with dueling={state['dueling']} for a policy with "
                 f"dueling={self.config.dueling}: the networks' outputs have different meanings"
             )
-        if state.get("atoms", self._atoms) != self._atoms:
+        if state["atoms"] != self._atoms:
             raise ValueError(
                 f"cannot load a state with [num_atoms, v_min, v_max] = {state['atoms']} for a "
                 f"policy with {self._atoms}"

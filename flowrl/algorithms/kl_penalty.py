@@ -13,7 +13,10 @@ from flowrl.state_schema import Amount, Fields, check_state
 MAX_KL_COEFF = 1e6
 KLCoeff = Annotated[NonNegative, Field(le=MAX_KL_COEFF)]
 
-_FIELDS: Fields = {"kl_coeff": Annotated[Amount, Field(le=MAX_KL_COEFF)]}
+_FIELDS: Fields = {
+    "kl_coeff": Annotated[Amount, Field(le=MAX_KL_COEFF)],
+    "initial_kl_coeff": Amount,
+}
 
 
 class KLPenalty(TorchPolicy):
@@ -41,7 +44,7 @@ class KLPenalty(TorchPolicy):
         check_state(state, _FIELDS, f"the state of a {type(self).__name__}")
         super().set_state(state)
         initial = self.config.kl_coeff
-        is_same = state.get("initial_kl_coeff", initial) == initial
+        is_same = state["initial_kl_coeff"] == initial
         self.kl_coeff = float(state["kl_coeff"]) if is_same else initial
 
 

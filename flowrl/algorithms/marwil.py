@@ -106,7 +106,7 @@ def returns_of(rows: SampleBatch, gamma: float) -> np.ndarray:
     """Return the discounted sum [rows] of the rewards from each row to the end of its trajectory.
 
     Consecutive rows of one `unroll_id` are consecutive steps. A trajectory that was not recorded up
-    to its end has no rewards after its last row; a warning says so once if most are cut.
+    to its end has no rewards after its last row; one warning is logged if most are cut.
 
     Raises:
         OfflineDataError: the rows of a trajectory are not consecutive.
@@ -225,7 +225,7 @@ class MARWILTorchPolicy(TorchPolicy):
 
     def set_state(self, state: dict[str, Any]) -> None:
         super().set_state(state)
-        self.mean_square = float(state.get("mean_square", self.mean_square))
+        self.mean_square = float(state["mean_square"])
 
 
 class MARWIL(Algorithm):

@@ -12,7 +12,7 @@ from flowrl.errors import ConfigError
 from flowrl.policies.models.fcnet import acts_by_numpy
 from flowrl.policies.returns import discounted_returns, generalized_advantages
 from flowrl.policies.schedules import Schedule
-from flowrl.policies.torch_policy import TorchPolicy
+from flowrl.policies.torch_policy import TorchPolicy, no_values_error
 from flowrl.settings import Fraction, Needs, check_of_settings
 from flowrl.trainer.config import AlgorithmConfig
 
@@ -76,10 +76,7 @@ class OnPolicyPolicy(TorchPolicy):
     def postprocess_fragment(self, fragment: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Compute advantages and value targets [T, N] from time-major columns [T, N]."""
         if "vf_preds" not in fragment:
-            raise ConfigError(
-                f"{type(self).__name__} learns from values, but its model returns none: implement "
-                "its value_function(), or let a plain module return (outputs, values)"
-            )
+            raise no_values_error(self)
         config, values = self.config, fragment["vf_preds"]
         rewards, dones = fragment["rewards"], fragment["dones"]
         next_values = fragment["next_values"]

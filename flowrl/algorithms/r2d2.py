@@ -158,7 +158,7 @@ class R2D2TorchPolicy(DQNTorchPolicy):
                 columns[name] = np.zeros_like(state) if self.config.zero_init_states else state
             else:
                 next_name = "new_obs" if name == "obs" else PREVIOUS[name]
-                if next_name not in batch:  # rows of an earlier version, or recorded elsewhere
+                if next_name not in batch:  # recorded rows may lack raw_rewards
                     next_name = "rewards"
                 columns[name] = optree.tree_map(
                     append_last, batch.array(name), batch.array(next_name)

@@ -12,13 +12,12 @@ import optree
 from flowrl.algorithms.async_learner import AsyncLearnerConfig
 from flowrl.data import SampleBatch
 from flowrl.data.sequences import loss_rows_of_sequences, take_sequences, without_masked_rows
-from flowrl.errors import ConfigError
 from flowrl.ops import StalenessLimit
 from flowrl.policies.learning.torch_learner import TorchLearner
 from flowrl.policies.models.fcnet import acts_by_numpy
 from flowrl.policies.returns import vtrace
 from flowrl.policies.schedules import Schedule
-from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
+from flowrl.policies.torch_policy import TensorBatch, TorchPolicy, no_values_error
 from flowrl.settings import (
     Count,
     Fraction,
@@ -261,10 +260,7 @@ class VTracePolicy(TorchPolicy):
         else:
             next_values = self.compute_values(batch.array_rows("new_obs", rows))
         if next_values is None:
-            raise ConfigError(
-                f"{type(self).__name__} learns from values, but its model returns none: implement "
-                "its value_function(), or let a plain module return (outputs, values)"
-            )
+            raise no_values_error(self)
         return np.where(is_alive, next_values, 0.0)
 
 

@@ -172,7 +172,7 @@ class Parser(argparse.ArgumentParser):
         return f"unknown option {name}.{hint}".rstrip(".")
 
 
-# messages of argparse -> ours
+# message of argparse -> message of flowrl
 _PROBLEMS = {
     "expected one argument": "needs a value",
     "expected at least one argument": "needs a value",

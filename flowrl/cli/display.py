@@ -25,7 +25,7 @@ def program_name() -> str:
 
 
 def printable(text: object) -> str:
-    """Return text from a file with control characters escaped: a terminal would obey them."""
+    """Return text from a file with control characters escaped: a terminal would execute them."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in str(text))
 
 

@@ -74,7 +74,7 @@ _COMMANDS = {
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-# command of another library -> ours
+# command of another library -> command of flowrl
 _RENAMED = {"enjoy": "evaluate", "play": "evaluate", "rollout": "evaluate", "list": "plans"}
 
 

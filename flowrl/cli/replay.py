@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from flowrl.cli.arguments import Parser, add_trust_option, import_from_current_folder
 from flowrl.cli.display import print_failure, printable
-from flowrl.cli.saved_runs import open_run, settings_of
+from flowrl.cli.saved_runs import settings_of
 from flowrl.errors import ConfigError
 from flowrl.iter.journal import ReplayError
 from flowrl.trainer.runs.formatting import format_number
@@ -79,9 +79,6 @@ def _build(run_dir: Path, trust: bool) -> Algorithm:
     """Return the algorithm of a run as it started; the run may have no checkpoint."""
     read_config(run_dir)  # a clear error if this is not a run directory
     setup = read_setup(run_dir)
-    if setup is None:  # written by an earlier version
-        run = open_run(str(run_dir), trust=trust)
-        return run.build(run.config.updated(**NOT_REPLAYED))
     if trust:
         import_from_current_folder()
     config, algorithm = settings_of(str(run_dir), setup, None, trust)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,11 @@ from typing import Any
 from flowrl.cli.arguments import Parser, json_object, positive_float
 from flowrl.cli.stop_options import add_display_option, add_stop_options, stop_rules_of
 from flowrl.errors import ConfigError
+from flowrl.policies.config import PolicyConfig
 from flowrl.setting_aliases import canonical_names
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.plan_settings import plan_config
+from flowrl.trainer.registry import algorithm_class
 from flowrl.trainer.runs.stop_rules import describe_defaults
 from flowrl.trainer.trust import untrusted_code
 
@@ -29,8 +31,6 @@ def algorithm_config(name: str, settings: dict[str, Any]) -> AlgorithmConfig:
     Raises:
         ConfigError: the algorithm or a setting is unknown, or a value is invalid.
     """
-    from flowrl.trainer.registry import algorithm_class
-
     return algorithm_class(name).config_class.from_dict(settings)
 
 
@@ -179,8 +179,6 @@ def _without_actors(config: AlgorithmConfig) -> AlgorithmConfig:
 
 def _reject_flags_without_effect(config: AlgorithmConfig, defaults: AlgorithmConfig) -> None:
     """Reject changes of policy settings if every policy has its own config."""
-    from flowrl.policies.config import PolicyConfig
-
     fields = PolicyConfig.model_fields
     name = config.without_effect(n for n in fields if config[n] != defaults[n])
     if name is not None:
@@ -196,13 +194,13 @@ def is_algorithm_run(arguments: list[str]) -> bool:
     return any(flag == "--run" or flag.startswith("--run=") for flag in arguments)
 
 
-def check_trusted(config: AlgorithmConfig, trust: bool, passed: Collection[str] = ()) -> None:
+def check_trusted(config: AlgorithmConfig, trust: bool) -> None:
     """Check that settings from a file name no code, unless they are trusted.
 
     Raises:
         ConfigError: they name code, see `untrusted_code`.
     """
-    code = None if trust else untrusted_code(config, passed)
+    code = None if trust else untrusted_code(config)
     if code is not None:
         raise ConfigError(f"it names {code}: pass --trust to allow that")
 

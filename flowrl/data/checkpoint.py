@@ -159,10 +159,10 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
     data = bytes(storage.read(MANIFEST))
     body, seal, rest = data.rpartition(_SEAL)
     sealed = seal and rest == hashlib.blake2b(body, digest_size=16).hexdigest().encode() + b'"\n}\n'
-    if not sealed and b'"format": 1' not in data:  # format 1 had no seal
+    if not sealed:
         raise CheckpointError(f"{name}: the file was altered or does not belong to a checkpoint")
     try:
-        manifest = parse_json(data) if sealed else {"format": 1}
+        manifest = parse_json(data)
         version = manifest.get("format")
     except (ValueError, AttributeError) as error:
         raise CheckpointError(f"{name}: the manifest is damaged: {error}") from None

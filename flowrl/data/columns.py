@@ -194,7 +194,7 @@ class Columns(dict[str, Any]):
         return isinstance(column, IndexedColumn) and column.is_lazy
 
     def __iter__(self) -> Iterator[str]:
-        return super().__iter__()  # an override makes dict(batch) use our __getitem__
+        return super().__iter__()  # an override makes dict(batch) use Columns.__getitem__
 
     def items(self) -> Any:
         """Return a list of (name, column)."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 
@@ -17,6 +20,16 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text, parse_float=_finite)
     except (RecursionError, MemoryError) as error:
         raise ValueError(f"nested too deeply or too large ({type(error).__name__})") from None
+
+
+def json_lines(path: Path) -> Iterator[Any]:
+    """Yield the value of each line of a file; nothing if there is no file.
+
+    Lines that are not JSON, such as one that is being written, are left out.
+    """
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            yield parse_json(line)
 
 
 def _finite(text: str) -> float:

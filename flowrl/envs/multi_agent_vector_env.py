@@ -70,12 +70,10 @@ class MultiAgentVectorEnv(Protocol):
     @property
     def num_restarts(self) -> int:
         """Number of failed environments that were recreated."""
-        return 0
 
     @property
     def reset_s(self) -> float:
         """Seconds in `reset` of the environments, as far as this class calls it."""
-        return 0.0
 
     def observation_space(self, agent_id: Any) -> spaces.Space:
         """Return the observation space of an agent."""

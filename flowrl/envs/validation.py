@@ -163,7 +163,7 @@ class ObservationCheck:
         if self._leaves_of_flat is not None:
             return self._leaves_of_flat(observation)
         found = []
-        for path in self._paths.leaves:  # inline, because every observation comes here
+        for path in self._paths.leaves:  # inline, because it is called for every observation
             value = observation
             for key in path:
                 value = value[key]

@@ -43,17 +43,14 @@ class VectorEnv(Protocol):
     @property
     def num_restarts(self) -> int:
         """Number of failed environments that were recreated."""
-        return 0
 
     @property
     def envs(self) -> list[Any]:
         """The environments in this process; a gymnasium VectorEnv is the only element."""
-        return []
 
     @property
     def reset_s(self) -> float:
         """Seconds in `reset` of the environments, as far as this class calls it."""
-        return 0.0
 
     def reset(self, observations: Any) -> None:
         """Start an episode in every environment; write the first observations [N, …]."""

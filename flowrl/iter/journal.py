@@ -254,13 +254,12 @@ def _read(file: IO[bytes]) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
     return about, objects
 
 
-def truncate_journal(path: Path, iteration: int, reason: str) -> None:
-    """Remove what a JournalWriter has recorded after an iteration.
+def truncate_journal(path: Path, iteration: int) -> None:
+    """Remove what a JournalWriter has recorded after an iteration, before the run resumes there.
 
     Args:
         path: the file.
         iteration: the last iteration to keep.
-        reason: why the recording ends there.
 
     Raises:
         OSError: the file cannot be read or written.
@@ -271,7 +270,7 @@ def truncate_journal(path: Path, iteration: int, reason: str) -> None:
             about, chunks = _read(file)
             kept = [chunk for chunk in chunks if chunk["iteration"] <= iteration]
         for chunk in kept[-1:]:
-            chunk["ended"] = chunk["ended"] or reason
+            chunk["ended"] = chunk["ended"] or "the run was resumed here"
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: damaged: {error!r}") from None
     write_whole(path, b"".join(map(msgpack.packb, [{"version": VERSION, **about}, *kept])))

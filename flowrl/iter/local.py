@@ -228,7 +228,7 @@ class LocalIterator(Generic[T]):
         for stage, owner in owners.items():
             stage.owner = owner
         self.metrics.operators = [operator_of(stage) for stage in in_data_order(self.stage)]
-        for name, stage in stages_by_name(self.stage, with_state=True).items():
+        for name, stage in stages_by_name(self.stage).items():
             if not stage.started:  # the plan of another child of a duplicate may have started it
                 stage.name, stage.journal = name, self.metrics.journal
                 stage.start(None if seed is None else f"{seed}/{name}")
@@ -292,7 +292,7 @@ class LocalIterator(Generic[T]):
             if item is not NOT_READY:
                 return item
             if self.metrics.journal is not None and self.metrics.journal.replays:
-                continue  # the journal says how often the plan was pulled
+                continue  # the journal determines how often the plan is pulled
             waits = self.stage.waits()
             if waits:
                 profiler.wait(self._waiter, waits)
@@ -406,7 +406,7 @@ class LocalIterator(Generic[T]):
         that sample): in a restored plan they start from the beginning. Buffered items are part of
         the state, without copying.
         """
-        by_name = stages_by_name(self.stage, with_state=True)
+        by_name = stages_by_name(self.stage)
         return {
             "metrics": self.metrics.state_dict(),
             "stages": {name: stage.state_dict() for name, stage in by_name.items()},
@@ -425,7 +425,7 @@ class LocalIterator(Generic[T]):
                 "cannot load a state: this plan has started. Build the plan again, and load the "
                 "state before the first pull"
             )
-        by_name = stages_by_name(self.stage, with_state=True)
+        by_name = stages_by_name(self.stage)
         if not isinstance(state, dict) or not {"metrics", "stages"} <= set(state):
             raise ValueError("this is not the result of state_dict() of a plan")
         stage_states = state["stages"]

@@ -342,7 +342,7 @@ def from_items(
         repeat: start again at the end.
         in_process: run the shards in this process, without actors.
     """
-    _check_shards(num_shards)
+    check_int("num_shards", num_shards)
     items = list(items)
     shards: list[list[T]] = [items[i::num_shards] for i in range(num_shards)]
     item_type = type(items[0]).__name__ if items else "None"
@@ -366,16 +366,12 @@ def from_range(
         ValueError: a number is not an int, or too small.
     """
     check_int("n", n, 0)
-    _check_shards(num_shards)
+    check_int("num_shards", num_shards)
     size = n // num_shards
     ends = [*(size * i for i in range(1, num_shards)), n]
     shards = [range(size * i, end) for i, end in enumerate(ends)]
     name = f"from_range[{n}, shards={num_shards}{', repeat=True' if repeat else ''}]"
     return from_iterators(shards, repeat, name, in_process)
-
-
-def _check_shards(num_shards: int) -> None:
-    check_int("num_shards", num_shards)
 
 
 def from_iterators(

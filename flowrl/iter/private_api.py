@@ -113,6 +113,16 @@ def fast_reconnection() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
+def captures_child_tasks() -> bool:
+    """Return whether actors that this process starts belong to its placement group.
+
+    Uses `ray._private.worker.global_worker`.
+    """
+    from ray._private.worker import global_worker
+
+    return bool(global_worker.should_capture_child_tasks_in_placement_group)
+
+
 def kill_ray_processes() -> None:
     """Kill the processes that Ray has started for this process, without a graceful stop.
 

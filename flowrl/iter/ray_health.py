@@ -103,7 +103,7 @@ def watch_ray() -> None:
 def _exit_event_of(socket_path: str) -> int | None:
     """Return a file descriptor that becomes readable when the process behind a socket ends.
 
-    None if there is no such thing: on other systems than Linux, or across containers.
+    None where such a descriptor cannot be opened: outside Linux, or across containers.
     """
     try:
         with socket.socket(socket.AF_UNIX) as connection:

@@ -175,17 +175,12 @@ def walk(stage: Stage) -> Iterator[Stage]:
             stack.extend(reversed(node.parents))
 
 
-def stages_by_name(stage: Stage, with_state: bool = False) -> dict[str, Stage]:
-    """Return the stages of a plan by their unique names, end first.
-
-    Args:
-        stage: the end of the plan.
-        with_state: leave out the stages without state, such as those of `tap`.
-    """
+def stages_by_name(end: Stage) -> dict[str, Stage]:
+    """Return the stages of a plan that have a state by their unique names, end first."""
     by_name: dict[str, Stage] = {}
     count: Counter[str] = Counter()
-    for node in walk(stage):
-        if node.has_state or not with_state:
+    for node in walk(end):
+        if node.has_state:
             name = node.name.partition("#")[0]  # a started plan has numbered it already
             count[name] += 1
             by_name[name if count[name] == 1 else f"{name}#{count[name]}"] = node

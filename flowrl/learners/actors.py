@@ -295,7 +295,7 @@ class LearnerGroup(Learner):
         """Allow updates.
 
         Raises:
-            RuntimeError: the cluster lacks the GPUs; without a cluster, the first update says so.
+            RuntimeError: the cluster lacks the GPUs; without a cluster, the first update raises it.
         """
         import ray
 

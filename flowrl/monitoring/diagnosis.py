@@ -105,7 +105,7 @@ def _restarts(activity: Activity, facts: PlanFacts) -> Finding | None:
         "worker_restarts",
         f"Worker {failing[0]}" if len(failing) == 1 else "workers",
         1.0,
-        f"{who} again and again: {restarts} restarts in {activity.seconds:.0f} s. The errors are "
+        f"{who} repeatedly: {restarts} restarts in {activity.seconds:.0f} s. The errors are "
         "in the log: most often the environment raises or needs too much memory.",
     )
 

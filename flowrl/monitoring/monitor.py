@@ -73,7 +73,7 @@ class Monitor:
         if self._thread is None:
             self._facts = facts_of(self._plan, self._workers, self._settings)
             self._first = self._counted = self._take_snapshot()
-            # the thread must not keep an algorithm alive that the user has forgotten
+            # the thread must not keep an algorithm in memory that nothing else refers to
             arguments = weakref.ref(self), self._stopped
             self._thread = threading.Thread(
                 target=_run, args=arguments, name="flowrl-monitor", daemon=True

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from flowrl.data.columns import PER_SEQUENCE
 from flowrl.data.sample_batch import DEFAULT_POLICY_ID, SampleBatch
 from flowrl.data.sequences import without_padding
 from flowrl.errors import check_installed
@@ -71,7 +72,7 @@ def write_parquet(
     columns = {
         name: _flatten(name, batch[name], arrays)
         for name in batch
-        if name != "seq_lens" and not name.startswith("state_in_")
+        if not name.startswith(PER_SEQUENCE)
         if name != "infos" or not batch.is_lazy(name)
     }
     metadata = {"format": FORMAT, "policy_id": policy_id, "rows": batch.count, "columns": columns}

@@ -136,7 +136,7 @@ def policy_from_checkpoint(
 
 def _choose_policy(path: Path | str, descriptions: Mapping[str, Any], policy_id: str | None) -> str:
     if not isinstance(descriptions, Mapping) or not descriptions:
-        raise CheckpointError(f"{path}: it was written before checkpoints described their policies")
+        raise CheckpointError(f"{path}: its manifest describes no policies")
     if policy_id is None:
         if len(descriptions) > 1:
             raise CheckpointError(

@@ -1,6 +1,6 @@
 """Code that stored settings name by import path, and which of it may be imported.
 
-A checkpoint is data from elsewhere. Without trust, a reference in it can only name a class of
+A checkpoint may come from another user. Without trust, a reference in it can only name a class of
 flowrl, in a setting that takes such a class, or a class that the caller has passed in. It cannot
 reach other objects through the attributes of a module.
 """

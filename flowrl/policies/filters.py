@@ -85,7 +85,43 @@ def _load(stats: RunningMeanStd, state: dict[str, Any]) -> None:
     stats.load_state_dict(state)
 
 
-class ObservationFilter:
+class _Filter:
+    """Statistics that normalize values, and those of new rows, which are merged later.
+
+    Attributes:
+        stats: statistics that are in use.
+        new_stats: statistics of the rows since the last `take_new_stats`.
+    """
+
+    def __init__(self, shape: tuple[int, ...] = ()):
+        self.stats = RunningMeanStd(shape)
+        self.new_stats = RunningMeanStd(shape)
+        self._on_change()
+
+    def _on_change(self) -> None:
+        """Called when `stats` have changed."""
+
+    def take_new_stats(self) -> dict[str, Any]:
+        """Return the state of `new_stats` and reset it."""
+        new_stats, self.new_stats = self.new_stats, RunningMeanStd(self.stats.mean.shape)
+        return new_stats.state_dict()
+
+    def merge_stats(self, new_stats: dict[str, Any]) -> None:
+        """Merge a worker's `take_new_stats` into the statistics in use."""
+        self.stats.merge(RunningMeanStd.from_state_dict(new_stats))
+        self._on_change()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the statistics in use."""
+        return self.stats.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state from `state_dict`."""
+        _load(self.stats, state)
+        self._on_change()
+
+
+class ObservationFilter(_Filter):
     """Subtract the running mean, divide by the standard deviation, clip to ±`clip`.
 
     New rows are collected in `new_stats`, so that statistics of several workers can be merged. The
@@ -94,19 +130,13 @@ class ObservationFilter:
     Args:
         shape: shape of one observation.
         clip: bound of normalized observations.
-
-    Attributes:
-        stats: statistics that are in use.
-        new_stats: statistics of the rows since the last `take_new_stats`.
     """
 
     def __init__(self, shape: tuple[int, ...], clip: float = 10.0):
-        self.stats = RunningMeanStd(shape)
-        self.new_stats = RunningMeanStd(shape)
+        super().__init__(shape)
         self.clip = clip
-        self._cache_scale()
 
-    def _cache_scale(self) -> None:
+    def _on_change(self) -> None:
         self._mean = self.stats.mean.astype(np.float32)
         self._scale = (1.0 / (self.stats.std + 1e-8)).astype(np.float32)
 
@@ -118,27 +148,8 @@ class ObservationFilter:
         normalized = ((observations - mean) * self._scale).astype(np.float32, copy=False)
         return np.clip(normalized, -self.clip, self.clip, out=normalized)
 
-    def take_new_stats(self) -> dict[str, Any]:
-        """Return the state of `new_stats` and reset it."""
-        new_stats, self.new_stats = self.new_stats, RunningMeanStd(self.stats.mean.shape)
-        return new_stats.state_dict()
 
-    def merge_stats(self, new_stats: dict[str, Any]) -> None:
-        """Merge a worker's `take_new_stats` into the statistics in use."""
-        self.stats.merge(RunningMeanStd.from_state_dict(new_stats))
-        self._cache_scale()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the statistics in use."""
-        return self.stats.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state from `state_dict`."""
-        _load(self.stats, state)
-        self._cache_scale()
-
-
-class RewardScaler:
+class RewardScaler(_Filter):
     """Divide rewards by the running standard deviation of their discounted sum; clip to ±`clip`.
 
     The sum R_t = gamma (1 - done_{t-1}) R_{t-1} + r_t runs forward in each environment, as in
@@ -147,17 +158,12 @@ class RewardScaler:
     Args:
         gamma: discount factor per env step.
         clip: bound of scaled rewards.
-
-    Attributes:
-        stats: statistics that are in use.
-        new_stats: statistics since the last `take_new_stats`; scaling uses them, too.
     """
 
     def __init__(self, gamma: float, clip: float = 10.0):
+        super().__init__()
         self.gamma = gamma
         self.clip = clip
-        self.stats = RunningMeanStd()
-        self.new_stats = RunningMeanStd()
         self._discounted_sums: np.ndarray | None = None
 
     @property
@@ -199,25 +205,8 @@ class RewardScaler:
         return running
 
     def scale(self, rewards: np.ndarray) -> np.ndarray:
-        """Return scaled rewards, float32, of the same shape."""
+        """Return scaled rewards, float32, of the same shape; `new_stats` count, too."""
         stats = RunningMeanStd.from_state_dict(self.stats.state_dict())
         stats.merge(self.new_stats)
         scaled = rewards / (float(stats.std) + 1e-8)
         return np.clip(scaled, -self.clip, self.clip).astype(np.float32)
-
-    def take_new_stats(self) -> dict[str, Any]:
-        """Return the state of `new_stats` and reset it."""
-        new_stats, self.new_stats = self.new_stats, RunningMeanStd()
-        return new_stats.state_dict()
-
-    def merge_stats(self, new_stats: dict[str, Any]) -> None:
-        """Merge a worker's `take_new_stats` into the statistics in use."""
-        self.stats.merge(RunningMeanStd.from_state_dict(new_stats))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the statistics in use."""
-        return self.stats.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state from `state_dict`."""
-        _load(self.stats, state)

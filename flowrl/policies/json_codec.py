@@ -89,8 +89,8 @@ def config_from_json(
         if isinstance(error, ConfigError) and changes:
             raise
         raise CheckpointError(f"its settings cannot be restored: {error}") from error
-    if "chosen" in saved:  # the others have the defaults of the class, which a policy may change
-        config.model_fields_set.intersection_update({*saved["chosen"], *changes})
+    # the others have the defaults of the class, which a policy may change
+    config.model_fields_set.intersection_update({*saved["chosen"], *changes})
     return config
 
 
@@ -235,7 +235,7 @@ def decode(value: Any, resolver: CodeResolver, base: str | None = None) -> Any:
         return value
     if set(value) == {_CODE}:
         return resolver.resolve(value[_CODE], base)
-    if set(value) in ({_SETTINGS, "values"}, {_SETTINGS, "values", "chosen"}):
+    if set(value) == {_SETTINGS, "values", "chosen"}:
         return config_from_json(value, {}, resolver)
     if set(value) == {_SPEC}:
         parts = {

@@ -568,3 +568,11 @@ def _rebuild(
     policy.view_requirements.clear()
     policy.view_requirements.update(views)
     return policy
+
+
+def no_values_error(policy: TorchPolicy) -> ConfigError:
+    """Return the error for a policy whose loss needs values that its model does not return."""
+    return ConfigError(
+        f"{type(policy).__name__} learns from values, but its model returns none: implement its "
+        "value_function(), or let a plain module return (outputs, values)"
+    )

@@ -167,21 +167,20 @@ class ReplayBuffer:
             TypeError: the batch is not a SampleBatch.
             ValueError: see `check`.
         """
-        self._check_type(batch)
-        rows = batch.count
-        if not rows:
+        if not isinstance(batch, SampleBatch):
+            raise TypeError(f"a ReplayBuffer stores a SampleBatch, got {type(batch).__name__}")
+        if not batch.count:
             return
         self.check(batch)
+        self._keep(batch)
+
+    def _keep(self, batch: SampleBatch) -> None:
+        """Store the rows of a batch that was checked."""
         self._pending.append(batch)
-        self._pending_rows += rows
+        self._pending_rows += batch.count
         if len(self._pending) >= MAX_PENDING_BATCHES or self._pending_rows > self._max_pending_rows:
             self._flush()
             self._max_pending_rows = min(self.capacity, MAX_PENDING_BYTES // self._ring.row_bytes)
-
-    @staticmethod
-    def _check_type(batch: Any) -> None:
-        if not isinstance(batch, SampleBatch):
-            raise TypeError(f"a ReplayBuffer stores a SampleBatch, got {type(batch).__name__}")
 
     def _flush(self) -> None:
         if self._pending:

@@ -140,8 +140,8 @@ class ReplayRatio:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of `state_dict`.
 
-        If the state was made with other settings, the settings of this object hold for the rows
-        that are stored from now on. Draws that are due stay due, unless one of the two
+        If the state was made with other settings, the settings of this object apply to the rows
+        that are stored later. Draws that are due stay due, unless one of the two
         training_intensities is None; no others become due.
         """
         check_own_state(self, state)

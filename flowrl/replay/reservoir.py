@@ -29,22 +29,11 @@ class ReservoirReplayBuffer(ReplayBuffer):
         super().__init__(capacity, seed=seed)
         self._num_added = 0
 
-    def add(self, batch: SampleBatch) -> None:
-        """Store a random selection of the rows of a batch.
-
-        Raises:
-            TypeError: the batch is not a SampleBatch.
-            ValueError: see `check`.
-        """
-        self._check_type(batch)
-        count = batch.count
-        if not count:
-            return
-        self.check(batch)
-        rows, slots = self._select(count)
+    def _keep(self, batch: SampleBatch) -> None:
+        rows, slots = self._select(batch.count)
         if len(rows):
             self._ring.replace(batch.take_rows(rows), slots)
-        self._num_added += count
+        self._num_added += batch.count
 
     def _select(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Select rows to keep out of `count` new rows; return them and their slots."""

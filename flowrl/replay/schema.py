@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import optree
 
-from flowrl.data.columns import FLAT_KINDS
+from flowrl.data.columns import FLAT_KINDS, PER_SEQUENCE
 from flowrl.data.indexed_columns import NextRows
 from flowrl.data.sample_batch import SampleBatch
 
@@ -39,7 +39,7 @@ def check_first_batch(batch: SampleBatch, in_files: bool) -> None:
             f"a replay buffer stores obs and new_obs: the batch lacks {missing}, its columns are "
             f"{sorted(names)}"
         )
-    recurrent = sorted(n for n in names if n == "seq_lens" or n.startswith("state_in_"))
+    recurrent = sorted(n for n in names if n.startswith(PER_SEQUENCE))
     if recurrent:
         raise ValueError(
             f"a batch of sequences (columns {', '.join(recurrent)}) for a buffer of single rows: "

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from flowrl.data.columns import PER_SEQUENCE
 from flowrl.data.sample_batch import SampleBatch
 from flowrl.data.sequences import burn_in_spans, expand_runs, sequence_lengths
 from flowrl.replay.schema import DONE_FLAGS
@@ -72,7 +73,7 @@ class SequenceIndex:
     @staticmethod
     def rows_of(batch: SampleBatch) -> SampleBatch:
         """Return the batch without the columns that have a row per sequence."""
-        return batch.without_columns(*(n for n in batch if n == "seq_lens" or n.startswith(STATE)))
+        return batch.without_columns(*(n for n in batch if n.startswith(PER_SEQUENCE)))
 
     def check(self, batch: SampleBatch) -> None:
         """Check that a batch can be split into sequences or episodes.

@@ -311,7 +311,7 @@ def split_final_observations(
         cuts = [rows.cuts for rows in next_obs]
         is_plain = all(column.base is base for column, base in zip(obs, bases, strict=True))
         if is_plain and not any(map(_has_done_between_cuts, batches, cuts)):
-            # fragments of our samplers, in which no life was lost
+            # fragments of the columnar samplers, in which no life was lost
             finals = [base[count:] for base, count in zip(bases, counts, strict=True)]
             if len(batches) == 1:
                 return batches, cuts[0], finals

@@ -11,14 +11,14 @@ From an environment to a fragment (of single agents):
     ColumnShipping                  which columns of the fragment leave the worker
 
 Workers: worker_set, rollout_worker, worker_config, environments, policy_map, ids, rollout_pool,
-replayed_pool, spare_worker, weight_sync, placement.
+replayed_pool, spare_worker, weight_sync, worker_states, placement.
 Samplers: sampler (on request or ahead). fragment_sampler chooses column_sampler (one agent per
 environment), multi_agent_sampler (several agents or policies, views of other agents, or the
 callback on_postprocess_trajectory; with agent_episodes, agent_state) or collector_sampler (a user's
 collector).
 Collectors: sample_collector (the abstract class), list_collector, collected_trajectory.
 Rows: lane_rows, policy_lanes, policy_outputs, segments, running_episodes, agent_views, lost_lives,
-episode_returns.
+episode_returns, raw_observations.
 Batches: fragment_builder, agent_batches, segment_postprocessing, views, column_shipping.
 Callbacks: callbacks, episode, episode_callbacks, agent_records.
 Checks: step_checks, agent_checks, output_checks.

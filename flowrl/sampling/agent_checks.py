@@ -107,22 +107,24 @@ class AgentChecks:
                 f"{error}"
             ) from error
 
-    def stack_and_check(self, rows: PolicyLanes, lanes: list[int], observations: list[Any]) -> Any:
+    def stack_and_check(
+        self, policy_lanes: PolicyLanes, lanes: list[int], observations: list[Any]
+    ) -> Any:
         """Check observations one by one, and return them as arrays [k, …].
 
         Args:
-            rows: the rows of their policy.
+            policy_lanes: the rows of their policy.
             lanes: the lane of each.
             observations: the observations.
 
         Raises:
             ConfigError: one does not fit the space of its agent.
         """
-        by_lane = {trajectory.lane: trajectory for trajectory in rows.waiting}
+        by_lane = {trajectory.lane: trajectory for trajectory in policy_lanes.waiting}
         copies = []
         for lane, observation in zip(lanes, observations, strict=True):
             agent = by_lane[lane].agent_id
-            self.check_structure(int(rows.envs[lane]), agent, observation)
+            self.check_structure(int(policy_lanes.envs[lane]), agent, observation)
             check = self._agent_envs.observation_check(agent)
             copied = check.copy(observation)
             copies.append(check.repair(copied) if self._replaces else copied)

@@ -6,7 +6,6 @@ computed for the whole fragment afterwards.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -33,7 +32,7 @@ from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.lost_lives import LostLives
 from flowrl.sampling.policy_outputs import PolicyOutputs
 from flowrl.sampling.raw_observations import RawObservations
-from flowrl.sampling.sampler import MAX_STEPS_WITHOUT_DATA, TIMINGS
+from flowrl.sampling.sampler import TIMINGS, warn_without_data
 from flowrl.sampling.sampler_worker import SamplerWorker
 from flowrl.sampling.segment_postprocessing import (
     parts_of,
@@ -45,8 +44,6 @@ from flowrl.sampling.step_checks import StepChecks
 from flowrl.sampling.views import Views
 from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.state_schema import Fields, Natural, check_state
-
-log = logging.getLogger("flowrl")
 
 _step_columns_of = itemgetter("raw_obs", "obs", "rewards", "terminateds", "truncateds")
 
@@ -274,7 +271,7 @@ class ColumnSampler:
             t += 1
             num_steps = tracker.rows_closed if whole else num_steps + envs - len(step.skipped)
             if whole and not num_steps:
-                self._warn_without_data(t)
+                warn_without_data(t, self.vector_env.num_envs, "finished episode")
         if normalize is not None:
             columns["obs"][lookback + t] = normalize(columns["raw_obs"][lookback + t])
         self._num_rows = t
@@ -310,14 +307,6 @@ class ColumnSampler:
         if self._lost_lives is not None:
             self._lost_lives.start([*step.ended, *failed])
         return soft
-
-    def _warn_without_data(self, steps: int) -> None:
-        envs = self.vector_env.num_envs
-        if (steps - 1) * envs < MAX_STEPS_WITHOUT_DATA <= steps * envs:
-            log.warning(
-                "%d env steps without a finished episode; all of them stay in memory",
-                MAX_STEPS_WITHOUT_DATA,
-            )
 
     def _repair(self, rewards: np.ndarray, step: VectorStep) -> None:
         """Replace invalid rewards and final observations by valid ones."""

@@ -8,7 +8,6 @@ environments, in one write per policy; agents that join, end or take turns are s
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -30,13 +29,11 @@ from flowrl.sampling.episode import EpisodeMetrics, MultiAgentEpisode
 from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.policy_lanes import PolicyLanes
 from flowrl.sampling.running_episodes import RunningEpisode, Trajectory
-from flowrl.sampling.sampler import MAX_STEPS_WITHOUT_DATA, TIMINGS
+from flowrl.sampling.sampler import TIMINGS, warn_without_data
 from flowrl.sampling.sampler_worker import SamplerWorker
 from flowrl.sampling.segment_postprocessing import SegmentPostprocessing
 from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.state_schema import Fields, Natural, check_state
-
-log = logging.getLogger("flowrl")
 
 
 class _Results:
@@ -65,7 +62,7 @@ _STATE: Fields = {
 class _ActingAgents(NamedTuple):
     """Agents of an environment that act next and have the same policy, and their lanes."""
 
-    rows: PolicyLanes
+    policy_lanes: PolicyLanes
     agents: list[AgentID]
     lanes: list[int]
 
@@ -193,7 +190,9 @@ class MultiAgentSampler:
                 found = steps * agent_envs.num_envs - skipped
             else:
                 found = self._steps_found()
-                self._warn_without_data(steps, found)
+                if not found:
+                    missing = "finished episode" if self._whole else "row of an agent"
+                    warn_without_data(steps, self.agent_envs.num_envs, missing)
             if found >= min_steps:
                 break
             if not room:
@@ -230,14 +229,6 @@ class MultiAgentSampler:
         """Return the steps of an episode that are in no fragment, in the unit of the setting."""
         return episode.new_rows if self._by_agent else episode.new_steps
 
-    def _warn_without_data(self, steps: int, found: int) -> None:
-        envs, most = self.agent_envs.num_envs, MAX_STEPS_WITHOUT_DATA
-        if found:
-            return
-        if (steps - 1) * envs < most <= steps * envs:
-            what = "finished episode" if self._whole else "row of an agent"
-            log.warning("%d env steps without a %s; all of them stay in memory", most, what)
-
     # -- a step ------------------------------------------------------------------------------------
 
     def _arrange(self) -> None:
@@ -257,9 +248,9 @@ class MultiAgentSampler:
         self._episodes.changed.clear()
         waiting: dict[PolicyID, list[Trajectory]] = {pid: [] for pid in self._policies}
         for parts_of_env, episode in zip(self._acting, running, strict=True):
-            for rows, agents, _ in parts_of_env:
+            for policy_lanes, agents, _ in parts_of_env:
                 assert episode is not None
-                waiting[rows.policy_id] += [episode.agents[agent] for agent in agents]
+                waiting[policy_lanes.policy_id] += [episode.agents[agent] for agent in agents]
         for policy_id, trajectories in waiting.items():
             self._policies[policy_id].set_waiting(trajectories)
 
@@ -281,8 +272,8 @@ class MultiAgentSampler:
         actions = []
         for parts in self._acting:
             env_actions: dict[AgentID, Any] = {}
-            for rows, agents, _ in parts:
-                for_agents = itertools.islice(chosen[rows.policy_id], len(agents))
+            for policy_lanes, agents, _ in parts:
+                for_agents = itertools.islice(chosen[policy_lanes.policy_id], len(agents))
                 env_actions.update(zip(agents, for_agents, strict=True))
             actions.append(env_actions)
         return actions
@@ -317,8 +308,8 @@ class MultiAgentSampler:
         assert episode is not None
         obs, rewards, infos, length = step.obs, step.rewards, step.infos, episode.record.length
         has_infos = any(infos.values())
-        for rows, agents, lanes in self._acting[env_index]:
-            results, count = by_policy[rows.policy_id], len(agents)
+        for policy_lanes, agents, lanes in self._acting[env_index]:
+            results, count = by_policy[policy_lanes.policy_id], len(agents)
             results.lanes += lanes
             results.observations += [obs[agent] for agent in agents]
             results.rewards += [rewards[agent] for agent in agents]

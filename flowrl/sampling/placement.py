@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from flowrl.errors import ConfigError
+from flowrl.iter.private_api import captures_child_tasks
 from flowrl.sampling.worker_config import WorkerConfig
 
 RESERVE_TIMEOUT_S = 60.0
@@ -31,12 +32,9 @@ class _Reservation(NamedTuple):
 def _is_in_placement_group() -> bool:
     """Return whether workers take their resources from a placement group of this process, as in a
     trial of Ray Tune, which has reserved them."""
-    from ray._private.worker import global_worker
     from ray.util.placement_group import get_current_placement_group
 
-    # private: whether actors that this process starts belong to its group
-    captures = global_worker.should_capture_child_tasks_in_placement_group
-    return get_current_placement_group() is not None and bool(captures)
+    return get_current_placement_group() is not None and captures_child_tasks()
 
 
 def _needs(count: int, name: str, amount: float) -> str:
@@ -54,13 +52,12 @@ def _limited_resources(config: WorkerConfig) -> list[tuple[str, str, float]]:
     return needed + [("custom_resources_per_worker", name, amount) for name, amount in custom]
 
 
-def check_resources(setting: str, sets: Sequence[WorkerConfig]) -> None:
+def check_evaluation_resources(sets: Sequence[WorkerConfig]) -> None:
     """Check that the cluster has the GPUs and custom resources of several sets of workers together.
 
     Does nothing before Ray has started, and in a placement group.
 
     Args:
-        setting: name of the setting in the error message.
         sets: the settings of each set, with `num_workers`.
 
     Raises:
@@ -78,8 +75,8 @@ def check_resources(setting: str, sets: Sequence[WorkerConfig]) -> None:
     for name, amount in needed.items():
         if amount > total.get(name, 0.0):
             raise ConfigError(
-                f"{setting}: all workers together need {amount:g} of {name!r}; the cluster has "
-                f"{total.get(name, 0.0):g}"
+                f"evaluation_num_workers: all workers together need {amount:g} of {name!r}; the "
+                f"cluster has {total.get(name, 0.0):g}"
             )
 
 

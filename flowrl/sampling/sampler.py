@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 from abc import ABC, abstractmethod
@@ -12,10 +13,25 @@ from typing import Any, NamedTuple
 from flowrl.data import Batch, SampleBatch
 from flowrl.sampling.episode import EpisodeMetrics
 
+log = logging.getLogger("flowrl")
 MAX_STEPS_WITHOUT_DATA = 10_000  # env steps without a row or an episode, before a warning
 
 # seconds in environments, action computation, storing of rows, postprocessing, and in total
 TIMINGS = ("env_step_s", "inference_s", "collection_s", "postprocess_s", "sample_s")
+
+
+def warn_without_data(steps: int, num_envs: int, missing: str) -> None:
+    """Log a warning once after MAX_STEPS_WITHOUT_DATA env steps without an item.
+
+    Args:
+        steps: steps of each environment since the last item.
+        num_envs: number of environments.
+        missing: what the item waits for.
+    """
+    if (steps - 1) * num_envs < MAX_STEPS_WITHOUT_DATA <= steps * num_envs:
+        log.warning(
+            "%d env steps without a %s; all of them stay in memory", MAX_STEPS_WITHOUT_DATA, missing
+        )
 
 
 class SampleResult(NamedTuple):

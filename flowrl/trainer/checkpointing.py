@@ -99,7 +99,7 @@ class Checkpointing:
         policies and progress."""
         policies = self.workers.local_worker().policy_map
         manifest = manifest_of(type(self), self.config, policies)
-        # a plan file that loading executes again brings its own code
+        # loading executes the plan file again, which defines this code
         of_plan = [n for n in manifest["left_out"] if self._plan_builder.is_set_by_plan_file(n)]
         return manifest | {
             "left_out": [n for n in manifest["left_out"] if n not in of_plan],

@@ -17,7 +17,7 @@ from flowrl.iter.ray_runtime import death_errors
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import PolicySpec
 from flowrl.sampling.episode import EpisodeMetrics, returns_by_policy
-from flowrl.sampling.placement import check_resources
+from flowrl.sampling.placement import check_evaluation_resources
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.seeding import derive_seed, random_stream
@@ -355,7 +355,7 @@ def check_evaluation_workers(config: AlgorithmConfig) -> None:
         ConfigError: it does not have them.
     """
     settings = evaluation_settings(config).updated(num_workers=config.evaluation_num_workers)
-    check_resources("evaluation_num_workers", [config, settings])
+    check_evaluation_resources([config, settings])
 
 
 def check_evaluation_env(config: AlgorithmConfig, policies: dict[str, Policy]) -> None:

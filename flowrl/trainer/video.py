@@ -194,7 +194,7 @@ def render_frame(env: Any, setting: str) -> np.ndarray:
 
 
 def _create_rendering(creator: EnvCreator, context: EnvContext, setting: str) -> Any:
-    """Return an environment that renders RGB arrays, as far as its creator lets us choose.
+    """Return an environment; one that is created by its id gets render_mode="rgb_array".
 
     Raises:
         ConfigError: its creation failed.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from array import array
 from collections import Counter
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.data.checkpoint import list_checkpoints
+from flowrl.data.json_text import parse_json
 from flowrl.errors import ConfigError
 from flowrl.monitoring.activity import Activity
 from flowrl.trainer.metric_names import flatten_result
@@ -71,13 +71,13 @@ class RunData:
             self._clear()
         for line in lines:
             with suppress(ValueError, TypeError, AttributeError):
-                self._add(json.loads(line))
+                self._add(parse_json(line))
         replaced, lines = self._activity_file.read()
         if replaced:
             self._activities.clear()
         for line in lines:
             with suppress(ValueError, TypeError, KeyError):
-                self._activities.append(Activity.from_json(json.loads(line)))
+                self._activities.append(Activity.from_json(parse_json(line)))
 
     def _add(self, result: dict[str, Any]) -> None:
         lags = result.get("hist_stats", {}).get("policy_lags")

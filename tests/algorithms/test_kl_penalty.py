@@ -20,12 +20,3 @@ def test_checkpoint_continues_with_the_adapted_weight_or_with_another_setting(
     for changes, expected in (({}, 0.8), ({"kl_coeff": 0.5}, 0.5), ({"kl_coeff": 0.0}, 0.0)):
         with Algorithm.from_checkpoint(path, config=changes) as algorithm:
             assert algorithm.get_policy().kl_coeff == expected
-
-
-def test_states_without_the_setting_continue_with_their_weight():
-    with PPOConfig(**SMALL, sgd_minibatch_size=32, kl_coeff=0.2).build() as algorithm:
-        policy = algorithm.get_policy()
-        state = {**policy.get_state(), "kl_coeff": 0.4}
-        del state["initial_kl_coeff"]  # as flowrl wrote it before
-        policy.set_state(state)
-        assert policy.kl_coeff == 0.4

@@ -336,9 +336,6 @@ def test_checkpoint_on_a_remote_file_system(tmp_path):
 def test_other_format_versions_and_other_folders_are_rejected(tmp_path):
     with pytest.raises(CheckpointError, match=r"manifest\.json: file not found"):
         read_checkpoint(tmp_path)
-    (tmp_path / "manifest.json").write_text('{"format": 1}')
-    with pytest.raises(CheckpointError, match="checkpoint format 1 is not supported"):
-        read_checkpoint(tmp_path)
     (tmp_path / "manifest.json").write_text('{"name": "other"}')
     with pytest.raises(CheckpointError, match="does not belong to a checkpoint"):
         read_checkpoint(tmp_path)

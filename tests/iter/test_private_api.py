@@ -12,6 +12,7 @@ from flowrl.iter import private_api
 from flowrl.iter.private_api import (
     call_on_put_and_get,
     call_when_ready,
+    captures_child_tasks,
     cluster_id,
     fast_reconnection,
     queued_items,
@@ -63,6 +64,25 @@ def test_gcs_returns_the_same_cluster_id_to_every_client(ray_session):
     first = cluster_id(address)
     assert first
     assert cluster_id(address) == first
+
+
+def test_child_tasks_are_captured_only_if_the_strategy_says_so(ray_session):
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    group = placement_group([{"CPU": 1}])
+
+    def captures(value):
+        strategy = PlacementGroupSchedulingStrategy(
+            group, placement_group_capture_child_tasks=value
+        )
+        task = ray_session.remote(captures_child_tasks).options(scheduling_strategy=strategy)
+        return ray_session.get(task.remote(), timeout=60)
+
+    assert captures(True)
+    assert not captures(False)
+    remove_placement_group(group)
+    assert not captures_child_tasks()
 
 
 def test_raylet_has_the_settings_of_connections():

@@ -299,10 +299,10 @@ def test_problems_come_before_bottlenecks():
     restarted = worker(2, restarts=3)
     counters = {"num_shard_restarts": 3}
     found = first(activity(WAITING, workers=[worker(1), restarted], counters=counters), facts())
-    assert found.text.startswith("Worker 2 fails again and again: 3 restarts in 10 s")
+    assert found.text.startswith("Worker 2 fails repeatedly: 3 restarts in 10 s")
     both = [worker(1, restarts=1), worker(2, restarts=2)]
     found = first(activity(WAITING, workers=both, counters=counters), facts())
-    assert found.text.startswith("Workers fail again and again: 3 restarts in 10 s")
+    assert found.text.startswith("Workers fail repeatedly: 3 restarts in 10 s")
     endless = activity(WAITING, workers=TWO_WORKERS, episodes_total=0, env_steps_total=80_000)
     assert "No episode has ended in 10,000 steps" in first(endless, facts()).text
     for other in (facts(samples=False), facts(horizon=20_000)):

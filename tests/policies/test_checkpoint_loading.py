@@ -127,7 +127,7 @@ def test_message_describes_invalid_checkpoints(tmp_path):
                 Policy.from_checkpoint(path)
     del metadata["policies"]
     write_checkpoint(path, state, metadata)
-    with pytest.raises(CheckpointError, match="before checkpoints described"):
+    with pytest.raises(CheckpointError, match="describes no policies"):
         Policy.from_checkpoint(path)
 
 

@@ -19,7 +19,8 @@ from flowrl.policies.policy import Policy
 def nothing_trains(plan: CheckedPlan) -> Iterator[PlanProblem]:
     """A plan that samples, but has no operator that trains.
 
-    Plans that record experience, do not explore or have no policy that can learn may be meant so.
+    No problem is reported for plans that record experience, do not explore, or have no policy that
+    can learn.
     """
     rollouts = plan.stages_with(CountRollouts)
     config = plan.workers.config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from flowrl.errors import ConfigError
 
-_FUSED: Any = getattr(torch, "_fused_adam_", None)  # four times faster than separate calls
+_FUSED: Any = torch._fused_adam_  # four times faster than separate calls
 
 
 class FlatParameters:
@@ -228,31 +227,21 @@ class _AdamPart:
     def step(self, group: dict[str, Any], skipped: torch.Tensor | None) -> None:
         beta1, beta2 = group["betas"]
         self.count.add_(1.0)
-        if _FUSED is not None:
-            _FUSED(
-                [self.vector],
-                [self.gradient],
-                [self.mean],
-                [self.square],
-                [],
-                [self.count],
-                lr=group["lr"] if skipped is None else self._rate_on_device,
-                beta1=beta1,
-                beta2=beta2,
-                weight_decay=0.0,
-                eps=group["eps"],
-                amsgrad=False,
-                maximize=False,
-                found_inf=skipped,
-            )
-            if skipped is not None:
-                self.count.sub_(skipped)
-            return
-        assert skipped is None
-        steps = int(self.count)
-        self.mean.lerp_(self.gradient, 1 - beta1)
-        self.square.mul_(beta2).addcmul_(self.gradient, self.gradient, value=1 - beta2)
-        correction = math.sqrt(1 - beta2**steps)
-        size = group["lr"] * correction / (1 - beta1**steps)
-        root = self.square.sqrt().add_(group["eps"] * correction)
-        self.vector.addcdiv_(self.mean, root, value=-size)
+        _FUSED(
+            [self.vector],
+            [self.gradient],
+            [self.mean],
+            [self.square],
+            [],
+            [self.count],
+            lr=group["lr"] if skipped is None else self._rate_on_device,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=0.0,
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+            found_inf=skipped,
+        )
+        if skipped is not None:
+            self.count.sub_(skipped)

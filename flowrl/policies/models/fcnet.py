@@ -76,7 +76,8 @@ class FullyConnectedNetwork(ModelV2):
             flattened or one-hot; the parts of nested ones are concatenated.
         free_log_std: the second half of the outputs is a parameter, independent of the
             observation.
-        rng: generator of the initial weights; None seeds it from the operating system.
+        rng: generator of the initial weights; None seeds it from torch's generator, which has the
+            policy's seed.
 
     Attributes:
         shares_layers: whether the two networks share their hidden layers.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from flowrl.data.json_text import json_lines
 from flowrl.monitoring.activity import Activity
 from flowrl.whole_files import write_whole
 
@@ -99,11 +101,8 @@ def read_activities(folder: Path) -> list[Activity]:
 
     Lines that cannot be read, such as one that is being written, are left out.
     """
-    path = folder / FILE
     activities = []
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        try:
-            activities.append(Activity.from_json(json.loads(line)))
-        except (ValueError, TypeError, KeyError):
-            continue
+    for value in json_lines(folder / FILE):
+        with suppress(ValueError, TypeError, KeyError):
+            activities.append(Activity.from_json(value))
     return activities

@@ -46,7 +46,7 @@ def ways_to_continue(
 
 
 def _needs_trust(cls: Any, checkpoint: Path) -> bool:
-    """Return whether a checkpoint names code that its class does not vouch for."""
+    """Return whether loading a checkpoint by its class needs trust=True."""
     try:
         settings_of_checkpoint(cls, checkpoint, None, trust=False)
     except UntrustedCodeError:

@@ -1,8 +1,9 @@
-"""Numbers, counts, durations and paths as text."""
+"""Text for the terminal: numbers, counts, durations, paths, and warnings."""
 
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 
 
@@ -39,3 +40,8 @@ def format_path(path: Path) -> str:
     """Return a path; one in the current folder without that folder."""
     current = Path.cwd()
     return str(path.relative_to(current) if path.is_relative_to(current) else path)
+
+
+def print_warning(message: str) -> None:
+    """Print a message to stderr."""
+    print(f"flowrl: {message}", file=sys.stderr, flush=True)

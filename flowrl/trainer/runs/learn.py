@@ -61,7 +61,7 @@ def learn(
     rules.check(config)
     rules = rules.with_defaults(config)
     total = total or rules.env_steps
-    algorithm.workers.local_worker()  # errors of environments and plan appear before files
+    algorithm.workers.local_worker()  # raises errors of environments before files are written
     if total is not None:
         algorithm.workers.set_total_timesteps(total)
     algorithm.check_start()

@@ -106,7 +106,7 @@ class ProgressTable:
                     continue
                 steps = self._counters.get("num_env_steps_sampled", 0)
                 if steps == self._last_steps and not self._is_terminal:
-                    continue  # the last row says so already
+                    continue  # the last row shows this number
                 self._last_steps = steps
                 result = {**(self._result or _EMPTY_RESULT), "timesteps_total": steps}
                 cells = self._cells(result)

@@ -81,7 +81,7 @@ def end_recording_at(run_dir: Path, iteration: int) -> None:
     if not path.is_file():
         return
     try:
-        truncate_journal(path, iteration, "the run was resumed here")
+        truncate_journal(path, iteration)
     except (OSError, ValueError) as error:
         log.warning("%s cannot be shortened and is removed: %s", path, error)
         path.unlink(missing_ok=True)

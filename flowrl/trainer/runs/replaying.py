@@ -119,7 +119,7 @@ class Replay:
 def _stop_at(until: Until, plan: Stage) -> Stage:
     """Set a breakpoint after an item of a stage of a plan that has not been started; return the
     stage."""
-    stages = stages_by_name(plan, with_state=True)
+    stages = stages_by_name(plan)
     named = [title for title in stages if operator_name(title) == until.name]
     if until.name in stages:
         named = [until.name]

@@ -14,7 +14,6 @@ import os
 import re
 import socket
 import struct
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.trainer.metric_names import logged_scalars
+from flowrl.trainer.runs.formatting import print_warning
 from flowrl.whole_files import write_whole
 
 _NOT_IN_TAGS = re.compile(r"[^-/\w.]")  # characters that TensorBoard does not allow in names
@@ -82,7 +82,7 @@ class ResultFiles:
             write()
         except OSError as error:
             if name not in self._failed:
-                _warn(
+                print_warning(
                     f"cannot write {name} in {self._folder}: {error.strerror}. Training continues "
                     "without these results; further failures are not reported."
                 )
@@ -90,7 +90,9 @@ class ResultFiles:
         else:
             if name in self._failed and name not in self._recovered:
                 self._recovered.add(name)
-                _warn(f"{name} in {self._folder} can be written again; some results are missing.")
+                print_warning(
+                    f"{name} in {self._folder} can be written again; some results are missing."
+                )
 
     def _append_row(self, row: dict[str, Any]) -> None:
         """Append a row to progress.csv; with new columns, write the whole file again."""
@@ -171,10 +173,6 @@ def _event_record(event: bytes) -> bytes:
     length = struct.pack("<Q", len(event))
     checksums = [struct.pack("<I", masked_crc32c(part)) for part in (length, event)]
     return length + checksums[0] + event + checksums[1]
-
-
-def _warn(message: str) -> None:
-    print(f"flowrl: {message}", file=sys.stderr, flush=True)
 
 
 def result_to_json(value: Any, path: str = "") -> Any:

@@ -22,7 +22,6 @@ import platform
 import re
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -30,11 +29,13 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.data.checkpoint import CHECKPOINTS, list_checkpoints, remove_checkpoint
+from flowrl.data.json_text import json_lines
 from flowrl.errors import ConfigError
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.metric_names import metric_value
 from flowrl.trainer.plan_files import plan_source
 from flowrl.trainer.runs.activity_log import FILE as ACTIVITIES
+from flowrl.trainer.runs.formatting import print_warning
 from flowrl.trainer.runs.recording import JOURNAL
 from flowrl.trainer.runs.result_files import ResultFiles, event_files
 from flowrl.trainer.runs.saved_run import (
@@ -177,16 +178,14 @@ class RunDirectory:
             algorithm.save(path, metadata={"score": score})
         except OSError as error:
             if not self._reported_write_error:
-                print(
-                    f"flowrl: NO CHECKPOINT: cannot write {path}: {error}. Training continues and "
-                    "the previous checkpoint is kept; further failures are not reported.",
-                    file=sys.stderr,
-                    flush=True,
+                print_warning(
+                    f"NO CHECKPOINT: cannot write {path}: {error}. Training continues and the "
+                    "previous checkpoint is kept; further failures are not reported."
                 )
             self._reported_write_error = True
             return None
         if self._reported_write_error and not self._reported_recovery:
-            print(f"flowrl: checkpoints can be written again: {path}", file=sys.stderr, flush=True)
+            print_warning(f"checkpoints can be written again: {path}")
             self._reported_recovery = True
         self._remove_old_checkpoints(config)
         return path
@@ -213,12 +212,9 @@ class RunDirectory:
     def writer_tags(self) -> set[str]:
         """Return the tags of the operators that wrote experience in this folder, also before it was
         moved; if it is a copy, without those of the original."""
-        if not (self.path / WRITERS).exists():
-            return set()
         here, tags = str(self.path.resolve()), set[str]()
-        for line in (self.path / WRITERS).read_text("utf-8").splitlines():
-            with suppress(ValueError, TypeError, KeyError):  # a damaged line
-                entry = json.loads(line)
+        for entry in json_lines(self.path / WRITERS):
+            with suppress(TypeError, KeyError):  # a damaged line
                 if entry["run_dir"] == here or not Path(entry["run_dir"]).exists():
                     tags |= set(entry["tags"])
         return tags

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import math
 import os
 import shlex
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.data.checkpoint import CheckpointError, is_checkpoint, list_checkpoints, read_manifest
-from flowrl.data.json_text import parse_json
+from flowrl.data.json_text import json_lines, parse_json
 from flowrl.errors import ConfigError
 from flowrl.trainer.plan_files import is_plan_file
 
@@ -35,19 +34,17 @@ def read_command(run_dir: Path) -> list[str]:
         raise ConfigError(f"{run_dir}: cannot read command.txt: {error}") from None
 
 
-def read_setup(run_dir: Path) -> dict[str, Any] | None:
-    """Return the manifest at the start of a run; None if it was not written.
+def read_setup(run_dir: Path) -> dict[str, Any]:
+    """Return the manifest at the start of a run.
 
     Raises:
-        ConfigError: the file is damaged.
+        ConfigError: the file is missing or damaged.
     """
     try:
         setup = parse_json((run_dir / SETUP).read_text(encoding="utf-8"))
         if not isinstance(setup, dict) or not {"algorithm", "config"} <= set(setup):
             raise ValueError("it is not a manifest")
         return setup
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{run_dir}: cannot read {SETUP}: {error}") from None
 
@@ -86,14 +83,7 @@ def read_config(run_dir: Path) -> tuple[dict[str, Any], list[str]]:
 
 def read_results(run_dir: Path) -> list[dict[str, Any]]:
     """Return the complete results in result.json; a crash can leave an incomplete line."""
-    results = []
-    file = run_dir / "result.json"
-    for line in file.read_text("utf-8", "replace").splitlines() if file.exists() else []:
-        with contextlib.suppress(ValueError):
-            result = parse_json(line)
-            if isinstance(result, dict):
-                results.append(result)
-    return results
+    return [r for r in json_lines(run_dir / "result.json") if isinstance(r, dict)]
 
 
 def read_events(run_dir: Path, in_use: bool) -> list[dict[str, Any]]:
@@ -106,11 +96,9 @@ def read_events(run_dir: Path, in_use: bool) -> list[dict[str, Any]]:
         run_dir: the run directory.
         in_use: result of `is_in_use`, called before: a run that ends at this moment was not killed.
     """
-    file = run_dir / EVENTS
     events: list[dict[str, Any]] = []
-    for line in file.read_text("utf-8", "replace").splitlines() if file.is_file() else []:
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            event = json.loads(line)
+    for event in json_lines(run_dir / EVENTS):
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
             events.append({"time": float(event["time"]), "kind": str(event["kind"]),
                            "text": str(event["text"]), "stage": event.get("stage")})  # fmt: skip
     if events and events[-1]["kind"] in ("started", "resumed") and not in_use:
@@ -163,7 +151,7 @@ def own_code(manifest: dict[str, Any]) -> dict[str, str]:
     if algorithm.startswith("__main__:") or "<locals>" in algorithm:
         found["algorithm"] = algorithm
     plan = manifest.get("plan")
-    if not is_plan_file(plan):  # a plan file brings its own code
+    if not is_plan_file(plan):  # loading executes the plan file, which defines its code
         found |= {str(name): "not in the checkpoint" for name in manifest.get("left_out", ())}
     values = manifest.get("config", {}).get("values", {})
     for name, value in values.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +21,7 @@ from flowrl.trainer.metric_names import (
     metric_value,
     policy_of_statistic,
 )
-from flowrl.trainer.runs.formatting import format_count
+from flowrl.trainer.runs.formatting import format_count, print_warning
 from flowrl.trainer.start_checks import has_schedule_in_percent
 
 DEFAULT_TIMESTEPS = 500_000  # env steps of a run without stop rules
@@ -258,13 +257,9 @@ class PendingMetrics:
                     found = type(result[name]).__name__
                     raise ConfigError(f"{setting}: {name!r} is a {found}, not a number")
                 hint = metric_hint(name, [str(known) for known in result])
-                _warn(f"{setting}: the first result has no {name!r}.{hint}")
+                print_warning(f"{setting}: the first result has no {name!r}.{hint}")
             elif self._num_results == MAX_RESULTS_WITHOUT_METRIC:
-                _warn(f"{setting}: no result has had {name!r} so far")
-
-
-def _warn(message: str) -> None:
-    print(f"flowrl: {message}", file=sys.stderr, flush=True)
+                print_warning(f"{setting}: no result has had {name!r} so far")
 
 
 def has_metric(result: dict[str, Any], name: str, setting: str) -> bool:
