@@ -122,20 +122,20 @@ class SuccessorTable:
             end = first + int(ends[0])
             slot = end % self.capacity
             if not any(columns[flag][0][slot] for flag in DONE_FLAGS if flag in columns):
-                self._mark_unfinished(columns, end)
+                self._mark_unfinished(columns, end, oldest)
             return self._link_earlier(earlier, continues, across_changes)
         starts = np.empty_like(ends)
         starts[0] = 0
         starts[1:] = ends[:-1] + 1
         links, continued, unfinished = self._link_adjacent(
-            columns, first, starts, ends, None if across_changes else continues
+            columns, first, starts, ends, continues, across_changes
         )
         earlier = []
         for i in (unfinished | continued).nonzero()[0].tolist():
             if continued[i]:
                 earlier += self._take_earlier(columns, first + int(starts[i]), oldest)
             if unfinished[i]:
-                self._mark_unfinished(columns, first + int(ends[i]))
+                self._mark_unfinished(columns, first + int(ends[i]), oldest)
         return links + self._link_earlier(earlier, continues, across_changes)
 
     def _link_adjacent(
@@ -144,14 +144,14 @@ class SuccessorTable:
         first: int,
         starts: np.ndarray,
         ends: np.ndarray,
-        continues: Callable[[Any, Any], Any] | None,
+        continues: Callable[[Any, Any], Any],
+        across_changes: bool,
     ) -> tuple[list[tuple[int, int]], np.ndarray, np.ndarray]:
         """Link new parts of a trajectory with each other.
 
         Args:
-            columns, first, ends: see `link`.
+            columns, first, ends, continues, across_changes: see `link`.
             starts: offsets [k] of the first rows of the parts.
-            continues: see `link`; None links rows without comparing their observations.
 
         Returns:
             the slots (row, successor) of the links; which parts may continue a part that was
@@ -171,14 +171,22 @@ class SuccessorTable:
                 unfinished &= ~columns[flag][0].take(end_slots)
         order = np.lexsort((first_steps, *keys))
         part, next_part = order[:-1], order[1:]
-        adjacent = unfinished[part] & (first_steps[next_part] == last_steps[part] + 1)
+        same = np.ones(len(part), bool)
         for key in keys:
-            adjacent &= key[part] == key[next_part]
+            same &= key[part] == key[next_part]
+        adjacent = same & unfinished[part] & (first_steps[next_part] == last_steps[part] + 1)
         adjacent &= next_part > part  # a row must not outlive its successor
+        # several parts may continue a trajectory with copies: only one has the next observation
+        overlaps = same & (first_steps[next_part] <= last_steps[part])
+        compares = np.full(len(part), not across_changes)
+        if across_changes and overlaps.any():
+            trajectory = np.cumsum(~same)  # number of the trajectory of next_part
+            compares = np.isin(trajectory, trajectory[overlaps])
+        compares &= adjacent
+        if compares.any():
+            is_next = continues(end_slots[part[compares]], start_slots[next_part[compares]])
+            adjacent[compares] = is_next
         part, next_part = part[adjacent], next_part[adjacent]
-        if continues is not None:
-            is_next = continues(end_slots[part], start_slots[next_part])
-            part, next_part = part[is_next], next_part[is_next]
         self._release(self.next_slots[end_slots[part]])
         self.next_slots[end_slots[part]] = start_slots[next_part]
         links = list(zip(end_slots[part].tolist(), start_slots[next_part].tolist(), strict=True))
@@ -193,10 +201,11 @@ class SuccessorTable:
         """Return the slot of the last row of the trajectory's earlier part, if it is stored, the
         slot of the new row, and whether their steps follow each other."""
         slot = row % self.capacity
-        step = columns["t"][0][slot]
-        last_step, last_row = self._unfinished.pop(_key(columns, slot), (step, 0))
+        key, step = _key(columns, slot), columns["t"][0][slot]
+        last_step, last_row = self._unfinished.get(key, (step, 0))
         if last_step >= step or last_row < oldest:
             return []
+        del self._unfinished[key]
         return [(last_row % self.capacity, slot, last_step + 1 == step)]
 
     def _link_earlier(
@@ -229,9 +238,13 @@ class SuccessorTable:
             self.next_slots[last] = slot
         return links
 
-    def _mark_unfinished(self, columns: dict[str, list[np.ndarray]], row: int) -> None:
+    def _mark_unfinished(self, columns: dict[str, list[np.ndarray]], row: int, oldest: int) -> None:
+        """Note that a later row may follow this one, unless it is a copy of a stored step."""
         slot = row % self.capacity
-        self._unfinished[_key(columns, slot)] = int(columns["t"][0][slot]), row
+        key, step = _key(columns, slot), int(columns["t"][0][slot])
+        last_step, last_row = self._unfinished.get(key, (-1, -1))
+        if last_step < step or last_row < oldest:
+            self._unfinished[key] = step, row
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -362,19 +375,28 @@ def _split_batch(batch: SampleBatch) -> tuple[SampleBatch, np.ndarray, list[np.n
 
 
 def row_order(batch: SampleBatch) -> np.ndarray | None:
-    """Return the order [rows] that makes trajectories contiguous and sorted by time.
+    """Return the order [rows] that makes trajectories contiguous and sorted by time. If a step
+    occurs several times, its n-th row belongs to the n-th copy of the trajectory.
 
     None if the rows have that order already, or lack `eps_id` or `t`.
     """
     if "eps_id" not in batch or "t" not in batch:
         return None
-    agents = _agents(batch)
-    order: np.ndarray = np.lexsort((batch["t"], agents, batch["eps_id"]))
-    same = _same_trajectory(batch["eps_id"], agents)
-    same_if_sorted = _same_trajectory(batch["eps_id"][order], agents[order])
+    episodes, agents, steps = batch["eps_id"], _agents(batch), batch["t"]
+    order: np.ndarray = np.lexsort((steps, agents, episodes))
+    same = _same_trajectory(episodes, agents)
+    same_if_sorted = _same_trajectory(episodes[order], agents[order])
     scattered = same.sum() < same_if_sorted.sum()
-    backwards = (np.diff(batch["t"])[same] <= 0).any()
-    return order if scattered or backwards else None
+    backwards = (np.diff(steps)[same] <= 0).any()
+    if not (scattered or backwards):
+        return None
+    repeated = same_if_sorted & (np.diff(steps[order]) == 0)
+    if repeated.any():  # copies of steps, such as those with other goals, follow the originals
+        first = np.concatenate([[0], np.where(repeated, 0, np.arange(1, len(order)))])
+        copies = np.empty(len(order), np.int64)  # number of earlier rows of the same step
+        copies[order] = np.arange(len(order)) - np.maximum.accumulate(first)
+        order = np.lexsort((steps, copies, agents, episodes))
+    return order
 
 
 def sort_rows(batch: SampleBatch) -> SampleBatch:

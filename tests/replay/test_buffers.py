@@ -530,3 +530,49 @@ def test_integers_are_stored_without_loss_only():
     ):
         buffer.add(batch(np.int64, 70_000))
     assert set(buffer.sample(50)["actions"].tolist()) == {3, 4}
+
+
+def rows_with_goal(goal, steps, length=6, changes=0.0):
+    """Return steps of an episode with a goal in the observation and in the reward."""
+    t = np.arange(length)[steps]
+    obs = np.stack([t + changes, np.full(len(t), goal)], 1).astype(np.float32)
+    return SampleBatch(
+        obs=obs,
+        new_obs=obs + np.array([1, 0], np.float32),
+        actions=np.zeros(len(t), np.int64),
+        rewards=np.full(len(t), 10.0**goal, np.float32),
+        terminateds=t == length - 1,
+        truncateds=np.zeros(len(t), bool),
+        eps_id=np.zeros(len(t), np.int64),
+        t=t,
+    )
+
+
+@pytest.mark.parametrize("links", ["equal", "consecutive"])
+@pytest.mark.parametrize("how", ["one batch", "interleaved", "separate batches"])
+@pytest.mark.parametrize("fragments", [[slice(0, 6)], [slice(0, 3), slice(3, 6)]])
+@pytest.mark.parametrize("flushes", [False, True])
+def test_copies_of_an_episode_with_other_goals_stay_separate(links, how, fragments, flushes):
+    buffer = ReplayBuffer(100, n_step=3, gamma=1.0, seed=0, links=links)
+    for number, steps in enumerate(fragments):
+        copies = [rows_with_goal(goal, steps, changes=number / 4) for goal in range(3)]
+        if how == "separate batches":
+            for copied in copies:
+                buffer.add(copied)
+                _ = flushes and buffer.sample(1)
+            continue
+        batch = SampleBatch.concat_samples(copies)
+        if how == "interleaved":
+            batch = batch.take_rows(np.arange(batch.count).reshape(3, -1).T.reshape(-1))
+        buffer.add(batch)
+        _ = flushes and buffer.sample(1)
+    drawn = buffer.sample(2000)
+    goals = drawn["obs"][:, 1]
+    np.testing.assert_array_equal(drawn["new_obs"][:, 1], goals)
+    np.testing.assert_allclose(drawn["rewards"], drawn["n_steps"] * 10.0**goals)
+    in_one_fragment = len(fragments) == 1
+    for goal, t, n in zip(goals, drawn["t"], drawn["n_steps"], strict=True):
+        if in_one_fragment:
+            assert n == min(3, 6 - t)
+        elif goal == 0 and links == "consecutive" and how == "separate batches" and flushes:
+            assert n == min(3, 6 - t)  # the copies do not take the place of the original
