@@ -21,6 +21,7 @@ from flowrl.policies.exploration import FORBIDDEN
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import Finite, Needs, Positive
+from flowrl.state_schema import Amount, Fields, check_state
 from flowrl.trainer.algorithm import Algorithm, PolicyClass
 from flowrl.trainer.config import AlgorithmConfig, PlanSetting, PlanSource
 
@@ -49,6 +50,9 @@ class SACConfig(ActorCriticConfig, SACSettings):
 
     def build(self, plan: PlanSource | None = None) -> SAC:
         return self._build(plan)
+
+
+_FIELDS: Fields = {"initial_alpha": Amount}
 
 
 class SACTorchPolicy(ActorCriticPolicy):
@@ -103,6 +107,19 @@ class SACTorchPolicy(ActorCriticPolicy):
         parameter = self.model.log_alpha
         assert isinstance(parameter, torch.Tensor)
         return parameter
+
+    def get_state(self) -> dict[str, Any]:
+        return {**super().get_state(), "initial_alpha": self.config.initial_alpha}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Load a state from `get_state`; its temperature only if it is learned, and the setting
+        `initial_alpha` was the same."""
+        check_state(state, _FIELDS, f"the state of a {type(self).__name__}")
+        super().set_state(state)
+        initial = self.config.initial_alpha
+        if self.target_entropy is None or state["initial_alpha"] != initial:
+            with torch.no_grad():
+                self._log_alpha.fill_(math.log(initial))
 
     def action_values(self, batch: TensorBatch) -> torch.Tensor:
         if not self.is_discrete:

@@ -301,6 +301,37 @@ def test_temperature_adapts_to_the_target_entropy():
     assert make(actions=DISCRETE).target_entropy == pytest.approx(0.98 * math.log(3))
 
 
+@pytest.mark.parametrize(
+    ("saved", "loading", "expected"),
+    [
+        ({}, {}, "saved"),
+        ({}, {"initial_alpha": 0.2}, 0.2),
+        ({"target_entropy": None, "initial_alpha": 0.5}, {"target_entropy": None}, 1.0),
+        ({}, {"target_entropy": None, "initial_alpha": 0.2}, 0.2),
+        ({"initial_alpha": 0.2}, {"target_entropy": None, "initial_alpha": 0.2}, 0.2),
+    ],
+)
+@pytest.mark.parametrize("kind", [SACTorchPolicy, CQLTorchPolicy])
+def test_changed_initial_temperature_applies_to_a_loaded_state(kind, saved, loading, expected):
+    policy = make(kind, entropy_lr=0.1, **saved)
+    policy.learn_on_batch(rows())
+    other = make(kind, **loading)
+    other.set_state(policy.get_state())
+    assert other.alpha == pytest.approx(policy.alpha if expected == "saved" else expected)
+
+
+def test_changed_learning_rates_apply_to_a_loaded_state():
+    policy = make(lr=1e-3, actor_lr=1e-2)
+    policy.learn_on_batch(rows())
+    other = make(lr=1e-3, actor_lr=1e-4)
+    other.set_state(policy.get_state())
+    before = other.get_weights()
+    other.learn_on_batch(rows())
+    after = other.get_weights()
+    largest = max(abs(after[n] - before[n]).max() for n in after if n.startswith("actor"))
+    assert largest < 1.1e-4
+
+
 def test_actor_critics_and_temperature_have_separate_learning_rates():
     """Adam's first step has the size of the learning rate for any gradient."""
     policy = make(lr=1e-3, actor_lr=1e-2, critic_lr=1e-4, entropy_lr=1e-1)

@@ -325,6 +325,17 @@ def test_several_losses_and_optimizers():
     other.learn_on_batch(rows())
     for name, weight in policy.get_weights().items():
         np.testing.assert_array_equal(weight, other.get_weights()[name])
+    policy.learner.optimizers[1].param_groups[0]["lr"] = 5e-3  # by a scheduler of the user
+    other.set_state(policy.get_state())
+    assert [o.param_groups[0]["lr"] for o in other.learner.optimizers] == [1e-2, 5e-3]
+    slower = policy_class.with_updates(
+        optimizer_fn=lambda policy, config: [
+            optimizers(policy, config)[0],
+            torch.optim.SGD(optimizers(policy, config)[1].param_groups[0]["params"], 1e-3),
+        ]
+    )(BOX, TWO, config)
+    slower.set_state(policy.get_state())
+    assert [o.param_groups[0]["lr"] for o in slower.learner.optimizers] == [1e-2, 1e-3]
     one_loss = policy_class.with_updates(loss_fn=policy_gradient_loss)(BOX, TWO, config)
     with pytest.raises(ConfigError, match="1 losses for 2 optimizers"):
         one_loss.learn_on_batch(rows())

@@ -63,6 +63,7 @@ class TorchLearner:
     state_fields: ClassVar[Fields] = {
         "optimizers": list[dict[str, dict[str, Any]]],
         "lrs": list[list[float]],
+        "initial_lrs": list[list[float]],
         "num_updates": Natural,
         "updates_in_batch": Natural,
         "num_skipped_updates": Natural,
@@ -451,6 +452,7 @@ class TorchLearner:
         return {
             "optimizers": optimizers,
             "lrs": [[group["lr"] for group in o.param_groups] for o in self.optimizers],
+            "initial_lrs": self._initial_lrs,
             "num_updates": self.num_updates,
             "updates_in_batch": self.updates_in_batch,
             "num_skipped_updates": self.num_skipped_updates,
@@ -458,15 +460,15 @@ class TorchLearner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state.
+        """Restore a state. Learning rates that were created with another value keep the new one.
 
         Raises:
             KeyError: an entry is missing.
             ValueError: it is the state of other optimizers.
         """
         check_own_state(self, state)
-        saved = zip(self.optimizers, state["optimizers"], state["lrs"], strict=True)
-        for i, (optimizer, slots, lrs) in enumerate(saved):
+        saved = zip(self.optimizers, state["optimizers"], strict=True)
+        for i, (optimizer, slots) in enumerate(saved):
             whole = optimizer.state_dict()
             parameters = [p for group in optimizer.param_groups for p in group.get("params", ())]
             whole["state"] = {
@@ -485,8 +487,12 @@ class TorchLearner:
                 raise ValueError(
                     f"the state does not fit optimizer {i}, a {kind}: {error}"
                 ) from error
-            for group, lr in zip(optimizer.param_groups, lrs, strict=True):
-                group["lr"] = lr
+            rates = zip(self._initial_lrs[i], state["initial_lrs"][i], state["lrs"][i], strict=True)
+            for group, (initial, saved_initial, rate) in zip(
+                optimizer.param_groups, rates, strict=True
+            ):
+                if initial == saved_initial:
+                    group["lr"] = rate
         self.num_updates = int(state["num_updates"])
         self.updates_in_batch = int(state["updates_in_batch"])
         self.num_skipped_updates = int(state["num_skipped_updates"])
