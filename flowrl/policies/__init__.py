@@ -15,11 +15,13 @@ from flowrl.policies.views import ViewRequirement, ViewRequirements
 
 if TYPE_CHECKING:
     from flowrl.policies.build import build_tf_policy, build_torch_policy
+    from flowrl.policies.exploration import Exploration
     from flowrl.policies.models import ModelV2, RecurrentNetwork, register_model
     from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
 
 __all__ = [
     "ConfigError",
+    "Exploration",
     "ExplorationConfig",
     "ModelConfig",
     "ModelV2",
@@ -39,6 +41,7 @@ __all__ = [
 
 
 _WITH_TORCH = {
+    "Exploration": "flowrl.policies.exploration",
     "ModelV2": "flowrl.policies.models",
     "RecurrentNetwork": "flowrl.policies.models",
     "TensorBatch": "flowrl.policies.torch_policy",

@@ -63,6 +63,7 @@ class Exploration:
         # fraction of random actions, and the policy's counters that it is for
         self._random_fraction: float | None = None
         self._random_fraction_at: tuple[int | None, ...] | None = None
+        self._has_own_epsilon = type(self).epsilon is not Exploration.epsilon
         self._samples_only = config.type == "StochasticSampling" and not config.random_timesteps
         self._is_greedy = config.type in ("EpsilonGreedy", "PerWorkerEpsilonGreedy")
         continuous = isinstance(action_space, spaces.Box)
@@ -110,7 +111,7 @@ class Exploration:
         counters = (
             policy.timestep, policy.total_timesteps, policy.worker_index, policy.num_workers,
         )  # fmt: skip
-        if self._random_fraction_at != counters:
+        if self._random_fraction_at != counters or self._has_own_epsilon:
             self._random_fraction_at = counters
             self._random_fraction = self._compute_random_fraction(policy)
         if self._random_fraction is None:
@@ -167,11 +168,11 @@ class Exploration:
         index, last = max(policy.worker_index - 1, 0), max(policy.num_workers - 1, 1)
         return float(config.epsilon_base ** (1 + index / last * config.epsilon_exponent))
 
-    def state_dict(self) -> dict[str, np.ndarray]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the state of the Ornstein-Uhlenbeck processes."""
         return {rows: noise.copy() for rows, noise in self._ou_noise.items()}
 
-    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state from `state_dict`."""
         self._ou_noise = {rows: np.array(noise) for rows, noise in state.items()}
 

@@ -36,7 +36,7 @@ from flowrl.state_schema import check_finite, check_state, has_valid_numbers
 T = TypeVar("T")
 _UNSEEDED = contextlib.nullcontext()
 # of a state: what sampling needs besides the fields of Policy
-_ACTING_FIELDS = {"exploration": dict[str, np.ndarray], "network_rng": dict[str, Any]}
+_ACTING_FIELDS = {"exploration": dict[str, Any], "network_rng": dict[str, Any]}
 
 __all__ = ["TensorBatch", "TorchPolicy"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -427,9 +426,9 @@ def _evaluation_policy(policy: Policy, explore: bool) -> type[Policy]:
             if self.observation_filter is not None and policy.observation_filter is not None:
                 self.observation_filter.load_state_dict(policy.observation_filter.state_dict())
             self._network_rng = random_stream(self.config.seed, "policy", "network")
-            self._exploration = copy.copy(getattr(policy, "exploration", None))
-            if self._exploration is not None:
-                self._exploration.load_state_dict({})  # without the noise of the training
+            make_exploration = getattr(policy, "make_exploration", None)
+            # without the noise of the training
+            self._exploration = None if make_exploration is None else make_exploration()
 
         def compute_actions(
             self, obs_batch: Any, explore: bool = explore

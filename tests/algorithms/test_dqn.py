@@ -858,6 +858,46 @@ def test_own_exploration_chooses_the_actions():
         assert w.sample()["actions"].any() == (policy_class is DQNTorchPolicy)
 
 
+class Counting(Exploration):
+    """Epsilon-greedy; counts its calls, and halves epsilon with each."""
+
+    calls = 0
+
+    def epsilon(self, policy):
+        self.calls += 1
+        return 0.5**self.calls
+
+    def state_dict(self):
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state):
+        self.calls = state["calls"]
+
+
+class WithCounting(DQNTorchPolicy):
+    def make_exploration(self):
+        config = self.config.exploration_config
+        return Counting(config, self.action_space, self.dist_class, True)
+
+
+class CountingDQN(DQN):
+    policy_class = WithCounting
+
+
+def test_own_exploration_keeps_its_state_in_updates_checkpoints_and_evaluations(tmp_path):
+    settings = {"learning_starts": 32, "min_sample_timesteps_per_iteration": 64, "seed": 1}
+    with CountingDQN("CartPole-v1", **settings, model={"fcnet_hiddens": [8]}) as algorithm:
+        algorithm.train()  # with updates
+        calls = algorithm.get_policy().exploration.calls
+        assert calls == 64
+        algorithm.evaluate(episodes=1)
+        algorithm.evaluate(episodes=1, explore=True)
+        assert algorithm.get_policy().exploration.calls == calls
+        path = algorithm.save(tmp_path)
+    with CountingDQN.from_checkpoint(path, trust=True) as algorithm:
+        assert algorithm.get_policy().exploration.calls == calls
+
+
 def test_returns_cross_fragments_unless_the_buffer_has_shards():
     def steps_before_a_border(num_shards=1, **settings):
         """Return the steps of the row before the border of two fragments; the observations change
