@@ -22,6 +22,8 @@ FLAT_KINDS = {
     "rewards": ("fiu", "numbers"),
 }
 _ALIASES = {"next_obs": "new_obs"}
+MISSING = {"weights": 1, "n_steps": 1, "batch_indexes": -1}
+"""Values for rows without these columns of replay buffers: full weight, one step, no item."""
 
 _warned_columns: set[str] = set()  # warn once per column
 
@@ -338,7 +340,7 @@ def concat_columns(batches: Sequence[Columns]) -> dict[str, Any]:
     """Return name -> column with the rows of all batches.
 
     If some batches lack a column, it is dropped when it is lazy in another batch (checkpoints omit
-    lazy columns); otherwise the missing rows are zeros, with a warning.
+    lazy columns); otherwise the missing rows are zeros, or the values in MISSING, with a warning.
     """
     names = dict.fromkeys(name for batch in batches for name in batch)
     incomplete = [name for name in names if not all(dict.__contains__(b, name) for b in batches)]
@@ -347,7 +349,8 @@ def concat_columns(batches: Sequence[Columns]) -> dict[str, Any]:
         filled = [name for name in incomplete if name not in dropped]
         if filled and not _warned_columns.issuperset(filled):
             _warned_columns.update(filled)
-            log.warning("columns %s are missing in some batches: filled with zeros there", filled)
+            values = {name: MISSING.get(name, 0) for name in filled}
+            log.warning("columns are missing in some batches: filled there with %s", values)
         names = dict.fromkeys(name for name in names if name not in dropped)
     return {name: _concat_column(name, batches) for name in names}
 
@@ -360,7 +363,9 @@ def _concat_column(name: str, batches: Sequence[Columns]) -> Any:
     if len(parts) < len(batches):
         like, present = parts[0], iter(parts)
         parts = [
-            next(present) if dict.__contains__(batch, name) else _zeros(batch._padded_count(), like)
+            next(present)
+            if dict.__contains__(batch, name)
+            else _filled(batch._padded_count(), like, MISSING.get(name, 0))
             for batch in batches
         ]
     if isinstance(parts[0], np.ndarray):
@@ -368,8 +373,8 @@ def _concat_column(name: str, batches: Sequence[Columns]) -> Any:
     return optree.tree_map(lambda *leaves: np.concatenate(leaves), *parts)
 
 
-def _zeros(rows: int, like: Any) -> Any:
-    return map_leaves(lambda leaf: np.zeros((rows, *leaf.shape[1:]), leaf.dtype), like)
+def _filled(rows: int, like: Any, value: int) -> Any:
+    return map_leaves(lambda leaf: np.full((rows, *leaf.shape[1:]), value, leaf.dtype), like)
 
 
 # -- pickling --------------------------------------------------------------------------------------

@@ -299,7 +299,8 @@ class SampleBatch(Columns):
         """Concatenate the rows and sources of batches; empty batches are skipped.
 
         A column that some batches lack is dropped if it is lazy in another batch; otherwise, it is
-        filled with zeros (warns once per column).
+        filled with zeros, or with the values of rows that come from no replay buffer: `weights` and
+        `n_steps` with 1, `batch_indexes` with -1 (warns once per column).
 
         Raises:
             ValueError: the batches differ in padding, or only some have sequences.

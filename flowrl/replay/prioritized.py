@@ -110,7 +110,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         """Set the priorities of drawn rows, such as their absolute TD errors.
 
         Args:
-            batch_indexes: item ids [n] of the rows; those overwritten since are ignored.
+            batch_indexes: item ids [n] of the rows; those overwritten since are ignored, and -1, the
+                id of rows that come from no buffer.
             priorities: priorities [n] of the rows, at least 0.
 
         Raises:
@@ -134,10 +135,17 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             raise ValueError(f"priorities must be finite and at least 0, got {priorities}")
         stored = self.item_ids()
         oldest = int(ids.min())
-        if ids.max() >= stored.stop or oldest < 0:
+        if ids.max() >= stored.stop or oldest < -1:
             raise ValueError(
-                f"{self.storage_unit} {ids} do not exist: {stored.stop} were ever stored"
+                f"{self.storage_unit} {ids} do not exist: {stored.stop} were ever stored. Remove "
+                "the column batch_indexes from rows that were drawn from another buffer"
             )
+        if oldest < 0:
+            of_buffer = ids >= 0
+            ids, priorities = ids[of_buffer], priorities[of_buffer]
+            if not len(ids):
+                return
+            oldest, high = int(ids.min()), priorities.max()
         if self._sequences is not None:
             ids, priorities = _priorities_per_item(ids, priorities)
             high = priorities.max()

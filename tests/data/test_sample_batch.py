@@ -188,10 +188,21 @@ def test_concat_fills_missing_columns_with_zeros(caplog):
     joined = concat_samples([batch_of(1), with_extra])
     assert joined["extra"].tolist() == [0, 1, 1]
     assert joined["extra"].dtype == np.float32
-    assert "columns ['extra'] are missing in some batches" in caplog.text
+    assert "filled there with {'extra': 0}" in caplog.text
     sequences = SampleBatch(actions=np.arange(2), seq_lens=np.array([2]))
     with pytest.raises(ValueError, match="seq_lens"):
         concat_samples([batch_of(1), sequences])
+
+
+def test_concat_gives_rows_that_come_from_no_buffer_full_weight_and_no_id():
+    drawn = batch_of(2).with_columns(
+        weights=np.array([0.5, 1], np.float32), n_steps=np.array([3, 2]),
+        batch_indexes=np.array([7, 8]),
+    )  # fmt: skip
+    joined = concat_samples([drawn, batch_of(1)])
+    assert joined["weights"].tolist() == [0.5, 1, 1]
+    assert joined["n_steps"].tolist() == [3, 2, 1]
+    assert joined["batch_indexes"].tolist() == [7, 8, -1]
 
 
 def test_shuffle_keeps_rows_together():

@@ -135,6 +135,16 @@ def test_beta_interpolates_its_points():
     assert buffer.beta == 1.0
 
 
+def test_priorities_of_rows_that_come_from_no_buffer_are_ignored():
+    buffer = PrioritizedReplayBuffer(10, alpha=1.0, eps=0.0)
+    buffer.add(FragmentStream(1, [5] * 9).fragment(4))
+    buffer.update_priorities(np.array([-1, 2, -1]), np.array([90.0, 3.0, 0.0]))
+    buffer.update_priorities(np.array([-1]), np.array([90.0]))
+    assert buffer.weights.tolist() == [1, 1, 3, 1]
+    buffer.add(FragmentStream(1, [5] * 9).fragment(1))
+    assert buffer.weights[4] == 3.0
+
+
 @pytest.mark.parametrize("invalid", [np.nan, -1.0, np.inf])
 def test_invalid_priorities_are_rejected(invalid):
     buffer = PrioritizedReplayBuffer(10)
@@ -146,4 +156,6 @@ def test_invalid_priorities_are_rejected(invalid):
         buffer.update_priorities(np.arange(3), np.ones(2))
     with pytest.raises(ValueError, match="4 were ever stored"):
         buffer.update_priorities(np.array([4]), np.ones(1))
+    with pytest.raises(ValueError, match="drawn from another buffer"):
+        buffer.update_priorities(np.array([-2]), np.ones(1))
     np.testing.assert_array_equal(buffer.weights, before)
