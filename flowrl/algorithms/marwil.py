@@ -4,6 +4,7 @@ which weights all rows equally (Pomerleau 1989)."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, Self
 
@@ -206,7 +207,7 @@ class MARWILTorchPolicy(TorchPolicy):
         self._squares = []
         return super().compute_gradients(batch)
 
-    def apply_gradients(self, gradients: np.ndarray) -> None:
+    def apply_gradients(self, gradients: np.ndarray | Mapping[str, Any]) -> None:
         """See TorchPolicy; also updates `mean_square` if this policy computed gradients."""
         super().apply_gradients(gradients)
         if self._squares:

@@ -14,7 +14,8 @@ By kind:
 - rollouts: ParallelRollouts, CountRollouts, ConcatBatches, SelectExperiences, StandardizeFields,
   AggregateBatches;
 - recorded experience: ReadParquet, ReadMinari, WriteParquet;
-- learning: TrainOneStep, MultiGPUTrainOneStep, TrainOnWorkers, LearnerThread, UpdateTargetNetwork;
+- learning: TrainOneStep, MultiGPUTrainOneStep, TrainOnWorkers, LearnerThread, UpdateTargetNetwork,
+  record_training (for operators of one's own);
 - gradients: ComputeGradients, AsyncGradients, AverageGradients, ApplyGradients;
 - replay: StoreToReplayBuffer, Replay, MixInReplay, UpdateReplayPriorities, ReplayActors,
   SimpleReplayBuffer, MinibatchBuffer;
@@ -71,6 +72,7 @@ from flowrl.ops.train import (
     TrainOneStep,
     TrainTFMultiGPU,
     UpdateTargetNetwork,
+    record_training,
 )
 from flowrl.ops.train_on_workers import TrainOnWorkers
 from flowrl.ops.training_step import (
@@ -129,6 +131,7 @@ __all__ = [
     "WriteParquet",
     "_get_shared_metrics",
     "multi_gpu_train_one_step",
+    "record_training",
     "synchronous_parallel_sample",
     "train_one_step",
 ]

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
 from flowrl.data import Batch
 from flowrl.iter import _get_shared_metrics
 from flowrl.learners.actors import make_learner
-from flowrl.learners.learner import Learner, LocalLearner, check_policy_ids
+from flowrl.learners.learner import (
+    Learner,
+    LocalLearner,
+    PolicyUpdate,
+    Updates,
+    check_policy_ids,
+)
 from flowrl.ops.plan_metrics import Info, record_updates
+from flowrl.policies.learning.epochs import checked_numbers
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.setting_values import check_int
 from flowrl.state_schema import Fields, Natural
@@ -80,6 +87,35 @@ class TrainOneStep:
         }
         given = ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
         return f"TrainOneStep({given})"
+
+
+def record_training(
+    operator: Any, batch: Batch, stats: Mapping[str, Mapping[str, float]]
+) -> TrainedItem:
+    """Count a batch on which an operator of your own has trained, and report its statistics.
+
+    Call it in the operator, which has the attributes `trains = True` and `policies`.
+
+    Args:
+        operator: the operator.
+        batch: the batch.
+        stats: statistics of each policy that was updated, by policy id: numbers by name.
+
+    Returns:
+        (batch, info), the item of a training operator.
+
+    Raises:
+        KeyError: the batch has no rows of a policy in `stats`.
+        TypeError: a statistic is not a number.
+    """
+    updates: Updates = {}
+    for policy_id, values in stats.items():
+        rows = batch.policy_batches[policy_id]
+        replayed = rows.count if "batch_indexes" in rows else 0
+        numbers = checked_numbers(values, f"record_training: policy {policy_id!r} has")
+        updates[policy_id] = PolicyUpdate(numbers, rows.count, replayed_rows=replayed)
+    metrics = _get_shared_metrics()
+    return batch, record_updates(metrics, operator, updates, batch.env_steps(), None)
 
 
 class MultiGPUTrainOneStep(TrainOneStep):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -421,10 +421,16 @@ class TorchPolicy(Policy):
         """Return the gradient [parameters] of the loss, and statistics; nothing changes."""
         return self.learner.compute_gradients(batch)
 
-    def apply_gradients(self, gradients: np.ndarray) -> None:
-        """Make one optimizer step with a gradient [parameters] from `compute_gradients`.
+    def apply_gradients(self, gradients: np.ndarray | Mapping[str, Any]) -> None:
+        """Make one optimizer step.
+
+        Args:
+            gradients: the gradient [parameters] from `compute_gradients`, whose order is flowrl's
+                own; or gradients by name, as in `model.named_parameters()`, arrays or tensors.
+                Those of parameters that are missing or None are zeros.
 
         Raises:
+            ValueError: there is no such parameter, or a gradient has another shape.
             FloatingPointError: it is not finite; the weights are unchanged.
         """
         self.learner.apply_gradients(gradients)

@@ -110,8 +110,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         """Set the priorities of drawn rows, such as their absolute TD errors.
 
         Args:
-            batch_indexes: item ids [n] of the rows; those overwritten since are ignored, and -1, the
-                id of rows that come from no buffer.
+            batch_indexes: item ids [n] of the rows. Those overwritten since are ignored, and so is
+                -1, the id of rows that come from no buffer.
             priorities: priorities [n] of the rows, at least 0.
 
         Raises:

@@ -35,6 +35,7 @@ from flowrl.ops import (
     StandardizeFields,
     StandardMetricsReporting,
     TrainOneStep,
+    record_training,
 )
 from flowrl.ops.plan_metrics import MAX_EPISODES, PlanMetrics, record_updates
 from flowrl.ops.report import CollectMetrics
@@ -639,3 +640,48 @@ def test_learners_are_those_of_the_last_operator_of_the_plan(slow_first):
     assert (
         result["learners"]["default_policy"]["total_loss"] == last["default_policy"]["total_loss"]
     )
+
+
+class Halve:
+    """Trains in its own way: halves the weights."""
+
+    chained_with = "for_each"
+    trains = True
+    policies = None
+
+    def __init__(self, workers, stats):
+        self.policy, self.stats = workers.local_worker().policy, stats
+
+    def __call__(self, batch):
+        weights = self.policy.get_weights()
+        self.policy.set_weights({name: weight / 2 for name, weight in weights.items()})
+        return record_training(self, batch, self.stats)
+
+
+def test_own_training_operators_are_counted_and_reported():
+    def plan(workers, config):
+        trained = ParallelRollouts(workers).for_each(
+            Halve(workers, {"default_policy": {"size": np.float32(0.5)}})
+        )
+        return StandardMetricsReporting(trained, workers, config)
+
+    config = A2CConfig(env="CartPole-v1", rollout_fragment_length=8, num_envs_per_worker=2, seed=0)
+    with config.build(plan=plan) as algorithm:
+        result = algorithm.train()
+    assert result["learners"]["default_policy"]["size"] == 0.5
+    assert result["num_env_steps_trained"] == result["timesteps_total"] > 0
+    assert list(result["trainers"]) == ["Halve"]
+
+
+@pytest.mark.parametrize(
+    ("stats", "error"),
+    [({"default_policy": {"x": "text"}}, TypeError), ({"other": {}}, KeyError)],
+)
+def test_invalid_statistics_of_own_training_operators_are_rejected(stats, error):
+    def plan(workers, config):
+        trained = ParallelRollouts(workers).for_each(Halve(workers, stats))
+        return StandardMetricsReporting(trained, workers, config)
+
+    config = A2CConfig(env="CartPole-v1", rollout_fragment_length=8, seed=0)
+    with config.build(plan=plan) as algorithm, pytest.raises(error):
+        algorithm.train()

@@ -165,6 +165,28 @@ def test_compute_and_apply_gradients_equal_learn_on_batch():
         policy.apply_gradients(gradient[:3])
 
 
+def test_gradients_by_name_equal_those_of_compute_gradients():
+    policy, other, batch = make_policy(), make_policy(), rows()
+    policy.apply_gradients(policy.compute_gradients(batch)[0])
+    named = dict(other.model.named_parameters())
+    found = torch.autograd.grad(other.loss(other.tensors(batch)), list(named.values()))
+    other.apply_gradients(dict(zip(named, found, strict=True)))
+    assert other.version == policy.version == 1
+    for name, weight in policy.get_weights().items():
+        np.testing.assert_allclose(weight, other.get_weights()[name], rtol=1e-6, err_msg=name)
+    before = other.get_weights()
+    name = "value_head.weight"
+    other = make_policy(lr=1e-2)
+    other.set_weights(before)
+    other.apply_gradients({name: np.ones(before[name].shape), "value_head.bias": None})
+    changed = {n for n, weight in other.get_weights().items() if (weight != before[n]).any()}
+    assert changed == {name}
+    with pytest.raises(ValueError, match=r"gradients of \['no_such'\]"):
+        other.apply_gradients({"no_such": np.ones(1)})
+    with pytest.raises(ValueError, match=r"has the shape \(3,\)"):
+        other.apply_gradients({name: np.ones(3)})
+
+
 def test_nonfinite_loss_is_rejected_and_changes_nothing():
     policy, batch = make_policy(), rows()
     before = policy.get_weights()

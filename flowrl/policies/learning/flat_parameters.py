@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,6 +73,32 @@ class FlatParameters:
                 start, end = position if start is None else start, position + parameter.numel()
             position += parameter.numel()
         return slice(start, end)
+
+    def gradient_of(self, by_name: Mapping[str, Any]) -> np.ndarray:
+        """Return gradients by parameter name as a vector [n], as `gradient` has them; zeros for
+        parameters that are missing or None.
+
+        Raises:
+            ValueError: there is no such parameter, or a gradient has another shape.
+        """
+        unknown = sorted(set(by_name) - set(self.names))
+        if unknown:
+            raise ValueError(
+                f"gradients of {unknown}: the parameters of the model are {self.names}"
+            )
+        vector, start = torch.zeros(self.gradient.shape), 0
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            end = start + parameter.numel()
+            gradient = by_name.get(name)
+            if gradient is not None:
+                if tuple(gradient.shape) != tuple(parameter.shape):
+                    raise ValueError(
+                        f"the gradient of {name!r} has the shape {tuple(gradient.shape)}, the "
+                        f"parameter {tuple(parameter.shape)}"
+                    )
+                _piece(vector[start:end], parameter).copy_(torch.as_tensor(gradient))
+            start = end
+        return vector.numpy()
 
     def restore_views(self) -> bool:
         """Restore the `grad` views of parameters where they were replaced (as torch's zero_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -324,14 +324,16 @@ class TorchLearner:
             type(self.policy).__name__,
         )
 
-    def apply_gradients(self, gradients: np.ndarray) -> None:
-        """Make one optimizer step with a gradient [parameters].
+    def apply_gradients(self, gradients: np.ndarray | Mapping[str, Any]) -> None:
+        """Make one optimizer step; see TorchPolicy.apply_gradients.
 
         Raises:
-            ValueError: it is no array, or has another shape.
+            ValueError: the gradient is no array, has another shape, or is of an unknown parameter.
             FloatingPointError: it is not finite; the weights are unchanged.
         """
         flat = self.policy.flat
+        if isinstance(gradients, Mapping):
+            gradients = flat.gradient_of(gradients)
         if not isinstance(gradients, (np.ndarray, torch.Tensor)):
             raise ValueError(
                 f"{type(self.policy).__name__}: the gradient must be an array [parameters], as of "
