@@ -13,6 +13,7 @@ from flowrl.data import Batch, MultiAgentBatch, SampleBatch
 from flowrl.data.item_checks import check_batch
 from flowrl.iter import Source
 from flowrl.learners.gradients import Gradients
+from flowrl.policies.learning.epochs import checked_numbers
 from flowrl.policies.policy import Policy
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.worker_set import WorkerSet
@@ -61,6 +62,16 @@ class PolicyUpdate:
         if lags:
             lag = {"policy_lag_mean": sum(lags) / len(lags), "policy_lag_max": float(max(lags))}
             self.stats = {**self.stats, **lag}
+
+    @classmethod
+    def of(cls, rows: SampleBatch, stats: Mapping[str, Any], where: str) -> PolicyUpdate:
+        """Return the report of an update from rows with statistics of the user.
+
+        Raises:
+            TypeError: a statistic is not a number; the message starts with `where`.
+        """
+        replayed = rows.count if "batch_indexes" in rows else 0
+        return cls(checked_numbers(stats, where), rows.count, replayed_rows=replayed)
 
     def info(self) -> dict[str, Any]:
         """Return the policy's entry in a training operator's `info`."""

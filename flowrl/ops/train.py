@@ -18,7 +18,6 @@ from flowrl.learners.learner import (
     check_policy_ids,
 )
 from flowrl.ops.plan_metrics import Info, record_updates
-from flowrl.policies.learning.epochs import checked_numbers
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.setting_values import check_int
 from flowrl.state_schema import Fields, Natural
@@ -110,10 +109,8 @@ def record_training(
     """
     updates: Updates = {}
     for policy_id, values in stats.items():
-        rows = batch.policy_batches[policy_id]
-        replayed = rows.count if "batch_indexes" in rows else 0
-        numbers = checked_numbers(values, f"record_training: policy {policy_id!r} has")
-        updates[policy_id] = PolicyUpdate(numbers, rows.count, replayed_rows=replayed)
+        where = f"record_training: policy {policy_id!r} has"
+        updates[policy_id] = PolicyUpdate.of(batch.policy_batches[policy_id], values, where)
     metrics = _get_shared_metrics()
     return batch, record_updates(metrics, operator, updates, batch.env_steps(), None)
 

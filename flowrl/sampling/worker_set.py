@@ -27,7 +27,7 @@ from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.spare_worker import SpareWorkers
 from flowrl.sampling.weight_sync import WeightSync, load_weights
 from flowrl.sampling.worker_config import WorkerConfig
-from flowrl.sampling.worker_states import send_states, states_of_actors
+from flowrl.sampling.worker_states import STATE_TIMEOUT_S, RemoteStates, send_states
 from flowrl.state_schema import Fields, Natural, check_state
 
 T = TypeVar("T")
@@ -100,6 +100,7 @@ class WorkerSet:
         self._pool: Pool | None = None
         self.weight_sync = WeightSync(self.local_worker, self.global_vars)
         self._placement = Placement(self.config)
+        self._states = RemoteStates(min(STATE_TIMEOUT_S, self.config.sample_timeout_s or math.inf))
         self._spares = SpareWorkers(self.config.num_spare_workers)
         self._loaded: list[Any] | None = None  # states for remote workers that have not started
 
@@ -308,13 +309,13 @@ class WorkerSet:
     def state_dict(self) -> dict[str, Any]:
         """Return the sampling state of all workers; the policies' states are not included.
 
-        Waits up to 60 s for the remote workers; the entry of one that does not answer is None.
+        Waits at most 15 s for the remote workers; the entry of one that does not answer is None.
         """
         remote: list[Any] = [None] * self.num_workers
         if self._remote is None and self._loaded is not None:
             remote = self._loaded
         elif self._remote and not ray_health.is_ray_lost():
-            remote[: len(self._remote)] = states_of_actors(self._remote)
+            remote[: len(self._remote)] = self._states.collect(self._remote)
         return {
             "local": self.local_worker().sampling_state_dict(),
             "remote": remote,
@@ -391,11 +392,7 @@ class WorkerSet:
         return results
 
     def foreach_env(self, fn: Callable[[Any], T]) -> list[list[T]]:
-        """Return fn(environment) for every environment, by worker in the order of `foreach_worker`.
-
-        Environments that are created later, after a failure or in added workers, are not changed:
-        see `DefaultCallbacks.on_sub_environment_created`.
-        """
+        """Return fn(environment) for every environment that exists, as a list per worker."""
         return self.foreach_worker(lambda worker: worker.foreach_env(fn))
 
     def parallel_iterator(self) -> ParallelIterator[Batch]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from flowrl.iter import ray_health
@@ -13,7 +14,7 @@ from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.weight_sync import restart_worker, resume_worker
 
 log = logging.getLogger("flowrl")
-STATE_TIMEOUT_S = 60.0  # limit for a remote worker to return its state
+STATE_TIMEOUT_S = 15.0  # limit for the remote workers to return their states
 
 
 def send_states(workers: Any, states: list[dict[str, Any] | None]) -> int:
@@ -69,23 +70,54 @@ def _restarted_episodes(index: int, ref: Any) -> int | None:
         return None
 
 
-def states_of_actors(actors: list[Any]) -> list[dict[str, Any] | None]:
-    """Return the sampling state of each remote worker; None for one that does not return it."""
-    import ray
+class RemoteStates:
+    """Collects the sampling states of remote workers.
 
-    refs = [actor.apply.remote(RolloutWorker.sampling_state_dict) for actor in actors]
-    states: list[dict[str, Any] | None] = []
-    deadline = time.monotonic() + STATE_TIMEOUT_S
-    for number, ref in enumerate(refs, start=1):
-        try:
-            states.append(ray.get(ref, timeout=max(0.0, deadline - time.monotonic())))
-        except Exception as error:
-            states.append(None)
-            log.warning(
-                "worker %d returned no state; resuming from this checkpoint starts new episodes "
-                "there (%r)", number, error,
-            )  # fmt: skip
-    return states
+    A worker returns its state after the fragments that were requested before. A worker that does
+    not answer in time is not waited for again until it has answered.
+
+    Args:
+        timeout_s: limit for all workers to answer.
+    """
+
+    def __init__(self, timeout_s: float = STATE_TIMEOUT_S):
+        self._timeout_s = timeout_s
+        self._late: list[tuple[Any, Any]] = []  # (actor, ref of its state) without an answer
+
+    def collect(self, actors: Sequence[Any]) -> list[dict[str, Any] | None]:
+        """Return the sampling state of each worker; None for one that does not return it."""
+        import ray
+
+        self._late = [pair for pair in self._late if not ray.wait([pair[1]], timeout=0)[0]]
+        hanging = [actor for actor, _ in self._late]
+        refs = [
+            None
+            if any(actor is late for late in hanging)
+            else actor.apply.remote(RolloutWorker.sampling_state_dict)
+            for actor in actors
+        ]
+        states: list[dict[str, Any] | None] = []
+        deadline = time.monotonic() + self._timeout_s
+        for number, (actor, ref) in enumerate(zip(actors, refs, strict=True), start=1):
+            state, problem = None, "it has not answered an earlier request either"
+            if ref is not None:
+                try:
+                    state = ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
+                except ray.exceptions.GetTimeoutError:
+                    self._late.append((actor, ref))
+                    problem = (
+                        f"no answer in {self._timeout_s:g} s; if it hangs, sample_timeout_s "
+                        "replaces it"
+                    )
+                except Exception as error:
+                    problem = repr(error)
+            states.append(state)
+            if state is None:
+                log.warning(
+                    "worker %d returned no state; resuming from this checkpoint starts new "
+                    "episodes there (%s)", number, problem,
+                )  # fmt: skip
+        return states
 
 
 def env_steps_in(state: dict[str, Any]) -> int:
