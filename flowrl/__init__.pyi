@@ -251,6 +251,8 @@ class _AlgorithmConfigEvaluation(TypedDict, total=False):
     """Whole episodes; or a minimum of env steps, after which the running episodes are played to their end. If no episode ends in 200,000 steps of each environment, the evaluation stops with a warning and reports `num_unfinished_episodes`: set `horizon` for an environment without a time limit."""
     evaluation_num_workers: int
     """Number of Ray actors that share an evaluation; 0 evaluates in this process."""
+    evaluation_timeout_s: float | None
+    """Seconds after which an evaluation on actors is given up, with a warning, and its workers are replaced; the first one may take 60 s longer. None waits without limit."""
     evaluation_parallel_to_training: bool
     """Continue training during an evaluation. The result of the iteration in which it finishes contains it; the next evaluation waits for it. At the end of a run, `learn()` and `flowrl train` wait for the last one."""
     evaluation_config: dict[str, Any]

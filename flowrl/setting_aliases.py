@@ -34,6 +34,7 @@ SETTING_ALIASES = {
     "restart_failed_env_runners": "recreate_failed_workers",
     "evaluation_num_episodes": "evaluation_duration",
     "evaluation_num_env_runners": "evaluation_num_workers",
+    "evaluation_sample_timeout_s": "evaluation_timeout_s",
     "timesteps_per_iteration": "min_sample_timesteps_per_iteration",
     "min_time_s_per_reporting": "min_time_s_per_iteration",
     "callbacks": "callbacks_class",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +15,7 @@ from flowrl.envs.registry import NO_ENV_MESSAGE, EnvContext
 from flowrl.errors import ConfigError
 from flowrl.iter import ray_health
 from flowrl.iter.ray_runtime import death_errors
+from flowrl.iter.recovery import STARTING_S
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import PolicySpec
 from flowrl.sampling.episode import EpisodeMetrics, returns_by_policy
@@ -24,6 +27,8 @@ from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.video import VideoRecorder, check_rendering
 
 log = logging.getLogger("flowrl")
+
+LONG_WAIT_S = 120.0  # time that training waits for an evaluation, before a warning
 
 # steps of each environment without the end of an episode
 MAX_EPISODE_STEPS = 200_000  # before the evaluation stops
@@ -235,6 +240,8 @@ class EvaluationWorkers:
         self._policy_class = policy_class
         self._workers = self._new_workers()
         self._requests: list[Any] = []  # ray.ObjectRef of each worker's episodes
+        self._started_at = 0.0  # time.monotonic() of the running evaluation
+        self._have_played = False  # these workers have completed an evaluation
         self._policies: list[str] = []
         self._iteration = 0
 
@@ -267,7 +274,7 @@ class EvaluationWorkers:
         durations = [config.evaluation_duration // count] * count
         for i in range(config.evaluation_duration % count):
             durations[i] += 1
-        self._iteration = iteration
+        self._iteration, self._started_at = iteration, time.monotonic()
         self._policies = list(policies)
         state = weights, filters, global_vars, iteration
         self._requests = [
@@ -278,30 +285,50 @@ class EvaluationWorkers:
 
     def is_done(self) -> bool:
         """Return whether `collect` would return without waiting."""
-        import ray
+        return self._wait(0.0) or self._seconds_left() <= 0
 
-        ready, _ = ray.wait(self._requests, num_returns=len(self._requests), timeout=0)
-        return len(ready) == len(self._requests)
+    def _wait(self, seconds: float) -> bool:
+        """Wait for the running evaluation, and return whether it is complete."""
+        count = len(self._requests)
+        return len(ray_health.wait(self._requests, count, seconds)) == count
+
+    def _seconds_left(self) -> float:
+        """Return the time until the running evaluation is given up [s]."""
+        if (limit := self._config.evaluation_timeout_s) is None:
+            return math.inf
+        start = 0.0 if self._have_played else STARTING_S
+        return self._started_at + limit + start - time.monotonic()
 
     def collect(self) -> dict[str, Any] | None:
         """Wait for the running evaluation and return its metrics.
 
         `training_iteration` is the iteration of the evaluated policies. Returns None if a worker
-        died: the evaluation is lost, and the next one starts new workers.
+        died, or did not finish in `evaluation_timeout_s`: the evaluation is lost, and the next one
+        starts new workers.
 
         Raises:
             Exception: an error on a worker, or its death if `recreate_failed_workers` is False.
         """
-        requests, self._requests = self._requests, []
-        try:
-            parts = ray_health.get(requests)
-        except death_errors() as error:
-            self._workers.stop()
-            if not self._config.recreate_failed_workers:
-                raise
-            self._workers = self._new_workers()
-            log.warning("the evaluation is lost because a worker died: %r", error)
+        limit = self._config.evaluation_timeout_s
+        if limit is not None and not self._wait(max(0.0, self._seconds_left())):
+            self._replace_workers(f"it took longer than evaluation_timeout_s={limit:g}")
             return None
+        if limit is None and not self._wait(LONG_WAIT_S):
+            log.warning(
+                "training has waited for the evaluation for %.0f s; evaluation_timeout_s would "
+                "limit this time, for example if an environment hangs", LONG_WAIT_S,
+            )  # fmt: skip
+        try:
+            parts = ray_health.get(self._requests)
+        except death_errors() as error:
+            if not self._config.recreate_failed_workers:
+                self.stop()
+                raise
+            self._replace_workers(f"a worker died: {error!r}")
+            return None
+        finally:
+            self._requests = []
+        self._have_played = True
         episodes = [EpisodeMetrics(*fields) for part in parts for fields in part.episodes]
         played = Played(
             episodes,
@@ -312,6 +339,11 @@ class EvaluationWorkers:
             **summarize_episodes(played, self._policies),
             "training_iteration": self._iteration,
         }
+
+    def _replace_workers(self, reason: str) -> None:
+        log.warning("the evaluation is lost because %s", reason)
+        self.stop()
+        self._workers, self._have_played = self._new_workers(), False
 
     def discard(self) -> None:
         """Ignore the running evaluation."""

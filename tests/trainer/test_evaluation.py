@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+import time
 from pathlib import Path
 
 import gymnasium as gym
@@ -376,6 +377,45 @@ def test_dead_evaluation_worker_is_replaced(ray_session, caplog, tmp_path):
         assert "evaluation" not in algorithm.train()
         assert "the evaluation is lost because a worker died" in caplog.text
         assert algorithm.train()["evaluation"]["training_iteration"] == 3
+
+
+class HangsOnce(FixedLength):
+    """Hangs in the first reset after the file `trigger` appears."""
+
+    def __init__(self, trigger):
+        super().__init__()
+        self.trigger = trigger
+
+    def reset(self, *, seed=None, options=None):
+        if os.path.exists(self.trigger):
+            os.remove(self.trigger)
+            time.sleep(1000)
+        return super().reset(seed=seed, options=options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [False, True])
+def test_hanging_evaluation_is_given_up(ray_session, caplog, tmp_path, parallel):
+    trigger = tmp_path / "trigger"
+    config = a2c_config(
+        env=FixedLength,
+        evaluation_interval=1,
+        evaluation_duration=1,
+        evaluation_num_workers=1,
+        evaluation_timeout_s=3.0,
+        evaluation_parallel_to_training=parallel,
+        evaluation_config={"env": HangsOnce, "env_config": {"trigger": str(trigger)}},
+    )
+    with config.build() as algorithm:
+        algorithm.train()
+        algorithm.finish_evaluation()
+        trigger.touch()
+        evaluated = [algorithm.train().get("evaluation") for _ in range(3)]
+        evaluated.append(algorithm.finish_evaluation())
+        assert not trigger.exists()
+        assert "it took longer than evaluation_timeout_s=3" in caplog.text
+        iterations = [e["training_iteration"] for e in evaluated if e is not None]
+        assert iterations == [3, 4]
 
 
 def test_episodes_and_timesteps_are_validated():
