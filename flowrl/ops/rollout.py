@@ -209,12 +209,9 @@ class CountRollouts:
         tags, plan = source.tags, PlanMetrics.of(metrics)
         plan.add_episodes(source.shard, tags.get("episodes", ()))
         plan.sampler_timings[source.shard, source.incarnation] = tags.get("timings", {})
-        worker = self.workers.local_worker()
-        for filters in tags.get("filters", ()):
-            with worker.lock:
-                self.workers.weight_sync.observe_learner()
-                for policy_id, policy_filters in filters.items():
-                    worker.policy_map[policy_id].merge_filter_updates(policy_filters)
+        samples_here = not self.workers.num_workers
+        for updates in tags.get("filters", ()):
+            self.workers.weight_sync.add_filter_updates(updates, wait=samples_here)
         env_restarts = tags.get("env_restarts", 0)
         metrics.counters["num_env_restarts"] += env_restarts
         metrics.counters["num_faulty_episodes"] += tags.get("faulty_episodes", 0)

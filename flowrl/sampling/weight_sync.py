@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
@@ -97,6 +98,8 @@ class WeightSync:
         self._selected: set[int] | None = None  # workers that may get new weights; None: all
         self._published: _Snapshot | None = None
         self._payload: _Payload | None = None
+        self._filter_updates: list[dict[str, Any]] = []  # not merged yet, by policy id
+        self._filter_lock = threading.RLock()  # of `_filter_updates` and `_published`
         self.num_invalidations = 0
         self.learner_thread: ObservedLearner | None = None
 
@@ -133,6 +136,33 @@ class WeightSync:
         if self.learner_thread is not None and current_metrics() is not None:
             self.learner_thread.observe(self.learner_thread.num_steps)
 
+    def add_filter_updates(self, updates: dict[str, Any], wait: bool) -> None:
+        """Merge the statistics of a worker's filters into those of the local policies.
+
+        Args:
+            updates: policy id -> result of `Policy.take_filter_updates`.
+            wait: merge at once, and wait for an update of a learner thread. False: while a learner
+                thread publishes weights, merge before the next copy.
+        """
+        if wait or self._published is None:
+            with self._local_worker().lock:
+                self.observe_learner()
+                self._filter_updates.append(updates)
+                self.merge_filter_updates()
+            return
+        with self._filter_lock:  # the next copy contains these updates, and none before it does
+            if self.learner_thread is not None and current_metrics() is not None:
+                self.learner_thread.observe(self._published.learner_step)
+            self._filter_updates.append(updates)
+
+    def merge_filter_updates(self) -> None:
+        """Merge the updates that wait; the caller holds the lock of the local worker."""
+        with self._filter_lock:
+            for by_policy in self._filter_updates:
+                for policy_id, updates in by_policy.items():
+                    self._local_worker().policy_map[policy_id].merge_filter_updates(updates)
+            self._filter_updates.clear()
+
     def publish(self, learner_step: int | None = None) -> None:
         """Copy the current weights; workers get this copy until the next call.
 
@@ -142,9 +172,10 @@ class WeightSync:
         Args:
             learner_step: number of steps of the learner thread; None: as in the last copy.
         """
-        with self._local_worker().lock:
+        with self._local_worker().lock, self._filter_lock:
             if learner_step is None:
                 learner_step = 0 if self._published is None else self._published.learner_step
+            self.merge_filter_updates()
             self._published = self._snapshot()._replace(learner_step=learner_step)
 
     def republish(self) -> None:
@@ -154,6 +185,7 @@ class WeightSync:
 
     def unpublish(self) -> None:
         """Drop the copy of `publish`: workers get the current weights. No thread may learn."""
+        self.merge_filter_updates()
         self._published = self.learner_thread = None
 
     def _snapshot(self) -> _Snapshot:

@@ -85,6 +85,7 @@ class Checkpointing:
         """Return what a checkpoint contains: policies and optimizers, the workers' episodes and
         random streams, the plan's counters and operators, and times."""
         with self.workers.local_worker().lock:  # pauses a learner thread
+            self.workers.weight_sync.merge_filter_updates()
             return {
                 **sampling_state_of(self.workers, self.plan),
                 "worker": self.workers.local_worker().state_dict(),

@@ -77,6 +77,7 @@ class Evaluator:
             raise ConfigError(f"evaluate: explore must be True, False or None, got {explore!r}")
         explore = self._explores() if explore is None else explore
         with worker.lock:  # a learner thread uses the same networks
+            self._workers.weight_sync.merge_filter_updates()
             played = evaluate_policies(
                 worker.policy_map, config, count, explore, num_envs, by_steps, video=video
             )
@@ -108,16 +109,22 @@ class Evaluator:
             settings = evaluation_settings(config)
             self._evaluation_workers = EvaluationWorkers(settings, self._policy_class)
         workers = self._evaluation_workers
-        policies = self._workers.local_worker().policy_map
         metrics = None
         if due and not config.evaluation_parallel_to_training:
-            workers.start(policies, self._explores(), iteration)
+            self._start(workers, iteration)
             metrics = workers.collect()
         elif workers.is_running and (due or workers.is_done()):
             metrics = workers.collect()
         if due and config.evaluation_parallel_to_training:
-            workers.start(policies, self._explores(), iteration)
+            self._start(workers, iteration)
         return metrics
+
+    def _start(self, workers: EvaluationWorkers, iteration: int) -> None:
+        """Start an evaluation of the current policies on the evaluation workers."""
+        worker = self._workers.local_worker()
+        with worker.lock:  # a learner thread changes the weights
+            self._workers.weight_sync.merge_filter_updates()
+            workers.start(worker.policy_map, self._explores(), iteration)
 
     def finish(self) -> dict[str, Any] | None:
         """Wait for the evaluation that runs parallel to training, and return its metrics; None if

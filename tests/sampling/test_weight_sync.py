@@ -1,9 +1,12 @@
 """Workers get the weights that they lack, once."""
 
+import threading
+
 import numpy as np
 import pytest
 
 from flowrl import PPO
+from flowrl.policies.filters import ObservationFilter
 from flowrl.sampling.weight_sync import WeightSync, load_weights
 
 
@@ -82,3 +85,45 @@ def test_published_weights_do_not_change_until_the_next_publication(trained):
     assert not needs_weights(sync, 0)
     sync.publish()
     assert sync.take_payload(0, None, None)[1] != published
+
+
+def filter_updates(rows):
+    """Return updates of a policy's filter with this number of rows."""
+    updated = ObservationFilter((4,))
+    updated.new_stats.update(np.ones((rows, 4)))
+    return {"default_policy": {"observations": updated.take_new_stats()}}
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_filter_updates_do_not_wait_for_an_update_of_a_learner_thread(wait):
+    with PPO("CartPole-v1", normalize_observations=True, seed=1) as algorithm:
+        worker = algorithm.workers.local_worker()
+        sync = WeightSync(lambda: worker, {"timestep": 0})
+        stats = worker.policy.observation_filter.stats
+        sync.add_filter_updates(filter_updates(2), wait)
+        assert stats.count == 2  # merged at once: no thread publishes weights
+        sync.publish(0)
+        in_update, finish = threading.Event(), threading.Event()
+
+        def update():
+            with worker.lock:
+                in_update.set()
+                finish.wait(20)
+                sync.publish(1)
+
+        learner = threading.Thread(target=update)
+        learner.start()
+        in_update.wait()
+        if wait:
+            finish.set()
+        sync.add_filter_updates(filter_updates(3), wait)
+        assert stats.count == (5 if wait else 2)
+        finish.set()
+        learner.join()
+        assert stats.count == 5
+        (_, _, filters, _) = sync.take_payload(0, None, None)
+        saved = filters["default_policy"]["observations"]["count"]
+        assert saved == (2 if wait else 5)
+        sync.add_filter_updates(filter_updates(1), False)
+        sync.unpublish()
+        assert stats.count == 6
