@@ -21,6 +21,7 @@ MIN_GROWTH_BYTES = 20e6  # growth of the process's memory, half of it in one ope
 MIN_STEPS_WITHOUT_EPISODE = 3000  # steps of each environment
 MIN_CPU_WAIT = 0.25  # share of the time that processes wait for a processor
 MIN_SLOWDOWN = 2.0  # time per step of a worker over the median of the other workers
+MIN_FRAGMENTS_OF_OTHERS = 5  # of workers, while another one returns none
 MIN_BUSY_S = 0.05  # seconds of work of each worker, before workers are compared
 MIN_LAG = 24  # updates between the weights of a batch and the newest weights
 MIN_QUEUED_BATCHES = 24  # of a queue that is too large
@@ -206,6 +207,25 @@ def _slow_worker(activity: Activity, facts: PlanFacts) -> Finding | None:
     )
 
 
+def _silent_worker(activity: Activity, facts: PlanFacts) -> Finding | None:
+    """A worker that returns nothing although others return several fragments, as one that hangs in
+    an asynchronous plan."""
+    if any(worker.restarts for worker in activity.workers):
+        return None
+    silent = [worker.index for worker in activity.workers if not worker.fragments]
+    others = [worker.fragments for worker in activity.workers if worker.fragments]
+    if not silent or not others or median(others) < MIN_FRAGMENTS_OF_OTHERS:
+        return None
+    return Finding(
+        "silent_worker",
+        f"worker {silent[0]}",
+        len(silent) / len(activity.workers),
+        f"Worker {silent[0]} has returned nothing for {activity.seconds:.0f} s, the median of the "
+        f"others {_count(round(median(others)), 'fragment')}: its environment hangs, or is much "
+        "slower. Set env_step_timeout_s or sample_timeout_s.",
+    )
+
+
 def _garbage_collection(activity: Activity, facts: PlanFacts) -> Finding | None:
     """Garbage collection in workers or in this process."""
     seconds = [worker.usage.get("gc_s", 0.0) for worker in activity.workers]
@@ -283,6 +303,6 @@ def _count(number: int, singular: str, plural: str | None = None) -> str:
 
 Rule = Callable[[Activity, PlanFacts], Finding | None]
 _PROBLEMS: list[Rule] = [
-    _restarts, _stalled, _leak, _no_episodes, _garbage_collection, _threads, _many_workers,
-    _slow_worker, _queue,
+    _restarts, _stalled, _silent_worker, _leak, _no_episodes, _garbage_collection, _threads,
+    _many_workers, _slow_worker, _queue,
 ]  # fmt: skip

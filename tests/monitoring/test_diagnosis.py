@@ -289,6 +289,21 @@ def test_shares_are_at_most_1():
             assert 0 <= finding.share <= 1, finding
 
 
+def test_worker_that_returns_nothing_is_named():
+    silent = worker(2, fragments=0, env_steps=0, period_s=0.0)
+    found = first(activity(WAITING, workers=[worker(1), silent, worker(3)]), facts())
+    assert found.cause == "silent_worker"
+    assert found.text.startswith(
+        "Worker 2 has returned nothing for 10 s, the median of the others 10 fragments"
+    )
+    few = [worker(1, fragments=2), silent]  # long fragments
+    idle = [worker(n, fragments=0) for n in (1, 2)]  # the plan asks for none
+    restarted = [worker(1), worker(2, fragments=0, restarts=1)]
+    for workers in (few, idle, restarted, [worker(1)]):
+        causes = [f.cause for f in diagnose(activity(WAITING, workers=workers), facts()).findings]
+        assert "silent_worker" not in causes
+
+
 def test_problems_come_before_bottlenecks():
     slow = worker(2, seconds={"sample_s": 9.0, "env_step_s": 8.0}, env_steps=200)
     found = first(activity(WAITING, workers=[worker(1), slow, worker(3)]), facts())
