@@ -13,7 +13,7 @@ from flowrl.data.sample_batch import SampleBatch
 from flowrl.interrupts import delayed_interrupts
 from flowrl.replay.replay_ratio import EMPTY
 from flowrl.replay.ring_buffer import RingBuffer
-from flowrl.replay.sequence_index import SequenceIndex
+from flowrl.replay.sequence_index import STATE, SequenceIndex
 from flowrl.replay.trajectories import LinkRule
 from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.setting_values import check_int
@@ -180,7 +180,9 @@ class ReplayBuffer:
         self._pending_rows += batch.count
         if len(self._pending) >= MAX_PENDING_BATCHES or self._pending_rows > self._max_pending_rows:
             self._flush()
-            self._max_pending_rows = min(self.capacity, MAX_PENDING_BYTES // self._ring.row_bytes)
+            states = sum(array.nbytes for name, array in batch.stored() if name.startswith(STATE))
+            row_bytes = self._ring.row_bytes + states // batch.count
+            self._max_pending_rows = min(self.capacity, MAX_PENDING_BYTES // row_bytes)
 
     def _flush(self) -> None:
         if self._pending:

@@ -40,7 +40,8 @@ class SequenceIndex:
     Attributes:
         first: id of the oldest item.
         num_added: items ever added; the id of the next one.
-        states: state column -> states [slots, …].
+        states: state column -> states [n, …]; that of item i is at i % n. They grow with the number
+            of items.
     """
 
     state_fields: ClassVar[Fields] = {
@@ -171,17 +172,32 @@ class SequenceIndex:
     def extend(self, sequences: Sequences, first_row: int) -> None:
         """Add the sequences of rows that the ring buffer stored from row id `first_row` on."""
         starts, lengths, burn_ins, states = sequences
-        if not self.states:
-            self.states = {
-                n: np.empty((self.capacity, *c.shape[1:]), c.dtype) for n, c in states.items()
-            }
-        slots = np.arange(self.num_added, self.num_added + len(starts)) % self.capacity
+        items = np.arange(self.num_added, self.num_added + len(starts))
+        slots = items % self.capacity
         self._first_rows[slots], self._lengths[slots] = first_row + starts, lengths
         self._burn_ins[slots] = burn_ins
+        self._reserve_states(self.num_added + len(starts) - self.first, states)
         for name, column in states.items():
-            self.states[name][slots] = column
+            self.states[name][items % len(self.states[name])] = column
         self.num_added += len(starts)
         self._loss_rows += int((lengths - burn_ins).sum())
+
+    def _reserve_states(self, num_items: int, like: dict[str, np.ndarray]) -> None:
+        """Make room for the states of this many items; double the room if there is too little.
+
+        Args:
+            num_items: number of items.
+            like: state column -> array with the shape and dtype of its states.
+        """
+        items = np.arange(self.first, self.num_added)
+        for name, column in like.items():
+            old = self.states.get(name)
+            if old is not None and len(old) >= num_items:
+                continue
+            size = num_items if old is None else max(num_items, 2 * len(old))
+            new = self.states[name] = np.empty((size, *column.shape[1:]), column.dtype)
+            if old is not None:
+                new[items % size] = old[items % len(old)]
 
     def remove_before(self, oldest: int) -> None:
         """Remove the items whose first row has an id below `oldest`."""
@@ -204,7 +220,11 @@ class SequenceIndex:
         """
         lengths = self._lengths[slots]
         row_ids, offsets = expand_runs(self._first_rows[slots], lengths)
-        columns: dict[str, Any] = {name: column[slots] for name, column in self.states.items()}
+        newest = self.num_added - 1
+        items = newest - (newest - slots) % self.capacity
+        columns: dict[str, Any] = {
+            name: column[items % len(column)] for name, column in self.states.items()
+        }
         columns["seq_lens"] = lengths.astype(np.int32)
         if self.burn_in:
             columns["loss_mask"] = offsets >= np.repeat(self._burn_ins[slots], lengths)
@@ -218,7 +238,8 @@ class SequenceIndex:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all items and the settings."""
-        slots = np.arange(self.first, self.num_added) % self.capacity
+        items = np.arange(self.first, self.num_added)
+        slots = items % self.capacity
         return {
             "storage_unit": self.storage_unit,
             "max_seq_len": self.max_seq_len,
@@ -227,7 +248,7 @@ class SequenceIndex:
             "first_rows": self._first_rows[slots],
             "lengths": self._lengths[slots],
             "burn_ins": self._burn_ins[slots],
-            "states": {name: column[slots] for name, column in self.states.items()},
+            "states": {name: column[items % len(column)] for name, column in self.states.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -235,13 +256,14 @@ class SequenceIndex:
         check_own_state(self, state)
         self.first = int(state["first"])
         self.num_added = self.first + len(state["first_rows"])
-        slots = np.arange(self.first, self.num_added) % self.capacity
+        items = np.arange(self.first, self.num_added)
+        slots = items % self.capacity
         self._first_rows[slots], self._lengths[slots] = state["first_rows"], state["lengths"]
         self._burn_ins[slots] = state["burn_ins"]
         self.states = {}
+        self._reserve_states(max(1, len(items)), state["states"])
         for name, column in state["states"].items():
-            self.states[name] = np.empty((self.capacity, *column.shape[1:]), column.dtype)
-            self.states[name][slots] = column
+            self.states[name][items % len(self.states[name])] = column
         self._loss_rows = int((self._lengths[slots] - self._burn_ins[slots]).sum())
 
 

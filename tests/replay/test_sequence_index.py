@@ -242,3 +242,28 @@ def test_invalid_sequences_are_rejected():
             ReplayBuffer(40, **arguments)
     with pytest.raises(ValueError, match="give the buffer storage_unit"):
         ReplayBuffer(40).add(batch)
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_states_belong_to_their_sequences_and_take_room_for_stored_ones_only(loads):
+    def new_buffer():
+        return ReplayBuffer(200, storage_unit="sequences", max_seq_len=4, seed=0)
+
+    buffer, stream = new_buffer(), FragmentStream(1, [7] * 1000)
+    for number in range(150):
+        batch = stream.fragment(10)
+        # the state of a row is its episode and step
+        batch["state_in_0"] = np.stack([batch["eps_id"], batch["t"]], 1).astype(np.float32)
+        batch["state_in_1"] = np.zeros((10, 2000), np.float32)
+        buffer.add(batch)
+        assert sum(waiting["state_in_1"].nbytes for waiting in buffer._pending) < 5e6
+        if loads and number in (3, 40):
+            other = new_buffer()
+            other.load_state_dict(buffer.state_dict())
+            buffer = other
+        drawn = buffer.sample(20)
+        first = np.cumsum(drawn["seq_lens"]) - drawn["seq_lens"]
+        np.testing.assert_array_equal(
+            drawn["state_in_0"], np.stack([drawn["eps_id"][first], drawn["t"][first]], 1)
+        )
+    assert len(buffer._sequences.states["state_in_0"]) < 3 * len(buffer)
