@@ -161,4 +161,7 @@ class OfflineConfig(AlgorithmConfig):
 
 
 def _not_offline(name: str) -> str:
-    return f"{name} is for sampling, but offline algorithms do not sample: leave it out"
+    return (
+        f"{name} is for sampling, but offline algorithms do not sample: leave it out. For a plan "
+        "that samples and imitates, use the config of an algorithm that samples, such as A2CConfig"
+    )

@@ -49,7 +49,7 @@ from flowrl.trainer.plan_files import (
 from flowrl.trainer.plan_settings import plan_config
 from flowrl.trainer.runs.learn import learn
 from flowrl.trainer.runs.training_loop import Display
-from flowrl.trainer.start_checks import check_start, warn_of_unused_policies
+from flowrl.trainer.start_checks import check_schedules, check_start, warn_of_unused_policies
 
 log = logging.getLogger("flowrl")
 
@@ -114,7 +114,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         self._warned_about_left_out = False
         self._stopped = False
         self._has_trained = False  # in this process
-        self._is_checked = False
+        self._is_checked, self._checked_total = False, None
         self.setup(config)
 
     def _use_free_cores(self) -> None:
@@ -450,9 +450,12 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         Raises:
             ConfigError: see `flowrl.trainer.start_checks.check_start`.
         """
+        total = self.workers.global_vars["total_timesteps"]
         if not self._is_checked:
             check_start(self.config, self.workers, self.plan.stage)
-            self._is_checked = True
+        elif total != self._checked_total:
+            check_schedules(self.config, total)
+        self._is_checked, self._checked_total = True, total
 
     @property
     def monitor(self) -> Monitor:

@@ -276,7 +276,8 @@ class EvaluationWorkers:
             durations[i] += 1
         self._iteration, self._started_at = iteration, time.monotonic()
         self._policies = list(policies)
-        state = weights, filters, global_vars, iteration
+        versions = {pid: policy.version for pid, policy in policies.items()}
+        state = weights, versions, filters, global_vars, iteration
         self._requests = [
             worker.apply.remote(_evaluate_on_worker, state, config, duration, explore, part)
             for part, (worker, duration) in enumerate(zip(workers, durations, strict=True))
@@ -359,8 +360,8 @@ def _evaluate_on_worker(
     worker: RolloutWorker, state: tuple[Any, ...], config: AlgorithmConfig, duration: int,
     explore: bool, part: int,
 ) -> Played:  # fmt: skip
-    weights, filters, global_vars, iteration = state
-    worker.set_weights(weights, None, filters, global_vars)
+    *weights_and_more, iteration = state
+    worker.set_weights(*weights_and_more)
     by_steps = config.evaluation_duration_unit == "timesteps"
     num_envs = config.num_envs_per_worker
     video = None if part else recorder_for(config, iteration)
@@ -458,6 +459,8 @@ def _evaluation_policy(policy: Policy, explore: bool) -> type[Policy]:
             if self.observation_filter is not None and policy.observation_filter is not None:
                 self.observation_filter.load_state_dict(policy.observation_filter.state_dict())
             self._network_rng = random_stream(self.config.seed, "policy", "network")
+            self.timestep, self.total_timesteps = policy.timestep, policy.total_timesteps
+            self.version = policy.version
             make_exploration = getattr(policy, "make_exploration", None)
             # without the noise of the training
             self._exploration = None if make_exploration is None else make_exploration()
@@ -489,6 +492,9 @@ def _evaluation_policy(policy: Policy, explore: bool) -> type[Policy]:
 
         def get_initial_state(self) -> list[np.ndarray]:
             return policy.get_initial_state()
+
+        def get_weights(self) -> dict[str, np.ndarray]:
+            return policy.get_weights()
 
         def actions_for_env(self, actions: np.ndarray) -> np.ndarray:
             return policy.actions_for_env(actions)

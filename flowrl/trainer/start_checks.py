@@ -63,7 +63,7 @@ def check_start(config: AlgorithmConfig, workers: WorkerSet, stage: Stage) -> No
     check_rows(config, workers.local_worker())
     _check_states(stage)
     _check_recorded_rows(config, policies, stage)
-    _check_schedules(config, workers.global_vars["total_timesteps"])
+    check_schedules(config, workers.global_vars["total_timesteps"])
     check_evaluation_env(config, policies)
     for problem in check_plan(stage, workers):
         if problem.rule == one_report.__name__:
@@ -153,7 +153,7 @@ def _has_only_string_keys(space: spaces.Space) -> bool:
     return not isinstance(space, spaces.Tuple) or all(map(_has_only_string_keys, space))
 
 
-def _check_schedules(config: AlgorithmConfig, total_timesteps: int | None) -> None:
+def check_schedules(config: AlgorithmConfig, total_timesteps: int | None) -> None:
     """Check that schedules can be followed; warn if one ends the learning before the training
     ends."""
     for name, schedule in _schedules_of(config):
@@ -163,7 +163,9 @@ def _check_schedules(config: AlgorithmConfig, total_timesteps: int | None) -> No
         if is_in_percent and is_of_buffer and not has_total:
             raise ConfigError(
                 f"{name}: a schedule in percent needs the setting total_timesteps, with which the "
-                "replay buffer is created: set it to the env steps of the whole training"
+                f"replay buffer is created. It is {config.total_timesteps}: build the algorithm "
+                f"with total_timesteps={total_timesteps or '…'}, the env steps of the whole "
+                "training, or give the schedule in env steps"
             )
         if total_timesteps is None:
             if is_in_percent:

@@ -14,6 +14,7 @@ from flowrl.algorithms.a2c import A2C, A2CConfig
 from flowrl.algorithms.dqn import DQNConfig
 from flowrl.algorithms.td3 import TD3
 from flowrl.data.checkpoint import CheckpointError, list_checkpoints
+from flowrl.envs import MultiAgentEnv
 from flowrl.policies import ConfigError
 from flowrl.sampling.callbacks import DefaultCallbacks
 from flowrl.trainer.evaluation import EvaluationWorkers, evaluation_settings
@@ -619,3 +620,33 @@ def test_requested_evaluations_keep_the_videos_of_the_training(tmp_path):
         algorithm.evaluate(episodes=2, explore=True)
         assert before
         assert before == {p: p.read_bytes() for p in (tmp_path / "videos").iterdir()}
+
+
+class Opponents(MultiAgentEnv):
+    """One agent; the episode ends at once."""
+
+    possible_agents = ["player"]
+    observation_space = gym.spaces.Box(0, 1, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return {"player": np.zeros(1, np.float32)}, {}
+
+    def step(self, actions):
+        obs = {"player": np.zeros(1, np.float32)}
+        return obs, {"player": 1.0}, {"__all__": True}, {"__all__": False}, {}
+
+
+def newest(agent_id, episode, worker, **kwargs):
+    """Choose the policy with the largest version."""
+    return max(worker.policy_map, key=lambda policy_id: worker.get_policy(policy_id).version)
+
+
+def test_mapping_function_sees_the_versions_of_the_policies_in_an_evaluation():
+    config = a2c_config(env=Opponents, policies=["a", "b", "c"], policy_mapping_fn=newest)
+    with config.build() as algorithm:
+        weights = algorithm.get_policy("b").get_weights()
+        algorithm.get_policy("b").set_weights(weights)  # a new version
+        assert set(algorithm.evaluate(episodes=3)["policy_reward_mean"]) >= {"b"}
+        rewards = algorithm.evaluate(episodes=3)["policy_reward_mean"]
+        assert {pid for pid, mean in rewards.items() if mean == 1.0} == {"b"}

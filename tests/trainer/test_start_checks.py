@@ -525,6 +525,8 @@ def test_exponent_in_percent_needs_the_total_of_the_buffer():
     with DQN("CartPole-v1", total_timesteps=500, **settings) as algorithm:
         algorithm.learn(500, run_dir=None, progress=False)
         assert algorithm.env_steps >= 500
+        with pytest.raises(ConfigError, match=r"prioritized_replay_beta: .*total_timesteps=900"):
+            algorithm.learn(900, run_dir=None, progress=False)
 
 
 @pytest.mark.parametrize("reward", [None, "x", np.ones(2)])
