@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
 from flowrl.errors import add_note
@@ -101,6 +101,8 @@ class Gather(Stage):
         self._batch_ms = batch_ms
         self._has_timeouts = any(shard.recovery.timeout_s is not None for shard in self.states)
         self._next_timeout_check = 0.0
+        # (index of a shard) -> whether it waits for other shards, and may reply later
+        self.waits_for_others: Callable[[int], bool] | None = None
         self._in_flight: dict[Any, PendingRequest] = {}
         self._queue: deque[tuple[Any, Source]] = deque()
         self._others_may_be_ready = True  # the last wait ended at once
@@ -301,6 +303,9 @@ class Gather(Stage):
                 shard.startup_deadline = None
                 continue
             timeout_s = shard.recovery.timeout_s
+            if self._waits_for_others(shard, now, timeout_s):
+                shard.waited_at = now
+                continue
             shard.startup = shard.startup_deadline = None
             self._on_cancelled(shard, len(shard.requests))
             for ref in shard.requests:
@@ -310,6 +315,16 @@ class Gather(Stage):
             incarnation = self.shards.incarnation(shard.index)
             error = TimeoutError(f"no reply for {timeout_s} s")
             self._handle_death(shard, incarnation, error)
+
+    def _waits_for_others(self, shard: ShardState, now: float, timeout_s: float | None) -> bool:
+        """Return whether an overdue shard waits for others, one of which hangs or starts; for at
+        most another timeout, and the time that a process may take to start."""
+        if self.waits_for_others is None or timeout_s is None or not shard.requests:
+            return False
+        since = max(self._in_flight[shard.requests[0]].sent_at, shard.last_reply_at)
+        starting = any(other.starting for other in self.states if other.status == "live")
+        is_late = now > since + 2 * timeout_s + STARTING_S * starting
+        return not is_late and self.waits_for_others(shard.index)
 
     def _end_journal(self, reason: str) -> None:
         if self.journal is not None:
@@ -325,7 +340,8 @@ class Gather(Stage):
         for shard in self.states:
             timeout_s = shard.recovery.timeout_s
             if shard.requests and timeout_s is not None:
-                since = max(self._in_flight[shard.requests[0]].sent_at, shard.last_reply_at)
+                sent_at = self._in_flight[shard.requests[0]].sent_at
+                since = max(sent_at, shard.last_reply_at, shard.waited_at)
                 deadlines.append((shard, since + timeout_s + STARTING_S * shard.starting))
             elif shard.startup is not None and shard.startup_deadline is not None:
                 deadlines.append((shard, shard.startup_deadline))

@@ -64,6 +64,7 @@ class ShardState:
     startup: Any = None  # a ref that is ready when the replacement has started; None: it has
     startup_deadline: float | None = None  # time.monotonic() until which it must be ready
     last_reply_at: float = 0.0
+    waited_at: float = 0.0  # when it was last found to wait for other shards
     starting: bool = True  # no reply yet from this incarnation
     requests: deque[Any] = field(default_factory=deque)  # refs in flight, oldest first
     step_stats: list[dict[str, Any]] = field(default_factory=list)  # as last reported

@@ -152,9 +152,14 @@ class LearnOnWorker:
 
     def _update(self, worker: RolloutWorker, fragment: Batch) -> Updates:
         rows: dict[str, SampleBatch | None] = dict(select_rows(worker, fragment, self._policies))
+        if self.store_address is not None and self._store is None:
+            self._store = GroupStore(self.store_address)
+        identity = worker.worker_index, worker.restart_count
+        if self._store is not None:
+            self._store.set_waiting(*identity, waits=True)
         try:
-            if self.store_address is not None:
-                self._join_group(worker)
+            if self._store is not None:
+                self._join_group(worker, self._store)
                 assert self._group is not None
                 # all members update the same policies, in the same order
                 ids = sorted(trainable_policies(worker, self._policies))
@@ -178,6 +183,9 @@ class LearnOnWorker:
         except Exception:
             self._leave_group(worker)  # so that the others do not wait
             raise
+        finally:
+            if self._store is not None:
+                self._store.set_waiting(*identity, waits=False)
 
     def _current_global_vars(self) -> dict[str, Any]:
         """Return the `global_vars` of the WorkerSet, which are the same on all workers."""
@@ -196,27 +204,24 @@ class LearnOnWorker:
                 group.close()
         return group_name
 
-    def _join_group(self, worker: RolloutWorker) -> None:
+    def _join_group(self, worker: RolloutWorker, store: GroupStore) -> None:
         """Join the newest group and load the state that it starts from."""
         from flowrl.learners.process_group import ProcessGroup, load_learning_state
 
-        if self._store is None:
-            assert self.store_address is not None
-            self._store = GroupStore(self.store_address)
-        if self._store.newest_group() == self._group_name:
+        if store.newest_group() == self._group_name:
             return
         policies: dict[str, Any] = trainable_policies(worker, self._policies)
         for policy in policies.values():
             check_distributable(policy)
             policy.learner.process_group = None
-        group_name = self._wait_for_group(self._store)
+        group_name = self._wait_for_group(store)
         orders = {name: stream_state(policy.shuffle_rng) for name, policy in policies.items()}
-        load_learning_state(policies, self._store.state(group_name))
+        load_learning_state(policies, store.state(group_name))
         for name, policy in policies.items():  # each worker shuffles rows of its own
             restore_stream(policy.shuffle_rng, orders[name])
-        members = self._store.members(group_name)
+        members = store.members(group_name)
         self._group_name, self._rank = group_name, members.index(worker.worker_index)
-        rendezvous = self._store.rendezvous(group_name)
+        rendezvous = store.rendezvous(group_name)
         group = ProcessGroup(rendezvous, self._rank, len(members), timeout_s=self._timeout_s)
         self._group = group
         for policy in policies.values():

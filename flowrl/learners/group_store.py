@@ -68,6 +68,24 @@ class GroupStore:
         for entry in ("state", "members", "arrived", "complete"):
             self._store.delete_key(f"{entry}/{group}")
 
+    def set_waiting(self, worker: int, restart_count: int, waits: bool) -> None:
+        """Note whether a worker is in a part of a round in which members wait for each other.
+
+        Args:
+            worker: its index.
+            restart_count: number of failed workers with this index before it.
+            waits: whether it is.
+        """
+        key = f"waiting/{worker}/{restart_count}"
+        if waits:
+            self._store.set(key, "")
+        else:
+            self._store.delete_key(key)
+
+    def is_waiting(self, worker: int, restart_count: int) -> bool:
+        """Return the last value of `set_waiting`."""
+        return bool(self._store.check([f"waiting/{worker}/{restart_count}"]))
+
     def rendezvous(self, group: str) -> Any:
         """Return a torch.distributed store of a group's own, for `ProcessGroup`."""
         from torch.distributed import PrefixStore

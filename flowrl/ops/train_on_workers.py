@@ -111,10 +111,17 @@ class TrainOnWorkersStage(Stage):
         self.workers.remote_workers()  # starts Ray
         self._store = GroupStore((ray.util.get_node_ip_address(), 0))
         self.learn.store_address = self._store.address
+        rounds: Any = self.parents[0]
+        rounds.waits_for_others = self._waits_for_others
         # announce the group before the new worker reads it
         if self.workers.config.recovery.rounds_wait:
             self.workers.on_recreate.append(self._on_recreate)
         self._form_group(self._store)
+
+    def _waits_for_others(self, shard: int) -> bool:
+        """Return whether a worker waits for other members of its group; shards count from 0."""
+        restart_count = self.workers.restart_counts[shard]
+        return self._store is not None and self._store.is_waiting(shard + 1, restart_count)
 
     def _form_group(self, store: GroupStore) -> None:
         """Announce a new group to the workers; it starts from the local policies."""

@@ -451,7 +451,6 @@ def train_until_all_workers_learn(algorithm):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("index", [0, 1])
 def test_group_survives_a_worker_that_dies_after_the_update(index, waits):
@@ -474,7 +473,6 @@ def test_group_survives_a_worker_that_dies_after_the_update(index, waits):
                 np.testing.assert_array_equal(remote_weights[name], weight)
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_dead_worker_ends_training_without_recreation():
     with ddppo_config(recreate_failed_workers=False).build() as algorithm:
@@ -597,7 +595,6 @@ class DiesOnce(DefaultCallbacks):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("waits", [True, False])
 def test_replaced_worker_gets_the_weights_of_the_group(waits):
@@ -614,7 +611,6 @@ def test_replaced_worker_gets_the_weights_of_the_group(waits):
         assert trained == sampled - algorithm.plan.metrics.counters["num_env_steps_dropped"]
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_group_continues_without_dead_workers():
@@ -644,7 +640,6 @@ def hang_after_learning(worker):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_hanging_worker_is_replaced_after_the_timeout():
     import ray
@@ -662,6 +657,26 @@ def test_hanging_worker_is_replaced_after_the_timeout():
         assert counters["num_group_restarts"] >= 1
 
 
+class HangsOnce(DefaultCallbacks):
+    """Worker 2 hangs once, at the end of its third fragment."""
+
+    fragments = 0
+
+    def on_sample_end(self, *, worker, samples, **kwargs):
+        self.fragments += 1
+        if worker.worker_index == 2 and not worker.restart_count and self.fragments == 3:
+            time.sleep(600)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_workers_that_wait_for_a_hanging_one_are_not_replaced():
+    config = ddppo_config(num_workers=3, sample_timeout_s=8.0, callbacks_class=HangsOnce)
+    with config.build() as algorithm:
+        train_until_all_workers_learn(algorithm)
+        assert algorithm.workers.restart_counts == [0, 1, 0]
+
+
 class DiesInFirstFragment(DefaultCallbacks):
     """Worker 2 dies once, at the end of its first fragment."""
 
@@ -670,7 +685,6 @@ class DiesInFirstFragment(DefaultCallbacks):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_worker_that_dies_before_the_first_round_joins_after_its_restart():
