@@ -236,8 +236,8 @@ class Policy(ActsOnObservations):
         Args:
             sample_batch: columns [rows, …] in order of time; arrays are read-only. The column
                 `next_values` (see `postprocess_fragment`) is removed afterwards.
-            other_agent_batches: agent id -> (policy, rows before postprocessing) of the other agents
-                of the episode; None if there are none.
+            other_agent_batches: agent id -> (policy, rows before postprocessing) of the other
+                agents of the episode; None if there are none.
             episode: the MultiAgentEpisode, if the sampler keeps one.
 
         The rows of a single-agent fragment count as its env steps. To add rows, such as copies with

@@ -157,6 +157,11 @@ def test_buffers_and_rows_that_cannot_be_in_lockstep_are_rejected():
         ValueError, match="42 rows of policy 'a' in one batch exceed the capacity of 40"
     ):
         buffer.add(Episodes([50]).fragment(21))
+    rows = Episodes([9]).fragment(6)["b"]
+    later = rows.with_columns(t=rows["t"] + 6)
+    small = lockstep_buffer(make=lambda _: ReplayBuffer(8))
+    with pytest.raises(ValueError, match="12 env steps in one batch exceed the capacity of 8"):
+        small.add(MultiAgentBatch({"a": rows, "b": later}, 12))
     buffer = lockstep_buffer(make=lambda policy_id: ReplayBuffer(40 if policy_id == "a" else 50))
     with pytest.raises(ValueError, match="buffers of equal capacity"):
         buffer.add(batch)
