@@ -53,11 +53,11 @@ FAULTS = (
     ),
     FaultCase(
         "A worker hangs while others wait for it, or while a checkpoint is written",
-        "DD-PPO replaces only this worker; checkpoints leave it out after 15 s, and do not wait for "
-        "it again; `flowrl diagnose` names it",
+        "DD-PPO replaces only this worker; checkpoints leave it out after 15 s, and do not wait "
+        "for it again; `flowrl diagnose` names it",
         (
             "learners/test_actors.py::test_workers_that_wait_for_a_hanging_one_are_not_replaced",
-            "sampling/test_worker_states.py::"
+            "sampling/test_worker_calls.py::"
             "test_state_of_a_hanging_worker_is_left_out_and_not_waited_for_again",
             "monitoring/test_diagnosis.py::test_worker_that_returns_nothing_is_named",
         ),
@@ -68,7 +68,7 @@ FAULTS = (
         "`evaluation_timeout_s`",
         (
             "trainer/test_evaluation.py::test_dead_evaluation_worker_is_replaced",
-            "trainer/test_evaluation.py::test_hanging_evaluation_is_given_up",
+            "trainer/test_evaluation.py::test_hanging_evaluation_is_stopped",
         ),
     ),
     FaultCase(

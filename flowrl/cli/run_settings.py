@@ -173,7 +173,11 @@ def _without_actors(config: AlgorithmConfig) -> AlgorithmConfig:
     )  # fmt: skip
     changes: dict[str, Any] = {name: 0 for name in numbers if config.get(name)}
     if config.evaluation_num_workers:
-        changes |= {"evaluation_num_workers": 0, "evaluation_parallel_to_training": False}
+        changes |= {
+            "evaluation_num_workers": 0,
+            "evaluation_parallel_to_training": False,
+            "evaluation_timeout_s": None,
+        }
     return config.updated(**changes) if changes else config
 
 

@@ -14,6 +14,7 @@ import logging
 import re
 import time
 import traceback
+from bdb import BdbQuit
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -226,6 +227,8 @@ class RestartingEnvs:
             error: the environment failed more often in a row than `max_restarts` allows, or never
                 worked and cannot be expected to.
         """
+        if isinstance(error, BdbQuit):  # the user has left the debugger
+            raise error
         env = self.envs[index]
         name = self._name if env is None else env_name(env)
         call = f"the creation of {name}" if method is None else f"{name}.{method}()"

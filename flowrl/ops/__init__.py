@@ -15,7 +15,7 @@ By kind:
   AggregateBatches;
 - recorded experience: ReadParquet, ReadMinari, WriteParquet;
 - learning: TrainOneStep, MultiGPUTrainOneStep, TrainOnWorkers, LearnerThread, UpdateTargetNetwork,
-  record_training (for operators of one's own);
+  record_training (for your own operators);
 - gradients: ComputeGradients, AsyncGradients, AverageGradients, ApplyGradients;
 - replay: StoreToReplayBuffer, Replay, MixInReplay, UpdateReplayPriorities, ReplayActors,
   SimpleReplayBuffer, MinibatchBuffer;

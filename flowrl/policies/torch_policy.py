@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -191,6 +192,14 @@ class TorchPolicy(Policy):
         return Exploration(
             config.exploration_config, self.action_space, self.dist_class, config.normalize_actions
         )
+
+    def exploration_for_evaluation(self) -> Exploration:
+        """Return an exploration without the noise of the training; that of a class with its own
+        `load_state_dict` has a copy of the state."""
+        exploration = self.make_exploration()
+        if type(exploration).load_state_dict is not Exploration.load_state_dict:
+            exploration.load_state_dict(copy.deepcopy(self.exploration.state_dict()))
+        return exploration
 
     def make_optimizer(self) -> Any:
         """Return the optimizer, or several; then `loss` returns one loss for each.

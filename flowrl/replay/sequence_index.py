@@ -192,9 +192,10 @@ class SequenceIndex:
         items = np.arange(self.first, self.num_added)
         for name, column in like.items():
             old = self.states.get(name)
-            if old is not None and len(old) >= num_items:
+            if old is not None and len(old) >= min(self.capacity, num_items):
                 continue
-            size = num_items if old is None else max(num_items, 2 * len(old))
+            # items beyond the capacity replace those whose rows are overwritten
+            size = min(self.capacity, num_items if old is None else max(num_items, 2 * len(old)))
             new = self.states[name] = np.empty((size, *column.shape[1:]), column.dtype)
             if old is not None:
                 new[items % size] = old[items % len(old)]

@@ -11,7 +11,7 @@ From an environment to a fragment (of single agents):
     ColumnShipping                  which columns of the fragment leave the worker
 
 Workers: worker_set, rollout_worker, worker_config, environments, policy_map, ids, rollout_pool,
-replayed_pool, spare_worker, weight_sync, worker_states, placement.
+replayed_pool, spare_worker, weight_sync, worker_calls, placement.
 Samplers: sampler (on request or ahead). fragment_sampler chooses column_sampler (one agent per
 environment), multi_agent_sampler (several agents or policies, views of other agents, or the
 callback on_postprocess_trajectory; with agent_episodes, agent_state) or collector_sampler (a user's

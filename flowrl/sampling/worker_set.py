@@ -26,8 +26,8 @@ from flowrl.sampling.rollout_pool import LocalRolloutPool, RolloutPool
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.spare_worker import SpareWorkers
 from flowrl.sampling.weight_sync import WeightSync, load_weights
+from flowrl.sampling.worker_calls import CALL_TIMEOUT_S, WorkerCalls, send_states
 from flowrl.sampling.worker_config import WorkerConfig
-from flowrl.sampling.worker_states import STATE_TIMEOUT_S, RemoteStates, send_states
 from flowrl.state_schema import Fields, Natural, check_state
 
 T = TypeVar("T")
@@ -100,7 +100,7 @@ class WorkerSet:
         self._pool: Pool | None = None
         self.weight_sync = WeightSync(self.local_worker, self.global_vars)
         self._placement = Placement(self.config)
-        self._states = RemoteStates(min(STATE_TIMEOUT_S, self.config.sample_timeout_s or math.inf))
+        self._calls = WorkerCalls(self.config.sample_timeout_s or CALL_TIMEOUT_S)
         self._spares = SpareWorkers(self.config.num_spare_workers)
         self._loaded: list[Any] | None = None  # states for remote workers that have not started
 
@@ -309,13 +309,13 @@ class WorkerSet:
     def state_dict(self) -> dict[str, Any]:
         """Return the sampling state of all workers; the policies' states are not included.
 
-        Waits at most 15 s for the remote workers; the entry of one that does not answer is None.
+        The entry of a remote worker that does not answer in time is None; see WorkerCalls.
         """
         remote: list[Any] = [None] * self.num_workers
         if self._remote is None and self._loaded is not None:
             remote = self._loaded
         elif self._remote and not ray_health.is_ray_lost():
-            remote[: len(self._remote)] = self._states.collect(self._remote)
+            remote[: len(self._remote)] = self._calls.get_states(self._remote)
         return {
             "local": self.local_worker().sampling_state_dict(),
             "remote": remote,
@@ -392,8 +392,11 @@ class WorkerSet:
         return results
 
     def foreach_env(self, fn: Callable[[Any], T]) -> list[list[T]]:
-        """Return fn(environment) for every environment that exists, as a list per worker."""
-        return self.foreach_worker(lambda worker: worker.foreach_env(fn))
+        """Return fn(environment) for every environment that is stepped, a list per worker, which is
+        empty if the worker has died or does not answer in time."""
+        if not self.num_workers or isinstance(self._pool, ReplayedPool):
+            return self.foreach_worker(lambda worker: worker.foreach_env(fn))[-self.num_workers :]
+        return self._calls.foreach_env(self.remote_workers(), fn)
 
     def parallel_iterator(self) -> ParallelIterator[Batch]:
         """Return an endless stream of fragments: one shard per remote worker, or one of the local

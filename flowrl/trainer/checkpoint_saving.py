@@ -20,8 +20,8 @@ from flowrl.policies.checkpoint_loading import describe_policy
 from flowrl.policies.code_references import code_path
 from flowrl.policies.json_codec import config_to_json, space_from_json
 from flowrl.policies.policy import Policy
+from flowrl.sampling.worker_calls import env_steps_in
 from flowrl.sampling.worker_set import WorkerSet
-from flowrl.sampling.worker_states import env_steps_in
 from flowrl.trainer.config import AlgorithmConfig
 
 

@@ -109,7 +109,7 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
     evaluation_num_workers: NonNegativeInt = setting(0, group="evaluation")
     """Number of Ray actors that share an evaluation; 0 evaluates in this process."""
     evaluation_timeout_s: Positive | None = setting(None, group="evaluation")
-    """Seconds after which an evaluation on actors is given up, with a warning, and its workers are
+    """Seconds after which an evaluation on actors is stopped, with a warning, and its workers are
     replaced; the first one may take 60 s longer. None waits without limit."""
     evaluation_parallel_to_training: bool = setting(False, group="evaluation")
     """Continue training during an evaluation. The result of the iteration in which it finishes
@@ -280,6 +280,11 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
             raise ValueError(
                 "evaluation_parallel_to_training needs evaluation workers: "
                 ".evaluation(evaluation_num_workers=1)"
+            )
+        if self.evaluation_timeout_s is not None and not self.evaluation_num_workers:
+            raise ValueError(
+                "evaluation_timeout_s needs evaluation workers: set evaluation_num_workers, or "
+                "limit calls of the environment by env_step_timeout_s"
             )
         if self.evaluation_parallel_to_training and self.evaluation_interval is None:
             raise ValueError("evaluation_parallel_to_training needs an evaluation_interval")

@@ -260,6 +260,10 @@ class EvaluationWorkers:
         """Whether an evaluation has started and `collect` has not returned it."""
         return bool(self._requests)
 
+    def prepare(self) -> None:
+        """Start the processes of the workers, unless they run."""
+        self._workers.remote_workers()
+
     def start(self, policies: dict[str, Policy], explore: bool, iteration: int) -> None:
         """Start an evaluation of the policies in their current state; return immediately."""
         weights = {pid: policy.get_weights() for pid, policy in policies.items()}
@@ -294,7 +298,7 @@ class EvaluationWorkers:
         return len(ray_health.wait(self._requests, count, seconds)) == count
 
     def _seconds_left(self) -> float:
-        """Return the time until the running evaluation is given up [s]."""
+        """Return the time until the running evaluation is stopped [s]."""
         if (limit := self._config.evaluation_timeout_s) is None:
             return math.inf
         start = 0.0 if self._have_played else STARTING_S
@@ -347,7 +351,10 @@ class EvaluationWorkers:
         self._workers, self._have_played = self._new_workers(), False
 
     def discard(self) -> None:
-        """Ignore the running evaluation."""
+        """Ignore the running evaluation, and stop the workers that play it."""
+        if self._requests and not self._wait(0.0):
+            self.stop()
+            self._workers, self._have_played = self._new_workers(), False
         self._requests = []
 
     def stop(self) -> None:
@@ -461,9 +468,8 @@ def _evaluation_policy(policy: Policy, explore: bool) -> type[Policy]:
             self._network_rng = random_stream(self.config.seed, "policy", "network")
             self.timestep, self.total_timesteps = policy.timestep, policy.total_timesteps
             self.version = policy.version
-            make_exploration = getattr(policy, "make_exploration", None)
-            # without the noise of the training
-            self._exploration = None if make_exploration is None else make_exploration()
+            copied = getattr(policy, "exploration_for_evaluation", None)
+            self._exploration = None if copied is None else copied()
 
         def compute_actions(
             self, obs_batch: Any, explore: bool = explore

@@ -121,6 +121,7 @@ class Evaluator:
 
     def _start(self, workers: EvaluationWorkers, iteration: int) -> None:
         """Start an evaluation of the current policies on the evaluation workers."""
+        workers.prepare()  # before a learner thread has to wait
         worker = self._workers.local_worker()
         with worker.lock:  # a learner thread changes the weights
             self._workers.weight_sync.merge_filter_updates()

@@ -871,7 +871,11 @@ class Counting(Exploration):
         return {"calls": self.calls}
 
     def load_state_dict(self, state):
+        states.append(dict(state))
         self.calls = state["calls"]
+
+
+states = []  # that were loaded
 
 
 class WithCounting(DQNTorchPolicy):
@@ -891,7 +895,9 @@ def test_own_exploration_keeps_its_state_in_updates_checkpoints_and_evaluations(
         calls = algorithm.get_policy().exploration.calls
         assert calls == 64
         algorithm.evaluate(episodes=1)
+        states.clear()
         algorithm.evaluate(episodes=1, explore=True)
+        assert states[0] == {"calls": calls}  # of the copy that acts
         assert algorithm.get_policy().exploration.calls == calls
         path = algorithm.save(tmp_path)
     with CountingDQN.from_checkpoint(path, trust=True) as algorithm:

@@ -23,6 +23,7 @@ from flowrl.ops import (
     ParallelRollouts,
     Print,
     Replay,
+    SimpleReplayBuffer,
     StandardMetricsReporting,
     StoreToReplayBuffer,
     TrainOneStep,
@@ -332,6 +333,14 @@ def test_replay_for_a_policy_that_learns_on_policy():
         algorithm.train()
     allowed = problems_of(plan, config.updated(allow_off_policy=True))
     assert "replay_for_on_policy" not in allowed
+
+    def whole_batches(workers, config):
+        buffer = SimpleReplayBuffer(4)
+        store = ParallelRollouts(workers).for_each(StoreToReplayBuffer(local_buffer=buffer))
+        train = Replay(local_buffer=buffer).for_each(TrainOneStep(workers))
+        return report(Concurrently([store, train], output_indexes=[1]), workers, config)
+
+    assert "replay_for_on_policy" not in problems_of(whole_batches, config)
 
 
 def test_rollouts_of_workers_that_nothing_trains():

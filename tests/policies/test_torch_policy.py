@@ -181,6 +181,8 @@ def test_gradients_by_name_equal_those_of_compute_gradients():
     other.apply_gradients({name: np.ones(before[name].shape), "value_head.bias": None})
     changed = {n for n, weight in other.get_weights().items() if (weight != before[n]).any()}
     assert changed == {name}
+    (weight,) = (p for n, p in other.model.named_parameters() if n == name)
+    other.apply_gradients({name: (weight**2).detach() * weight, "value_head.bias": [0.0]})
     with pytest.raises(ValueError, match=r"gradients of \['no_such'\]"):
         other.apply_gradients({"no_such": np.ones(1)})
     with pytest.raises(ValueError, match=r"has the shape \(3,\)"):

@@ -8,7 +8,7 @@ from flowrl.algorithms.ddppo import DDPPOConfig
 from flowrl.algorithms.impala import IMPALAConfig
 from flowrl.iter.errors import ShardFailedError
 from flowrl.ops import ParallelRollouts
-from flowrl.sampling.worker_states import env_steps_in
+from flowrl.sampling.worker_calls import env_steps_in
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

@@ -1,5 +1,6 @@
 """Creation, time limits, checks and saved states of a worker's environments."""
 
+import contextlib
 import sys
 from functools import partial
 
@@ -545,9 +546,24 @@ def test_foreach_env_reaches_multi_agent_environments():
     worker.stop()
 
 
-def test_foreach_env_of_a_worker_set_returns_a_list_per_worker(ray_session):
+def kill_and_wait(actor):
+    import ray
+
+    ray.kill(actor)
+    with contextlib.suppress(ray.exceptions.RayActorError):
+        while True:  # kill() returns before the actor is dead
+            ray.get(actor.apply.remote(id))
+
+
+def test_foreach_env_of_a_worker_set_returns_a_list_per_worker(ray_session, caplog):
     config = {"num_envs_per_worker": 2, "rollout_fragment_length": 4}
     with WorkerSet(lambda context: Levels(), Idle, config, num_workers=2) as workers:
         workers.foreach_env(set_level)
         levels = workers.foreach_env(lambda env: env.unwrapped.level)
-        assert levels == [[7, 7]] * 3
+        assert levels == [[7, 7]] * 2
+        with pytest.raises(AttributeError, match="no_such_name"):
+            workers.foreach_env(lambda env: env.unwrapped.no_such_name)
+        kill_and_wait(workers.remote_workers()[0])
+        caplog.set_level("WARNING", "flowrl")
+        assert workers.foreach_env(set_level) == [[], ["Levels"] * 2]
+        assert "worker 1 did not call the function of foreach_env" in caplog.text

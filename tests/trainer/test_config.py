@@ -344,6 +344,7 @@ INVALID = [
     (DQNConfig, {"prioritized_replay": False, "prioritized_replay_alpha": 0.3}, "needs priori"),
     (DQNConfig, {"replay_mode": "lockstep"}, "draws uniformly"),
     (PPOConfig, {"evaluation_parallel_to_training": True}, "needs evaluation workers"),
+    (PPOConfig, {"evaluation_timeout_s": 5.0}, "needs evaluation workers"),
     (PPOConfig, {"checkpoint_score_order": "min"}, "needs a checkpoint_score_attribute"),
     (PPOConfig, {"checkpoint_score_attribute": "scor"}, "no result has a metric 'scor'"),
     (PPOConfig, {"policies": {}}, "policies: there must be at least one"),

@@ -396,7 +396,7 @@ class HangsOnce(FixedLength):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [False, True])
-def test_hanging_evaluation_is_given_up(ray_session, caplog, tmp_path, parallel):
+def test_hanging_evaluation_is_stopped(ray_session, caplog, tmp_path, parallel):
     trigger = tmp_path / "trigger"
     config = a2c_config(
         env=FixedLength,

@@ -34,7 +34,7 @@ from flowrl.ops import (
 from flowrl.policies import PolicySpec
 from flowrl.sampling import DefaultCallbacks
 from flowrl.sampling.rollout_worker import RolloutWorker
-from flowrl.sampling.worker_states import env_steps_in
+from flowrl.sampling.worker_calls import env_steps_in
 from flowrl.trainer.plan_settings import plan_config
 from tests.data.test_checkpoint import assert_same
 

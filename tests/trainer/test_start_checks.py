@@ -527,6 +527,7 @@ def test_exponent_in_percent_needs_the_total_of_the_buffer():
         assert algorithm.env_steps >= 500
         with pytest.raises(ConfigError, match=r"prioritized_replay_beta: .*total_timesteps=900"):
             algorithm.learn(900, run_dir=None, progress=False)
+        algorithm.train()  # with the total of before
 
 
 @pytest.mark.parametrize("reward", [None, "x", np.ones(2)])

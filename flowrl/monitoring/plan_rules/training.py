@@ -9,7 +9,7 @@ from flowrl.iter.gather_async import GatherAsync
 from flowrl.monitoring.plan_rules.plan import CheckedPlan, PlanProblem
 from flowrl.ops import UpdateTargetNetwork, WriteParquet
 from flowrl.ops.gradients import ApplyGradients
-from flowrl.ops.replay import ReplayStage
+from flowrl.ops.replay import ReplayStage, SimpleReplayBuffer
 from flowrl.ops.report import training_operators
 from flowrl.ops.rollout import CountRollouts, DropStale
 from flowrl.ops.training_step import TrainingStepsStage
@@ -84,7 +84,7 @@ def replay_for_on_policy(plan: CheckedPlan) -> Iterator[PlanProblem]:
         if len(on_policy) < len(plan.trained_by(operator)) or isinstance(operator, ApplyGradients):
             continue  # the buffer may have only the rows of the other policies
         for stage in feeding:
-            if isinstance(stage, ReplayStage):
+            if isinstance(stage, ReplayStage) and not isinstance(stage.buffer, SimpleReplayBuffer):
                 yield PlanProblem(
                     "replay_for_on_policy",
                     stage.line,

@@ -91,12 +91,13 @@ class FlatParameters:
             end = start + parameter.numel()
             gradient = by_name.get(name)
             if gradient is not None:
-                if tuple(gradient.shape) != tuple(parameter.shape):
+                tensor = torch.as_tensor(gradient).detach()
+                if tensor.shape != parameter.shape:
                     raise ValueError(
-                        f"the gradient of {name!r} has the shape {tuple(gradient.shape)}, the "
+                        f"the gradient of {name!r} has the shape {tuple(tensor.shape)}, the "
                         f"parameter {tuple(parameter.shape)}"
                     )
-                _piece(vector[start:end], parameter).copy_(torch.as_tensor(gradient))
+                _piece(vector[start:end], parameter).copy_(tensor)
             start = end
         return vector.numpy()
 

@@ -62,9 +62,14 @@ def learn(
     rules = rules.with_defaults(config)
     total = total or rules.env_steps
     algorithm.workers.local_worker()  # raises errors of environments before files are written
+    previous = algorithm.workers.global_vars["total_timesteps"]
     if total is not None:
         algorithm.workers.set_total_timesteps(total)
-    algorithm.check_start()
+    try:
+        algorithm.check_start()
+    except ConfigError:
+        algorithm.workers.set_total_timesteps(previous)
+        raise
     reached = reached_limit(algorithm, rules, path if resume else None)
     if reached is not None:
         print(f"already reached: {reached}; pass a larger total_timesteps or limit")

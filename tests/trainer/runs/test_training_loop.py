@@ -553,6 +553,30 @@ def test_leaving_the_debugger_ends_the_run_like_ctrl_c(tmp_path, capsys):
     assert (tmp_path / "r" / "checkpoints" / "000002").is_dir()
 
 
+class QuitInStep(gym.Env):
+    """Its code stops in the debugger, which the user leaves in the 100th step."""
+
+    observation_space = gym.spaces.Box(0, 1, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+    steps = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 100:
+            raise BdbQuit
+        return np.zeros(1, np.float32), 0.0, self.steps % 10 == 0, False, {}
+
+
+def test_leaving_the_debugger_in_an_environment_ends_the_run(tmp_path):
+    with A2C(QuitInStep, **SMALL) as algorithm, pytest.raises(KeyboardInterrupt):
+        algorithm.learn(6400, run_dir=tmp_path / "r", progress=False)
+    assert (tmp_path / "r" / "checkpoints").is_dir()
+
+
 class FailInTraining(DefaultCallbacks):
     """Fails in the second iteration."""
 

@@ -19,7 +19,7 @@ def test_state_of_a_hanging_worker_is_left_out_and_not_waited_for_again(ray_sess
         caplog.set_level(logging.WARNING, "flowrl")
         os.kill(pids[0], signal.SIGSTOP)
         try:
-            for problem in ("no answer in 2 s", "has not answered an earlier request either"):
+            for problem in ("no answer in 2 s", "has not answered an earlier call either"):
                 caplog.clear()
                 first, second = workers.state_dict()["remote"]
                 assert first is None

@@ -1,0 +1,158 @@
+"""Calls on a WorkerSet's remote workers: get and send states, change environments."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from flowrl.iter import ray_health
+from flowrl.iter.ray_runtime import death_errors
+from flowrl.iter.recovery import ConstructorError, original_error
+from flowrl.sampling.rollout_worker import RolloutWorker
+from flowrl.sampling.weight_sync import restart_worker, resume_worker
+
+T = TypeVar("T")
+log = logging.getLogger("flowrl")
+CALL_TIMEOUT_S = 15.0  # limit for the remote workers to answer a call
+SLOW_TIMEOUT_S = 60.0  # the same for workers that have answered late
+
+
+def send_states(workers: Any, states: list[dict[str, Any] | None]) -> int:
+    """Send loaded states to the remote workers, and wait.
+
+    Workers that have died are replaced, if the settings allow it; otherwise the plan reports them
+    at its next pull.
+
+    Args:
+        workers: the WorkerSet.
+        states: state of each remote worker; None for one that starts new episodes.
+
+    Returns:
+        number of episodes that could not be resumed.
+    """
+    refs = [_send_state(workers, index, state) for index, state in enumerate(states)]
+    restarted = 0
+    for index, (ref, state) in enumerate(zip(refs, states, strict=True)):
+        restarts = _restarted_episodes(index, ref)
+        steps = dict(workers.env_steps_by_worker), workers.env_steps_of_removed_workers
+        for _ in range(workers.config.recovery.max_identical_deaths):
+            if restarts is not None or not workers.replace(index):
+                break
+            restarts = _restarted_episodes(index, _send_state(workers, index, state))
+        if state is not None:  # the new worker continues to count
+            workers.env_steps_by_worker, workers.env_steps_of_removed_workers = steps
+        restarted += restarts or 0
+    if restarted:
+        log.warning("%d episodes of remote workers could not be resumed", restarted)
+    return restarted
+
+
+def _send_state(workers: Any, index: int, state: dict[str, Any] | None) -> Any:
+    """Send a loaded state to a remote worker; return the ref of `_restarted_episodes`."""
+    worker = workers.remote_workers()[index]
+    if state is None:
+        workers.weight_sync.forget(index)
+        return worker.apply.remote(restart_worker)
+    payload = workers.take_weights(index)
+    if RolloutWorker.versions_in(state) != workers.weight_sync.versions():
+        workers.weight_sync.forget(index)  # its next request carries the newest weights
+    return worker.apply.remote(resume_worker, payload, state)
+
+
+def _restarted_episodes(index: int, ref: Any) -> int | None:
+    """Return the reply to a state: the number of episodes that begin again; None if the worker has
+    died."""
+    died: tuple[type[Exception], ...] = (*death_errors(), ConstructorError)
+    try:
+        return int(ray_health.get(ref))
+    except died as error:
+        log.warning("worker %d has died (%s)", index + 1, type(error).__name__)
+        return None
+
+
+class WorkerCalls:
+    """Calls functions on all remote workers, and does not wait long for one that hangs.
+
+    A worker answers after the fragments that were requested before. One that does not answer in
+    time is not called again until it has answered. Then it was not hanging, and has more time.
+
+    Args:
+        timeout_s: limit for all workers to answer; at most 60.
+    """
+
+    def __init__(self, timeout_s: float):
+        self._timeout_s = min(timeout_s, SLOW_TIMEOUT_S)
+        self._late: list[tuple[Any, Any]] = []  # (actor, ref of its answer) without an answer
+        self._slow: list[Any] = []  # actors that have answered late
+
+    def get_states(self, actors: Sequence[Any]) -> list[dict[str, Any] | None]:
+        """Return the sampling state of each worker; None for one without an answer."""
+        warning = "returned no state; resuming from this checkpoint starts new episodes there"
+        return self._call(actors, RolloutWorker.sampling_state_dict, warning, raises=False)
+
+    def foreach_env(self, actors: Sequence[Any], fn: Callable[[Any], T]) -> list[list[T]]:
+        """Return fn(environment) for each environment of each worker; an empty list for a worker
+        without an answer."""
+        warning = "did not call the function of foreach_env"
+        results = self._call(actors, lambda worker: worker.foreach_env(fn), warning, raises=True)
+        return [[] if result is None else result for result in results]
+
+    def _call(
+        self, actors: Sequence[Any], fn: Callable[..., Any], warning: str, raises: bool
+    ) -> list[Any]:
+        """Return fn(worker) of each worker; None for one that has died or does not answer.
+
+        Args:
+            actors: the workers.
+            fn: the function.
+            warning: text about a worker without an answer.
+            raises: raise exceptions of the function; False: the answer is None.
+        """
+        import ray
+
+        for actor, ref in list(self._late):
+            if ray.wait([ref], timeout=0)[0]:
+                self._late.remove((actor, ref))
+                self._slow.append(actor)
+        self._slow = [actor for actor in self._slow if _is_in(actor, actors)]  # not replaced
+        hanging = [actor for actor, _ in self._late]
+        refs = [None if _is_in(actor, hanging) else actor.apply.remote(fn) for actor in actors]
+        answers, started = [], time.monotonic()
+        for number, (actor, ref) in enumerate(zip(actors, refs, strict=True), start=1):
+            answer, problem = None, "it has not answered an earlier call either"
+            limit = SLOW_TIMEOUT_S if _is_in(actor, self._slow) else self._timeout_s
+            if ref is not None:
+                try:
+                    left = max(0.0, started + limit - time.monotonic())
+                    answer = ray.get(ref, timeout=left)
+                    problem = ""
+                except ray.exceptions.GetTimeoutError:
+                    self._late.append((actor, ref))
+                    problem = f"no answer in {limit:g} s; if it hangs, sample_timeout_s replaces it"
+                except death_errors() as error:
+                    problem = repr(error)
+                except Exception as error:
+                    if raises:
+                        is_remote = isinstance(error, ray.exceptions.RayTaskError)
+                        raise (original_error(error) if is_remote else error) from None
+                    problem = repr(error)
+            if problem:
+                log.warning("worker %d %s (%s)", number, warning, problem)
+            answers.append(answer)
+        return answers
+
+
+def _is_in(actor: Any, actors: Sequence[Any]) -> bool:
+    return any(actor is other for other in actors)
+
+
+def env_steps_in(state: dict[str, Any]) -> int:
+    """Return the number of env steps of all workers in the state of a WorkerSet, including removed
+    workers. For a worker without a state, it is the number that the plan counted."""
+    steps = int(state["env_steps_of_removed_workers"])
+    for index, worker in enumerate(state["remote"] or [state["local"]]):
+        counted = state["env_steps_by_worker"].get(index, 0)
+        steps += counted if worker is None else RolloutWorker.env_steps_in(worker)
+    return steps
