@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from flowrl.iter import ray_health
 from flowrl.iter.ray_runtime import death_errors
-from flowrl.iter.recovery import ConstructorError, original_error
+from flowrl.iter.recovery import STARTING_S, ConstructorError, original_error
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.weight_sync import restart_worker, resume_worker
 
@@ -76,7 +76,8 @@ class WorkerCalls:
     """Calls functions on all remote workers, and does not wait long for one that hangs.
 
     A worker answers after the fragments that were requested before. One that does not answer in
-    time is not called again until it has answered. Then it was not hanging, and has more time.
+    time is not called again until it has answered. Then it was not hanging, and has more time. So
+    has a worker that has never answered a call, because its process may be starting.
 
     Args:
         timeout_s: limit for all workers to answer; at most 60.
@@ -86,6 +87,7 @@ class WorkerCalls:
         self._timeout_s = min(timeout_s, SLOW_TIMEOUT_S)
         self._late: list[tuple[Any, Any]] = []  # (actor, ref of its answer) without an answer
         self._slow: list[Any] = []  # actors that have answered late
+        self._started: list[Any] = []  # actors that have answered
 
     def get_states(self, actors: Sequence[Any]) -> list[dict[str, Any] | None]:
         """Return the sampling state of each worker; None for one without an answer."""
@@ -117,17 +119,22 @@ class WorkerCalls:
                 self._late.remove((actor, ref))
                 self._slow.append(actor)
         self._slow = [actor for actor in self._slow if _is_in(actor, actors)]  # not replaced
+        self._started = [actor for actor in self._started if _is_in(actor, actors)]
         hanging = [actor for actor, _ in self._late]
         refs = [None if _is_in(actor, hanging) else actor.apply.remote(fn) for actor in actors]
         answers, started = [], time.monotonic()
         for number, (actor, ref) in enumerate(zip(actors, refs, strict=True), start=1):
             answer, problem = None, "it has not answered an earlier call either"
             limit = SLOW_TIMEOUT_S if _is_in(actor, self._slow) else self._timeout_s
+            if not _is_in(actor, self._started):
+                limit += STARTING_S
             if ref is not None:
                 try:
                     left = max(0.0, started + limit - time.monotonic())
                     answer = ray.get(ref, timeout=left)
                     problem = ""
+                    if not _is_in(actor, self._started):
+                        self._started.append(actor)
                 except ray.exceptions.GetTimeoutError:
                     self._late.append((actor, ref))
                     problem = f"no answer in {limit:g} s; if it hangs, sample_timeout_s replaces it"
