@@ -434,9 +434,8 @@ class TorchPolicy(Policy):
         """Make one optimizer step.
 
         Args:
-            gradients: the gradient [parameters] from `compute_gradients`, whose order is flowrl's
-                own; or gradients by name, as in `model.named_parameters()`, arrays or tensors.
-                Those of parameters that are missing or None are zeros.
+            gradients: the gradient [parameters] from `compute_gradients`; or arrays or tensors by
+                the names of `model.named_parameters()`, zeros for names that are missing or None.
 
         Raises:
             ValueError: there is no such parameter, or a gradient has another shape.

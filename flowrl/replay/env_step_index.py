@@ -203,8 +203,10 @@ class _PolicyRows:
             self._batches.append((first_row, first_row + len(row_ids), start, num_steps))
 
     def overwritten_steps(self, oldest: int) -> np.ndarray:
-        """Return the slots of the steps with a row whose id is below `oldest`; steps of batches
-        without other rows are returned only once."""
+        """Return the slots of the steps with a row whose id is below `oldest`.
+
+        Batches without newer rows are forgotten, so that the next call does not return their steps.
+        """
         found = [np.zeros(0, np.int64)]
         while self._batches and self._batches[0][0] < oldest:
             _, end, start, num_steps = self._batches[0]
