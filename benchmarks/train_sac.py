@@ -2,10 +2,11 @@
 
 All use the same settings: 1 environment, one update of 256 rows per step after 1,000 random steps,
 2x256 ReLU, twin critics, lr 1e-3, gamma .99, tau .005; SAC learns its temperature, starting at 1;
-TD3 updates its actor every second update. Each process has one thread. Measures updates per second
-after step 1,500, including env steps. The entries run alternately; prints medians over the rounds.
+TD3 updates its actor every second update. The libraries have their default numbers of threads, or
+with --one-thread each process has one. Measures updates per second after step 1,500, including env
+steps. The entries run alternately; prints medians over the rounds.
 
-    python benchmarks/train_sac.py [--rounds 5] [--steps 3000] [--only sac td3]
+    python benchmarks/train_sac.py [--rounds 5] [--steps 3000] [--only sac td3] [--one-thread]
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ import sys
 import time
 from typing import Any
 
+ONE_THREAD = "--one-thread" in sys.argv
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ[variable] = "1"
-os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+    os.environ.pop(variable, None)
+    if ONE_THREAD:
+        os.environ[variable] = "1"
+if ONE_THREAD:
+    os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 
 import gymnasium as gym
 import numpy as np
@@ -72,7 +77,8 @@ def peer_run(library: str, plan: str, env: str, steps: int) -> dict[str, Any]:
         import torch
         from stable_baselines3 import SAC, TD3
 
-        torch.set_num_threads(1)
+        if ONE_THREAD:
+            torch.set_num_threads(1)
         extra_arguments = {"ent_coef": "auto", "device": "cpu"}
     made = gym.make(env, disable_env_checker=True)
     if plan == "td3":
@@ -112,7 +118,8 @@ def peer_run(library: str, plan: str, env: str, steps: int) -> dict[str, Any]:
 
 LIBRARIES = ("flowrl", "Stable-Baselines3", "SBX")
 COLUMNS = (
-    "updates/s", "environment", "matrix products", *LIBRARIES, "/ Stable-Baselines3", "/ SBX"
+    "updates/s", "environment", "matrix products", "threads", *LIBRARIES, "/ Stable-Baselines3",
+    "/ SBX",
 )  # fmt: skip
 
 
@@ -122,6 +129,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3_000)
     parser.add_argument("--only", nargs="+", choices=["sac", "td3"], default=["sac", "td3"])
+    parser.add_argument("--one-thread", action="store_true")
     parser.add_argument("--env", choices=ENVS, help=argparse.SUPPRESS)
     parser.add_argument("--one", choices=LIBRARIES, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -148,6 +156,7 @@ def main() -> None:
     for plan in options.only:
         for env in ENVS:
             arguments = ("--only", plan, "--env", env, "--steps", str(options.steps))
+            arguments += ("--one-thread",) * ONE_THREAD
             results = run_alternately(__file__, pythons, options.rounds, *arguments)
             rates = {
                 library: [run["updates"] / run["seconds"] for run in runs]
@@ -155,8 +164,9 @@ def main() -> None:
             }
             (products,) = {str(run["library"]) for run in results["flowrl"]}
             row = {"plan": plan.upper(), "env": env, "rates": rates, "products": products}
+            row["threads"] = "one" if ONE_THREAD else "default"
             row["measured"] = [measured_here(f"{options.rounds} rounds")]
-            figures.add(f"{plan} {env} {processor()}", row)
+            figures.add(f"{plan} {env} {processor()} {row['threads']}", row)
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -164,7 +174,8 @@ def cells(row: dict[str, Any]) -> list[str]:
     ours, *peers = row["rates"].values()
     ratios = [[a / b for a, b in zip(ours, theirs, strict=True)] for theirs in peers]
     rates = [spread(rates, 0) for rates in (ours, *peers)]
-    return [row["plan"], row["env"], row["products"], *rates, *map(spread, ratios)]
+    first = [row[name] for name in ("plan", "env", "products", "threads")]
+    return [*first, *rates, *map(spread, ratios)]
 
 
 if __name__ == "__main__":

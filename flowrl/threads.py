@@ -1,16 +1,20 @@
-"""Limit the threads of numerical libraries in this process."""
+"""Threads of this process: those of numerical libraries, and one for calls in the background."""
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from threadpoolctl import ThreadpoolController
 
 from flowrl.process_usage import num_cores
+
+T = TypeVar("T")
 
 Threads = int | Literal["auto"] | None
 """Number of torch's threads; None changes nothing. "auto" is 1, and in the process of an algorithm
@@ -18,7 +22,8 @@ whose networks have convolutions `num_free_cores`."""
 
 
 def limit_threads(count: Threads) -> None:
-    """Limit torch to `count` threads ("auto": 1), and numpy's BLAS to one thread.
+    """Limit torch to `count` threads ("auto": 1) and numpy's BLAS to one thread. A count above 1
+    allows background calls (see BackgroundCall).
 
     Small networks lose more to synchronizing threads than they gain from them, and the workers of
     one machine share its cores. numpy's threads wait in busy loops, as torch's do: together they
@@ -28,6 +33,7 @@ def limit_threads(count: Threads) -> None:
     if count is None:
         return
     count = 1 if count == "auto" else count
+    allow_background_calls(count > 1)
     ThreadpoolController().limit(limits=1, user_api="blas")
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != count:
@@ -56,3 +62,41 @@ def num_free_cores(num_workers: int) -> int:
     free = max(1, num_cores() - num_workers)
     limit = os.environ.get("OMP_NUM_THREADS", "")
     return min(free, int(limit)) if limit.isdecimal() and int(limit) else free
+
+
+_background_calls_are_allowed = False
+
+
+def allow_background_calls(allowed: bool) -> None:
+    """Let a second thread of this process make the BackgroundCalls, or only their callers."""
+    global _background_calls_are_allowed
+    _background_calls_are_allowed = allowed
+
+
+class BackgroundCall(Generic[T]):
+    """A call that a second thread makes while its caller does other work.
+
+    The caller makes the call itself if the second thread has not begun it when the result is
+    needed, so it never waits for another BackgroundCall. The thread waits without using its core.
+
+    Args:
+        call: a function without arguments. It must not use autograd, whose modes belong to threads.
+        in_background: False leaves the call to the caller, as `allow_background_calls(False)` does.
+    """
+
+    def __init__(self, call: Callable[[], T], in_background: bool = True):
+        self._call = call
+        self._future = None
+        if in_background and _background_calls_are_allowed:
+            self._future = _second_thread().submit(call)
+
+    def result(self) -> T:
+        """Return the result, or raise the error, of the call."""
+        if self._future is None or self._future.cancel():
+            return self._call()
+        return self._future.result()
+
+
+@functools.cache
+def _second_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "flowrl-background-calls")

@@ -28,7 +28,7 @@ from flowrl.policies.models.encoders import has_convolutions
 from flowrl.policies.policy import Policy
 from flowrl.sampling.callbacks import call
 from flowrl.sampling.worker_set import WorkerSet
-from flowrl.threads import limit_threads, num_free_cores
+from flowrl.threads import allow_background_calls, limit_threads, num_free_cores
 from flowrl.trainer.acting import ActsWithPolicies
 from flowrl.trainer.checkpointing import Checkpointing
 from flowrl.trainer.config import AlgorithmConfig
@@ -118,12 +118,15 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         self.setup(config)
 
     def _use_free_cores(self) -> None:
-        """Use all cores that no worker uses for convolutions, if the threads are "auto"."""
+        """Use the cores that no worker uses, if the threads are "auto": all for convolutions, and
+        another one for background calls."""
         if self.config.num_threads_per_process != "auto":
             return
+        num_free = num_free_cores(self.workers.num_workers)
+        allow_background_calls(num_free > 1)
         policies = self.workers.local_worker().policy_map.values()
         if any(has_convolutions(getattr(policy, "model", None)) for policy in policies):
-            limit_threads(num_free_cores(self.workers.num_workers))
+            limit_threads(num_free)
 
     def __repr__(self) -> str:
         env = getattr(self.config.env, "__qualname__", None) or repr(self.config.env)

@@ -1,0 +1,283 @@
+"""Threads of a process: those of torch and numpy, and calls in the background."""
+
+import threading
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from threadpoolctl import threadpool_info, threadpool_limits
+
+from flowrl.algorithms.a2c import A2C, A2CConfig
+from flowrl.algorithms.sac import SACConfig, SACTorchPolicy
+from flowrl.algorithms.td3 import TD3TorchPolicy
+from flowrl.data import SampleBatch
+from flowrl.errors import ConfigError
+from flowrl.policies.learning.kernels import actor_critic
+from flowrl.threads import (
+    BackgroundCall,
+    allow_background_calls,
+    limit_threads,
+    num_free_cores,
+)
+
+
+@pytest.fixture(autouse=True)
+def _callers_make_their_calls():
+    yield
+    allow_background_calls(False)
+
+
+class Images(gym.Env):
+    """An environment whose observations are images."""
+
+    observation_space = gym.spaces.Box(0, 255, (16, 16, 3), np.uint8)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        return self.observation_space.sample(), 0.0, False, False, {}
+
+
+def blas_threads():
+    return {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}
+
+
+def test_threads_are_limited_when_an_algorithm_is_built():
+    before = torch.get_num_threads()
+    config = A2CConfig(env="CartPole-v1")
+    try:
+        torch.set_num_threads(2)
+        with threadpool_limits(2, "blas"):
+            config.resources(num_threads_per_process=None).build()
+            assert (torch.get_num_threads(), blas_threads()) == (2, {2})
+            config.resources(num_threads_per_process=1).build()
+            assert (torch.get_num_threads(), blas_threads()) == (1, {1})
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_only_torch_has_several_threads():
+    """Threads of two libraries, which wait in busy loops, would take each other's cores."""
+    before = torch.get_num_threads()
+    config = A2CConfig(env="CartPole-v1")
+    try:
+        with threadpool_limits(2, "blas"):
+            config.resources(num_threads_per_process=2).build()
+            assert (torch.get_num_threads(), blas_threads()) == (2, {1})
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("env", "num_workers", "expected"),
+    [
+        ("CartPole-v1", 0, ["auto"]),
+        (Images, 0, ["auto", 8]),
+        (Images, 3, ["auto", 5]),
+        (Images, 20, ["auto", 1]),
+    ],
+)
+def test_convolutions_use_the_cores_that_no_worker_uses(env, num_workers, expected, monkeypatch):
+    limits = []
+    monkeypatch.setattr("flowrl.threads.num_cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("flowrl.trainer.algorithm.limit_threads", limits.append)
+    settings = {"horizon": 5, "train_batch_size": 8, "seed": 0}
+    with A2CConfig(env=env, num_workers=num_workers, **settings).build() as algorithm:
+        monkeypatch.setattr(type(algorithm.plan), "__next__", lambda plan: {})  # starts no workers
+        with pytest.raises(ConfigError, match="must end in"):
+            algorithm.train()
+    assert limits == expected
+
+
+def test_resumed_algorithm_uses_the_free_cores(monkeypatch, tmp_path):
+    limits = []
+    monkeypatch.setattr("flowrl.trainer.algorithm.num_free_cores", lambda num_workers: 3)
+    monkeypatch.setattr("flowrl.trainer.algorithm.limit_threads", limits.append)
+    settings = {"horizon": 5, "train_batch_size": 8, "rollout_fragment_length": 4, "seed": 0}
+    with A2CConfig(env=Images, **settings).build() as algorithm:
+        algorithm.train()
+        algorithm.train()
+        algorithm.save(tmp_path / "checkpoint")
+    with A2C.from_checkpoint(tmp_path / "checkpoint", env=Images) as algorithm:
+        algorithm.train()
+    assert limits == ["auto", 3, "auto", 3]
+
+
+@pytest.mark.parametrize(("value", "expected"), [("2", 2), ("16", 8), ("0", 8), ("x", 8)])
+def test_free_cores_are_limited_by_the_environment(value, expected, monkeypatch):
+    monkeypatch.setattr("flowrl.threads.num_cores", lambda: 8)
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert num_free_cores(0) == expected
+
+
+@pytest.mark.slow
+def test_threads_are_limited_on_workers(ray_session):
+    config = A2CConfig(env="CartPole-v1", num_workers=1).resources(num_threads_per_process=2)
+
+    def threads(worker):
+        np.ones((8, 8)) @ np.ones((8, 8))
+        return torch.get_num_threads(), sorted(blas_threads())
+
+    with config.build() as algorithm:
+        limit_threads(1)
+        _, remote = algorithm.workers.foreach_worker(threads)
+    limit_threads(1)
+    assert remote == (2, [1])
+
+
+@pytest.mark.parametrize(
+    ("threads", "num_workers", "expected"),
+    [("auto", 0, True), ("auto", 6, True), ("auto", 7, False), (1, 0, False), (2, 7, True)],
+)
+def test_free_core_allows_background_calls(threads, num_workers, expected, monkeypatch):
+    monkeypatch.setattr("flowrl.threads.num_cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    config = SACConfig(env="Pendulum-v1", num_workers=num_workers, num_threads_per_process=threads)
+    try:
+        with config.build() as algorithm:
+            monkeypatch.setattr(type(algorithm.plan), "__next__", lambda plan: {})
+            with pytest.raises(ConfigError, match="must end in"):
+                algorithm.train()
+            call = BackgroundCall(threading.current_thread)
+            wait_until_begun(call)
+            assert (call.result() is not threading.current_thread()) == expected
+    finally:
+        torch.set_num_threads(before)
+
+
+def wait_until_begun(call):
+    """Wait until the second thread has begun a call, if it makes it at all."""
+    begun = BackgroundCall(lambda: None)  # the second thread makes calls in their order
+    if begun._future is not None:
+        begun._future.result()
+
+
+def test_background_call_runs_in_a_second_thread():
+    allow_background_calls(True)
+    first, second = BackgroundCall(threading.current_thread), BackgroundCall(dict)
+    wait_until_begun(second)
+    assert first.result() is not threading.current_thread()
+    assert second.result() == {}
+
+
+def test_caller_makes_the_call_if_the_second_thread_is_busy():
+    allow_background_calls(True)
+    release = threading.Event()
+    busy = BackgroundCall(lambda: release.wait(60))
+    call = BackgroundCall(threading.current_thread)
+    assert call.result() is threading.current_thread()
+    release.set()
+    assert busy.result()
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_caller_makes_calls_that_are_not_for_the_background(allowed):
+    allow_background_calls(allowed)
+    call = BackgroundCall(threading.current_thread, in_background=not allowed)
+    assert call.result() is threading.current_thread()
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_error_of_a_background_call_is_raised(allowed):
+    allow_background_calls(allowed)
+    with pytest.raises(ZeroDivisionError):
+        BackgroundCall(lambda: 1 / 0).result()
+
+
+OBS, BOX = spaces.Box(-1, 1, (3,), np.float32), spaces.Box(-2, 2, (2,), np.float32)
+POLICIES = {
+    "sac": (SACTorchPolicy, {}),
+    "sac, fixed temperature": (SACTorchPolicy, {"target_entropy": None}),
+    "sac, one critic": (SACTorchPolicy, {"twin_q": False}),
+    "td3": (TD3TorchPolicy, {}),
+}
+
+
+def make_policy(case):
+    policy_class, settings = POLICIES[case]
+    return policy_class(OBS, BOX, {"seed": 0, "model": {"fcnet_hiddens": [16, 8]}, **settings})
+
+
+def rows(seed, count=32):
+    rng = np.random.default_rng(seed)
+
+    def floats(*shape):
+        return rng.uniform(-1, 1, shape).astype(np.float32)
+
+    return SampleBatch(
+        obs=floats(count, 3),
+        new_obs=floats(count, 3),
+        actions=floats(count, 2),
+        rewards=floats(count),
+        terminateds=rng.random(count) < 0.2,
+        weights=rng.random(count).astype(np.float32),
+    )
+
+
+@pytest.mark.parametrize("case", POLICIES)
+def test_updates_are_identical_in_one_thread_and_in_two(case, monkeypatch):
+    monkeypatch.setattr(actor_critic, "MIN_BACKGROUND_SIZE", 0)
+    results, threads = [], set()
+    for allowed in (False, True):
+        allow_background_calls(allowed)
+        policy = make_policy(case)
+        kernel = policy.learner.kernel
+
+        def actor_loss(obs, noise, make=kernel._actor_loss):
+            threads.add(threading.current_thread())
+            return make(obs, noise)
+
+        monkeypatch.setattr(kernel, "_actor_loss", actor_loss)
+        stats = [policy.learn_on_minibatches(rows(seed)) for seed in range(20)]
+        results.append((policy.get_weights(), stats))
+    (weights, stats), (weights_of_two, stats_of_two) = results
+    assert len(threads) == 2
+    assert stats == stats_of_two
+    assert weights.keys() == weights_of_two.keys()
+    for name, weight in weights.items():
+        np.testing.assert_array_equal(weight, weights_of_two[name])
+
+
+def test_small_updates_stay_in_one_thread(monkeypatch):
+    allow_background_calls(True)
+    kernel, threads = make_policy("sac").learner.kernel, set()
+    actor_loss = kernel._actor_loss
+
+    def recorded(obs, noise):
+        threads.add(threading.current_thread())
+        return actor_loss(obs, noise)
+
+    monkeypatch.setattr(kernel, "_actor_loss", recorded)
+    kernel(kernel._policy.tensors(rows(0)))
+    assert threads == {threading.current_thread()}
+
+
+def test_failed_update_leaves_no_call_in_the_background(monkeypatch):
+    """A call that still ran would write into the gradient of the next update."""
+    monkeypatch.setattr(actor_critic, "MIN_BACKGROUND_SIZE", 0)
+    allow_background_calls(True)
+    kernel = make_policy("sac").learner.kernel
+    begun, release, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def actor_loss(obs, noise):
+        begun.set()
+        release.wait(60)
+        ended.set()
+        return 0.0, {}
+
+    def failing_loss(*arguments):
+        assert begun.wait(60)
+        threading.Timer(0.1, release.set).start()
+        raise MemoryError
+
+    monkeypatch.setattr(kernel, "_actor_loss", actor_loss)
+    monkeypatch.setattr(kernel, "_critic_loss", failing_loss)
+    with pytest.raises(MemoryError):
+        kernel(kernel._policy.tensors(rows(0)))
+    assert ended.is_set()
