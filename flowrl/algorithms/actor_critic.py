@@ -19,7 +19,7 @@ from flowrl.policies.models.actor_critic import ActorCritic
 from flowrl.policies.models.base import ModelV2
 from flowrl.policies.schedules import Schedule, initial_value
 from flowrl.policies.target_network import TargetNetworkPolicy
-from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
+from flowrl.policies.torch_policy import TensorBatch
 from flowrl.seeding import random_stream
 from flowrl.settings import Count, Fraction, NonNegativeInt, Positive
 from flowrl.trainer.config import AlgorithmConfig
@@ -153,7 +153,7 @@ class ActorCriticPolicy(TargetNetworkPolicy):
             if model.vf_share_layers:
                 raise ConfigError(
                     f"{setting}.vf_share_layers: the actor and the critics of {name} are separate "
-                    "networks: set it to None, with several policies in the config of the "
+                    "networks: set it to None; with several policies, set it in the config of the "
                     "PolicySpec"
                 )
             model.check_no_memory(name, setting)
@@ -218,7 +218,7 @@ class ActorCriticPolicy(TargetNetworkPolicy):
         self, input_dict: dict[str, Any], explore: bool
     ) -> tuple[Any, list[np.ndarray], dict[str, np.ndarray]]:
         actions, states, extra = super()._act(input_dict, explore)
-        if type(self).extra_action_out is TorchPolicy.extra_action_out:
+        if not self.has_own_columns:
             extra = {}  # the loss reads no other columns
         return actions, states, extra
 

@@ -30,7 +30,7 @@ from flowrl.policies.models.torso import TorsoNetwork
 from flowrl.policies.q_values import QValues, TDLoss
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.target_network import TargetNetworkPolicy
-from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
+from flowrl.policies.torch_policy import TensorBatch
 from flowrl.policies.views import find_input_problem
 from flowrl.settings import (
     Count,
@@ -178,17 +178,13 @@ class DQNTorchPolicy(TargetNetworkPolicy):
                 return exploration.act_on_values(scores, is_random, self), [], {}
         with self._seeded():
             scores, states = self._computed(self._greedy_scores, input_dict)
-        extra = {} if self._has_no_extra else self.extra_action_out(input_dict, states, scores)
+        has_own = self.has_own_columns
+        extra = self.extra_action_out(input_dict, states, scores) if has_own else {}
         if not explore:
             return scores.argmax(1), states, extra
         if is_random is None:
             is_random = exploration.draw_random_rows(len(scores), self)
         return exploration.act_on_values(scores, is_random, self), states, extra
-
-    @cached_property
-    def _has_no_extra(self) -> bool:
-        """Whether no subclass records more columns with the actions."""
-        return type(self).extra_action_out is TorchPolicy.extra_action_out
 
     @cached_property
     def _skips_network(self) -> bool:
@@ -198,7 +194,7 @@ class DQNTorchPolicy(TargetNetworkPolicy):
         actions; the network of a user or of a subclass may.
         """
         return (
-            self._has_no_extra
+            not self.has_own_columns
             and type(self.model) is TorsoNetwork
             and type(self.q_function) in (QValues, CategoricalQ)
             and type(self)._greedy_scores is DQNTorchPolicy._greedy_scores

@@ -209,9 +209,11 @@ class MARWILTorchPolicy(TorchPolicy):
 
     def apply_gradients(self, gradients: np.ndarray | Mapping[str, Any]) -> None:
         """See TorchPolicy; also updates `mean_square` if this policy computed gradients."""
+        num_updates = self.learner.num_updates
         super().apply_gradients(gradients)
-        if self._squares:
+        if self._squares and self.learner.num_updates > num_updates:
             self._update_mean_square()
+        self._squares = []
 
     def _update_mean_square(self) -> None:
         rows = sum(count for _, count in self._squares)

@@ -105,7 +105,8 @@ class PPOTorchPolicy(KLPenalty, OnPolicyPolicy):
         batch_stats = {} if batch is None else self.batch_stats(batch)
         if self.kl_coeff:
             kl = self.learner.mean_over_group(batch_stats.get("kl"))
-            self.adapt_kl_coeff(kl or 0.0)
+            if kl is not None:  # it is None if no process of the group had rows
+                self.adapt_kl_coeff(kl)
         clip = self.scheduled(self.config.clip_param)
         return {**batch_stats, "cur_kl_coeff": self.kl_coeff, "cur_clip_param": clip}
 

@@ -207,8 +207,8 @@ class VTracePolicy(TorchPolicy):
     ) -> tuple[Any, list[np.ndarray], dict[str, np.ndarray]]:
         """Compute actions; skip values where they cost extra, because the learner recomputes
         them."""
-        has_own_columns = type(self).extra_action_out is not TorchPolicy.extra_action_out
-        if not acts_by_numpy(self.acting_model) or set(input_dict) != {"obs"} or has_own_columns:
+        reads_obs_only = set(input_dict) == {"obs"}
+        if self.has_own_columns or not (acts_by_numpy(self.acting_model) and reads_obs_only):
             return super()._act(input_dict, explore)
         actions, states, extra = self._act_by_numpy(input_dict, explore)
         return actions, states, {"action_logp": extra["action_logp"]}

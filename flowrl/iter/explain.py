@@ -96,7 +96,7 @@ def as_json(stage: Stage, profiler: Profiler | None = None) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of an operator's `extra_stats` as JSON has it: numpy's numbers as numbers."""
+    """Return a value of an operator's `extra_stats` for JSON: numbers of numpy as numbers."""
     return value.item() if getattr(value, "size", None) == 1 else str(value)
 
 

@@ -112,10 +112,10 @@ class GatherSync(Gather):
             refs = [ref for shard in self.states for ref in shard.requests]
             replies = self._fetch_all(refs) if block else None
             if replies is None:
-                replies = [None] * len(refs)
                 ready = set(self._wait(for_all=True) if block else ready_refs(refs) if refs else [])
                 refs = [ref for ref in refs if ref in ready]
-            for ref, reply in zip(refs, replies, strict=False):
+                replies = [None] * len(refs)
+            for ref, reply in zip(refs, replies, strict=True):
                 index = self._in_flight[ref].shard.index
                 for item in self._receive(ref, reply):
                     self._round[index] = item

@@ -103,7 +103,7 @@ class JournalWriter:
 
     Args:
         path: the file; created by the first `flush`.
-        about: what a replay must know of the run: names and simple values.
+        about: facts about the run for its replay: names and simple values.
     """
 
     replays = False

@@ -132,8 +132,7 @@ class ParallelIterator(Generic[T]):
         Raises:
             ValueError: `num_partitions` is below 1, or the shards are rollout workers.
         """
-        if num_partitions < 1:
-            raise ValueError(f"repartition: num_partitions must be >= 1, got {num_partitions}")
+        check_int("repartition: num_partitions", num_partitions, 1)
         if any(shard.pool.keeps_state for shard in self._shards):
             raise ValueError(
                 f"repartition: {self.name} cannot be repartitioned, because its episodes, counters "

@@ -69,10 +69,11 @@ class _Watch:
 
     def has_raylet_ended(self) -> bool:
         """Return whether the process of the raylet is known to have ended."""
-        if self._raylet_exit is None:
+        exit_event = self._raylet_exit  # another thread may close it
+        if exit_event is None:
             return False
         poll = select.poll()  # select() refuses file descriptors above 1023
-        poll.register(self._raylet_exit, select.POLLIN)
+        poll.register(exit_event, select.POLLIN)
         return bool(poll.poll(0))
 
     def close(self) -> None:

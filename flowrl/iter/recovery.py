@@ -85,6 +85,10 @@ class ConstructorError(Exception):
     actor_init_failed = True  # as in Ray's ActorDiedError
 
 
+REMOTE_TRACEBACK = "Traceback in the worker:"
+"""Begins the note of an exception that has its traceback in another process."""
+
+
 class PendingRequest(NamedTuple):
     """A request in flight; `mark` is RequestLimit.mark() when it was sent, None without a limit."""
 
@@ -97,8 +101,9 @@ class PendingRequest(NamedTuple):
 def original_error(error: Any) -> BaseException:
     """Return the exception of a remote call, with its own type, for a RayTaskError.
 
-    The RayTaskError itself is returned if the exception could not be pickled, or if it reports the
-    death of another actor, which the code of the call used.
+    A note of the exception has the traceback in the other process. The RayTaskError itself is
+    returned if the exception could not be pickled, or if it reports the death of another actor,
+    which the code of the call used.
     """
     from ray.exceptions import RayTaskError
 
@@ -106,7 +111,11 @@ def original_error(error: Any) -> BaseException:
     another_died = is_death(cause) and not isinstance(cause, ConstructorError)
     if type(cause) in (RayTaskError, str) or another_died:
         return error
-    return cause  # the notes of the exception hold the traceback
+    notes = getattr(cause, "__notes__", [])
+    if not any(note.startswith(REMOTE_TRACEBACK) for note in notes):
+        text = f"{REMOTE_TRACEBACK}\n{str(error).rstrip()}"
+        vars(cause)["__notes__"] = [text, *notes]  # the first note, as of `serve_remote`
+    return cause
 
 
 def is_death(error: BaseException) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from flowrl.iter.errors import ENGINE_DIR, strip_origin
+from flowrl.iter.recovery import REMOTE_TRACEBACK
 from flowrl.iter.shard_stream import PartitionedStream, Reply, ShardRequest, ShardStream
 
 U = TypeVar("U")
@@ -65,7 +66,7 @@ def _with_traceback(function: Callable[..., Reply], *args: Any) -> Reply:
         text = "".join(traceback.format_list(frames))
         exception = f"{type(error).__name__}: {error}"
         # the first note, so that those that say where it happened follow the exception
-        notes = [f"Traceback in the worker:\n{text}{exception}", *getattr(error, "__notes__", [])]
+        notes = [f"{REMOTE_TRACEBACK}\n{text}{exception}", *getattr(error, "__notes__", [])]
         vars(error)["__notes__"] = notes
         _make_portable(error)
         raise

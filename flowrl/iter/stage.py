@@ -62,7 +62,7 @@ class Stage:
     state_fields: ClassVar[Fields] = {"items": Natural}
     has_state = True  # False: not in saved state, a restored plan may add or lack the stage
     resumable = True  # False: its position is not saved, a restored plan starts it again
-    is_asynchronous = False  # True: the order of its items depends on when they arrive
+    is_asynchronous = False  # True: a recorded run needs a journal of the order of its items
     journal: Journal | None = None  # of the plan; set before `start`
     _item_sources: tuple[Source, ...] | None = None  # see `sources`; None: those of the parent
 
@@ -113,7 +113,7 @@ class Stage:
         return any(parent.can_return_not_ready() for parent in self.parents)
 
     def start(self, seed: str | None) -> None:
-        """Prepare the stage; called once before the first pull.
+        """Prepare the stage; called once before the first pull, of stages with `has_state`.
 
         Args:
             seed: seed of this stage, derived from the seed of the plan; None without one.

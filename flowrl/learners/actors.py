@@ -10,6 +10,7 @@ from typing import Any
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import Source, ray_health
 from flowrl.iter.ray_runtime import actor_class, death_errors, leave_ray, start_ray
+from flowrl.iter.recovery import original_error
 from flowrl.learners.learner import (
     Batch,
     Learner,
@@ -197,7 +198,9 @@ class LearnerGroup(Learner):
                 self._kill_actors()  # the others wait for the dead one
                 cause = getattr(error, "cause", error)
                 died = isinstance(cause, (*death_errors(), ProcessGroupError))
-                if not died or attempt + 1 == MAX_ATTEMPTS or self._stopped:
+                if not died:
+                    raise original_error(error) from None
+                if attempt + 1 == MAX_ATTEMPTS or self._stopped:
                     raise cause from None
                 log.warning("a learner died; restarting all %d: %s", self.num_learners, cause)
                 self._restarts += 1
@@ -246,7 +249,7 @@ class LearnerGroup(Learner):
         elif versions != self._actor_versions:
             state = ray.put(learning_state(self._policies()))
             loads = [actor.set_learning_state.remote(state) for actor in self._actors]
-        self._actor_versions = versions
+        self._actor_versions = {}  # unknown until the update of the actors was loaded
         return loads
 
     def _start_actors(self) -> None:
@@ -271,6 +274,9 @@ class LearnerGroup(Learner):
             actor.remote(policies_ref, rank, self.num_learners, address, device, threads)
             for rank in range(self.num_learners)
         ]
+        if self._stopped:  # in the meantime, by another thread
+            self._kill_actors()
+            raise RuntimeError("the learners were stopped")
 
     def _kill_actors(self) -> None:
         import ray

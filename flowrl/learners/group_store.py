@@ -13,8 +13,8 @@ class GroupStore:
     have. Members may join only the newest group.
 
     Args:
-        address: (host, port) of the server; with the port 0, this process becomes the server, at a
-            free port.
+        address: (host, port) of the server. The port 0 starts a server in this process, on a free
+            port.
 
     Attributes:
         address: (host, port) of the server.

@@ -43,7 +43,8 @@ class PolicyUpdate:
     """Report of a training step of one policy: all passes over one batch.
 
     Attributes:
-        stats: statistics, means over the minibatches of the last pass.
+        stats: statistics, means over the minibatches of the last pass; with `policy_lags`, also
+            their mean and maximum.
         rows: rows that the policy learned from.
         replayed_rows: how many of them were drawn from a replay buffer.
         policy_lags: for each fragment that the rows come from, the number of optimizer steps made
@@ -65,7 +66,7 @@ class PolicyUpdate:
 
     @classmethod
     def of(cls, rows: SampleBatch, stats: Mapping[str, Any], where: str) -> PolicyUpdate:
-        """Return the report of an update from rows with statistics of the user.
+        """Return the report of an update by the user's code, from its rows and statistics.
 
         Raises:
             TypeError: a statistic is not a number; the message starts with `where`.

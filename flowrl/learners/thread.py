@@ -202,7 +202,7 @@ class LearnerThread:
             journal: records or replays the plan. In a replay there is no thread: the plan's own
                 thread makes each step when the plan observes its result.
         """
-        if self._stopping and self._thread is not None:
+        if self._thread is not None and (self._stopping or not self._thread.is_alive()):
             self._thread.join()
             self._thread = None
         if self._thread is None:
@@ -308,14 +308,16 @@ class LearnerThread:
         buffer, journal = self._minibatches, self._journal
         room = max(buffer.size - len(buffer), 0)  # a saved buffer may exceed the size of this one
         most = min(room, self.inqueue.qsize())
-        if journal is not None and journal.replays:
+        is_replay = journal is not None and journal.replays
+        if journal is not None and is_replay:
             most = journal.learner_log.observe("batches taken", 0, expected=1)
         num_taken = 0
         while num_taken < most and not self.inqueue.empty():
             buffer.put(self.inqueue.get_nowait())
             num_taken += 1
-        self._check_replayed(num_taken == most)
-        if journal is not None and len(buffer) and not journal.replays:
+        if is_replay:
+            self._check_replayed(num_taken == most)
+        elif journal is not None and len(buffer):
             journal.learner_log.observe("batches taken", num_taken, expected=1)
         self._has_taken = bool(len(buffer))
         return self._has_taken

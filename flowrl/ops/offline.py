@@ -206,6 +206,7 @@ class ReadStage(Stage):
         # a part is read at once: a file, or a group of episodes of a Minari dataset
         self._parts: list[Any] = []  # still to read in this pass
         self._parts_read = 0  # in this pass
+        self._passes_ended = 0  # in the running pull
         self._rows = SampleBatch()  # of the current part, shuffled
         self._position = 0  # in these rows
         self._loaded: dict[str, Any] | None = None  # a state that the next pull restores
@@ -241,12 +242,15 @@ class ReadStage(Stage):
     def _next_batch(self) -> SampleBatch:
         if self._loaded is not None:
             self._restore_position(self._loaded)
-        before = self._position_state()
+        before, self._passes_ended = self._position_state(), 0
         try:
-            return self._read_batch()
+            batch = self._read_batch()
         except BaseException:
             self._loaded = before  # the next pull reads the same rows again
             raise
+        if self._passes_ended:
+            _get_shared_metrics().counters["num_passes_over_data"] += self._passes_ended
+        return batch
 
     def _read_batch(self) -> SampleBatch:
         slices, needed = [], self.batch_size
@@ -268,19 +272,16 @@ class ReadStage(Stage):
         """
         num_empty = 0
         while True:
-            pass_ended = False
             if not self._parts:
                 if self._parts_read and num_empty == self._parts_read:
                     raise OfflineDataError(
                         f"{self.source}: there are no rows of policy {self.source.policy_id!r}"
                         f"{self.source.describe_other_policies()}"
                     )
-                pass_ended = bool(self._parts_read)
+                self._passes_ended += bool(self._parts_read)
                 self._start_pass()
                 num_empty = 0
             self._load_next_part()
-            if pass_ended:  # counted after the read, which may fail and be repeated
-                _get_shared_metrics().counters["num_passes_over_data"] += 1
             if self._rows.count:
                 return
             num_empty += 1

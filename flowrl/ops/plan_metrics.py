@@ -143,7 +143,8 @@ class PlanMetrics:
         self._names[name] = operator
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next report has to count."""
+        """Return the metrics since the last report, and the newest info of each operator that
+        trains."""
         return {
             "new_episodes": [[worker, list(episode)] for worker, episode in self.new_episodes],
             "num_new_episodes": self.num_new_episodes,

@@ -101,6 +101,7 @@ class TrainOnWorkersStage(Stage):
         self._members: list[tuple[int, int]] = []  # (worker, restart count) in the group
         self._is_new_group = False  # it has not completed a round
         self._group_failures = 0  # since the last round
+        self._uncounted_restarts = 0  # of the group, also outside of a pull
         self._failed_shard: ShardFailedError | None = None
 
     def start(self, seed: str | None) -> None:
@@ -151,10 +152,17 @@ class TrainOnWorkersStage(Stage):
 
     def _restart_group(self) -> None:
         assert self._store is not None
-        _get_shared_metrics().counters["num_group_restarts"] += 1
+        self._uncounted_restarts += 1
         self._form_group(self._store)
 
     def pull(self, block: bool) -> Any:
+        try:
+            return self._next_round()
+        finally:
+            _get_shared_metrics().counters["num_group_restarts"] += self._uncounted_restarts
+            self._uncounted_restarts = 0
+
+    def _next_round(self) -> Any:
         while True:
             if self._failed_shard is not None:
                 raise self._failed_shard  # pulling again would block: the other workers wait for it

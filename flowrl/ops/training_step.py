@@ -69,9 +69,8 @@ class TrainingStepsStage(Stage):
     def pull(self, block: bool) -> Any:
         results = call_in_stage(self, self._step)
         plan = PlanMetrics.of(_get_shared_metrics())
-        plan.step_results = {
-            name: value for name, value in results.items() if name not in plan.info
-        }
+        reported = plan.info
+        plan.step_results = {name: value for name, value in results.items() if name not in reported}
         self.items += 1
         is_late = self.items == MAX_STEPS_WITHOUT_SAMPLES and self._algorithm.config.samples
         if is_late and not _get_shared_metrics().counters["num_env_steps_sampled"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -277,9 +278,14 @@ class TorchPolicy(Policy):
         extra = {"action_logp": logp, "action_dist_inputs": outputs}
         if values is not None:
             extra["vf_preds"] = values
-        if type(self).extra_action_out is not TorchPolicy.extra_action_out:
+        if self.has_own_columns:
             extra |= self.extra_action_out(input_dict, states, outputs)
         return actions, states, extra
+
+    @cached_property
+    def has_own_columns(self) -> bool:
+        """Whether a subclass records columns of its own with the actions (`extra_action_out`)."""
+        return type(self).extra_action_out is not TorchPolicy.extra_action_out
 
     def _act_by_numpy(
         self, input_dict: dict[str, Any], explore: bool

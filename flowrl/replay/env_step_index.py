@@ -203,7 +203,7 @@ class _PolicyRows:
             self._batches.append((first_row, first_row + len(row_ids), start, num_steps))
 
     def overwritten_steps(self, oldest: int) -> np.ndarray:
-        """Return the slots of the steps with a row whose id is below `oldest`.
+        """Return the slots, each once, of the steps with a row whose id is below `oldest`.
 
         Batches without newer rows are forgotten, so that the next call does not return their steps.
         """
@@ -215,7 +215,7 @@ class _PolicyRows:
             if end > oldest:
                 break
             self._batches.popleft()
-        return np.concatenate(found)
+        return np.unique(np.concatenate(found))  # the ring of steps may have come round
 
     def row_ids(self, slots: np.ndarray) -> np.ndarray:
         """Return the row ids of the steps at `slots`, step by step."""

@@ -98,13 +98,14 @@ class MultiAgentReplayBuffer:
         }
         for policy_id, rows in policy_batches.items():
             buffers[policy_id].check(rows)  # check all policies before storing any
-        if self.mode == "lockstep" and policy_batches:
-            self._add_in_lockstep(policy_batches, buffers)
-        else:
-            for policy_id, rows in policy_batches.items():
-                buffers[policy_id].add(rows)
-        self.buffers |= buffers
-        self.ratio.note_stored(sum(rows.count for rows in policy_batches.values()))
+        with delayed_interrupts:  # the rows of all policies are stored, and counted, or none
+            if self.mode == "lockstep" and policy_batches:
+                self._add_in_lockstep(policy_batches, buffers)
+            else:
+                for policy_id, rows in policy_batches.items():
+                    buffers[policy_id].add(rows)
+            self.buffers |= buffers
+            self.ratio.note_stored(sum(rows.count for rows in policy_batches.values()))
 
     def _add_in_lockstep(
         self, policy_batches: dict[str, SampleBatch], buffers: dict[str, ReplayBuffer]
@@ -126,14 +127,13 @@ class MultiAgentReplayBuffer:
         index.check(policy_batches)
         policy_batches = {pid: sort_rows(rows) for pid, rows in policy_batches.items()}
         first_rows = {policy_id: buffer.num_added for policy_id, buffer in buffers.items()}
-        with delayed_interrupts:  # the index must know the rows of all buffers
-            for policy_id, rows in policy_batches.items():
-                buffers[policy_id].add(rows)
-            index.extend(policy_batches, first_rows)
-            index.remove_before(
-                {pid: buffer.num_added - len(buffer) for pid, buffer in buffers.items()}
-            )
-            self._env_steps = index
+        for policy_id, rows in policy_batches.items():
+            buffers[policy_id].add(rows)
+        index.extend(policy_batches, first_rows)
+        index.remove_before(
+            {pid: buffer.num_added - len(buffer) for pid, buffer in buffers.items()}
+        )
+        self._env_steps = index
 
     def can_sample(self, alternate: bool = True) -> bool:
         """Return whether a draw is due.

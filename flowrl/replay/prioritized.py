@@ -168,6 +168,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         weights = np.asarray(state["weights"], np.float64)
+        num_slots = min(self.item_ids().stop, self.capacity)
+        if weights.shape != (num_slots,) or not (weights >= 0).all():
+            raise StateError(f"weights: they are not {num_slots} numbers of at least 0")
         max_weight, alpha = float(state["max_weight"]), state["alpha"]
         if self.alpha != alpha:
             # priorities are unknown if alpha was 0: all items are then equally likely

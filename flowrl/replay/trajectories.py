@@ -350,7 +350,7 @@ def _has_done_between_cuts(batch: SampleBatch, cuts: np.ndarray) -> bool:
 
 
 def _split_batch(batch: SampleBatch) -> tuple[SampleBatch, np.ndarray, list[np.ndarray]]:
-    """`split_final_observations` of one batch."""
+    """Split one batch; see `split_final_observations`."""
     batch = sort_rows(batch)
     followed = np.zeros(batch.count, bool)  # row i + 1 is the successor of row i
     if "eps_id" in batch and "t" in batch:

@@ -18,6 +18,7 @@ from flowrl.algorithms.marwil import (
 from flowrl.data import SampleBatch
 from flowrl.offline.parquet import OfflineDataError, write_parquet
 from flowrl.ops import ReadParquet
+from flowrl.ops.offline import ReadStage
 from flowrl.policies import ConfigError
 from tests.extras import require_extra
 
@@ -60,6 +61,24 @@ def test_every_row_is_read_once_per_pass(recorded):
     first, second = (np.unique(rows[i * 480 : (i + 1) * 480], axis=0) for i in range(2))
     np.testing.assert_array_equal(first, second)
     assert (rows[:480] != rows[480:960]).any()  # in a different order
+
+
+def test_passes_count_once_if_a_read_fails(recorded, monkeypatch):
+    with small(BCConfig, recorded).build() as algorithm:
+        stream = ReadParquet(algorithm.workers, recorded, 480 + 100, seed=1)
+        read, calls = ReadStage._read, []
+
+        def fails_in_the_second_pass(self, part):
+            calls.append(part)
+            if len(calls) == 8:
+                raise OSError("disk")
+            return read(self, part)
+
+        monkeypatch.setattr(ReadStage, "_read", fails_in_the_second_pass)
+        with pytest.raises(OSError, match="disk"):
+            next(stream)
+        next(stream)
+        assert stream.metrics.counters["num_passes_over_data"] == 1
 
 
 def test_restored_stream_resumes_at_its_row(recorded):
@@ -180,6 +199,22 @@ def test_moving_average_changes_once_per_update_however_rows_are_split():
     averages = [policy.mean_square for policy in policies]
     assert averages == pytest.approx([averages[0]] * 3)
     assert averages[0] != 100.0
+
+
+def test_moving_average_ignores_an_update_that_is_skipped():
+    settings = {"beta": 1.0, "seed": 0, "on_nonfinite_update": "skip"}
+    space = gym.spaces.Box(-1, 1, (4,), np.float32)
+    policy = MARWILTorchPolicy(space, gym.spaces.Discrete(2), settings)
+    batch = random_batch()
+    invalid = batch.copy()
+    invalid["value_targets"] = np.full(batch.count, np.inf, np.float32)
+    gradient, _ = policy.compute_gradients(invalid)
+    policy.apply_gradients(gradient)
+    assert policy.mean_square == 100.0
+    gradient, _ = policy.compute_gradients(batch)
+    policy.apply_gradients(gradient)
+    assert np.isfinite(policy.mean_square)
+    assert policy.mean_square != 100.0
 
 
 @pytest.mark.parametrize("kind", [BCConfig, MARWILConfig])

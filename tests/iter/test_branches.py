@@ -346,6 +346,15 @@ def test_nested_plan_that_drops_items_lets_its_siblings_run(mode):
     assert sorted(Concurrently([inner, feed], mode=mode).take(6)) == [0, 0, 1, 1, 2, 2]
 
 
+def test_child_of_a_stopped_duplicate_returns_its_items_and_raises():
+    a, b = LocalIterator(range(5)).duplicate(2)
+    assert next(a) == 0
+    a.stop()
+    assert next(b) == 0
+    with pytest.raises(RuntimeError, match="was stopped with one of its children"):
+        next(b)
+
+
 def test_stopped_child_does_not_stop_the_other_one():
     stopped = []
 

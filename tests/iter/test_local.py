@@ -116,6 +116,23 @@ def test_tap_and_inspect_pass_items_on(capsys):
     assert "tap(bad)" in "".join(caught.value.__notes__)
 
 
+def test_tap_rejects_a_function_with_state():
+    """Its state would be lost in a checkpoint."""
+
+    class Counter:
+        def __call__(self, item):
+            pass
+
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    with pytest.raises(TypeError, match=r"tap\(count\).*state_dict\(\): use for_each"):
+        stream(1).tap("count", Counter())
+
+
 def test_metrics_context_is_active_during_a_pull():
     def count(x):
         _get_shared_metrics().counters["seen"] += 1

@@ -571,6 +571,7 @@ def test_failed_task_is_retried_as_a_task(ray_session):
             with pytest.raises(KeyError) as caught:
                 next(stream)
             assert caught.value.args[0] != os.getpid()
+            assert "raise KeyError(os.getpid())" in caught.value.__notes__[0]
         assert list(stream) == []
     unpicklable = LocalIterator([1]).for_each(threading.Lock().locked, max_concurrency=2)
     for _ in range(2):
@@ -586,6 +587,12 @@ def test_item_that_cannot_be_serialized_fails_like_other_items(ray_session):
     with pytest.raises(TypeError) as caught:
         raising.take(3)
     assert "chained at" in "".join(caught.value.__notes__)
+    retrying = LocalIterator(items).for_each(str, max_concurrency=2, on_error=Retry(2))
+    lost = []
+    retrying.metrics.on_lost.append(lost.append)
+    with pytest.raises(TypeError):
+        retrying.take(3)
+    assert lost == [items[1]]
     with pytest.raises(ValueError, match="resources cannot contain max_retries"):
         LocalIterator(items).for_each(str, resources={"max_retries": 2})
 

@@ -23,6 +23,7 @@ from flowrl.envs import make_multi_agent
 from flowrl.iter import LocalIterator
 from flowrl.iter.errors import ShardFailedError
 from flowrl.iter.gather_sync import GatherSync
+from flowrl.learners import actors
 from flowrl.learners.actors import _merge_shares
 from flowrl.learners.decentralized import merge_updates
 from flowrl.learners.learner import PolicyUpdate
@@ -247,8 +248,74 @@ def test_error_of_a_learner_is_raised_in_the_plan():
         batch = SampleBatch(obs=np.zeros((4, 4), np.float32))
         operator = MultiGPUTrainOneStep(algorithm.workers, num_learners=2)
         stream = LocalIterator([batch]).for_each(operator)
-        with stream, pytest.raises(KeyError, match="advantages"):
+        with stream, pytest.raises(KeyError, match="advantages") as caught:
             next(stream)
+        assert "in learn_on_batch" in caught.value.__notes__[0]
+
+
+@pytest.mark.slow
+def test_update_that_is_interrupted_is_not_made(monkeypatch):
+    """The actors finish it, but its batch counts as lost."""
+    config = make_config(train_batch_size=60, num_sgd_iter=2, sgd_minibatch_size=20)
+    with config.build(plan="a2c") as local, config.build(plan="a2c") as distributed:
+        batches = ParallelRollouts(local.workers).take(3)
+        ParallelRollouts(distributed.workers).take(1)
+        passes = {"num_sgd_iter": 2, "sgd_minibatch_size": 20}
+        step = MultiGPUTrainOneStep(distributed.workers, num_learners=2, **passes)
+        get_all = actors._get_all_or_first_error
+
+        def interrupted(refs):
+            get_all(refs)
+            raise KeyboardInterrupt
+
+        with LocalIterator(batches).for_each(step) as stream:
+            stream.take(1)
+            monkeypatch.setattr(actors, "_get_all_or_first_error", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                stream.take(1)
+            monkeypatch.setattr(actors, "_get_all_or_first_error", get_all)
+            stream.take(1)
+        stream = LocalIterator([batches[0], batches[2]])
+        with stream.for_each(TrainOneStep(local.workers, **passes)) as stream:
+            stream.take(2)
+        assert local.get_policy().version == distributed.get_policy().version
+        assert_same_weights(local, distributed)
+
+
+@pytest.mark.slow
+def test_learners_that_are_stopped_while_they_start_are_killed(monkeypatch):
+    import ray
+
+    with make_config().build() as algorithm:
+        (batch,) = ParallelRollouts(algorithm.workers).take(1)
+        group = MultiGPUTrainOneStep(algorithm.workers, num_learners=2).learner
+        started = []
+
+        def stop(self):
+            started.extend(self._actors)
+            group.stop()
+
+        monkeypatch.setattr(type(group), "_check_gpus", stop)
+        with pytest.raises(RuntimeError, match="the learners were stopped"):
+            group.update(batch)
+        assert group._actors == []
+        assert ray.is_initialized()
+
+
+@pytest.mark.slow
+def test_checkpoint_is_loaded_while_a_worker_is_dead(tmp_path):
+    with ddppo_config(wait_for_replaced_workers=True).build() as algorithm:
+        algorithm.train()
+        algorithm.save(tmp_path / "checkpoint")
+        import ray
+
+        worker = algorithm.workers.remote_workers()[0]
+        ray.kill(worker)
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            while True:  # kill() returns before the actor is dead
+                ray.get(worker.apply.remote(id))
+        algorithm.restore(tmp_path / "checkpoint")
+        assert algorithm.train()["training_iteration"] == 2
 
 
 @pytest.mark.slow

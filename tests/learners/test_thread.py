@@ -231,6 +231,21 @@ def test_failed_batch_is_dropped_once():
             assert learner.batches() == []
 
 
+def test_thread_that_ended_with_an_error_is_started_again(monkeypatch):
+    with a2c_config().build() as algorithm:
+        (batch,) = sample_batches(algorithm, 1)
+        learner = LearnerThread(algorithm.workers)
+        monkeypatch.setattr(learner, "_step", lambda: 1 / 0)
+        monkeypatch.setattr("threading.excepthook", lambda arguments: None)
+        learner.start()
+        learner._thread.join(60)
+        assert not learner.is_alive()
+        monkeypatch.undo()
+        learner.inqueue.put(batch)
+        with Dequeue(learner) as stream:
+            assert next(stream)[0].count == batch.count
+
+
 def test_full_queue_of_a_learner_that_was_not_started_is_an_error():
     with a2c_config().build() as algorithm:
         batches = sample_batches(algorithm, 1)

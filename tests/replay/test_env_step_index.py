@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.replay import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer
+from flowrl.replay.env_step_index import EnvStepIndex
 
 
 def lockstep_buffer(capacity=40, size=16, make=None):
@@ -104,6 +105,51 @@ def test_drawn_env_steps_are_complete(lengths, missing, steps, capacity):
         for policy_id in drawn.policy_batches:
             rows = drawn[policy_id]
             np.testing.assert_array_equal(rows["new_obs"], rows["obs"] + [0, 1, 0])
+
+
+@settings(max_examples=100)
+@given(
+    batches=st.lists(
+        st.lists(
+            st.dictionaries(st.sampled_from("ab"), st.integers(1, 3), min_size=1),
+            min_size=1,
+            max_size=2,
+        ),
+        max_size=12,
+    ),
+    capacity=st.integers(6, 9),
+)
+@example([[{"a": 1}], *[[{"b": 1}]] * 5, [{"a": 1}], [{"a": 6}]], 6)
+def test_number_of_complete_env_steps(batches, capacity):
+    """Compare with a list of the rows of each step; the policies may act in different steps."""
+    index, steps = EnvStepIndex(capacity), []
+    num_rows = {"a": 0, "b": 0}
+    for batch in batches:
+        first_rows, rows = dict(num_rows), {"a": [], "b": []}
+        for counts in batch:
+            ids = {}
+            for policy_id, count in counts.items():
+                rows[policy_id] += [len(steps)] * count
+                ids[policy_id] = range(num_rows[policy_id], num_rows[policy_id] + count)
+                num_rows[policy_id] += count
+            steps.append(ids)
+        parts = {
+            policy_id: SampleBatch(eps_id=np.zeros(len(t), np.int64), t=np.array(t))
+            for policy_id, t in rows.items()
+            if t
+        }
+        index.check(parts)
+        index.extend(parts, first_rows)
+        oldest = {policy_id: max(0, count - capacity) for policy_id, count in num_rows.items()}
+        index.remove_before({policy_id: oldest[policy_id] for policy_id in parts})
+        complete = [
+            ids
+            for ids in steps[-capacity:]
+            if all(rows.start >= oldest[policy_id] for policy_id, rows in ids.items())
+        ]
+        assert len(index) == len(complete)
+        total = sum(len(rows) for ids in complete for rows in ids.values())
+        assert index.rows_per_step() == total / max(len(complete), 1)
 
 
 def test_env_steps_are_drawn_uniformly():

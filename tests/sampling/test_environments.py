@@ -561,8 +561,11 @@ def test_foreach_env_of_a_worker_set_returns_a_list_per_worker(ray_session, capl
         workers.foreach_env(set_level)
         levels = workers.foreach_env(lambda env: env.unwrapped.level)
         assert levels == [[7, 7]] * 2
-        with pytest.raises(AttributeError, match="no_such_name"):
+        with pytest.raises(AttributeError, match="no_such_name") as caught:
             workers.foreach_env(lambda env: env.unwrapped.no_such_name)
+        (note,) = caught.value.__notes__
+        assert note.startswith("Traceback in the worker:")
+        assert "env.unwrapped.no_such_name" in note
         kill_and_wait(workers.remote_workers()[0])
         caplog.set_level("WARNING", "flowrl")
         assert workers.foreach_env(set_level) == [[], ["Levels"] * 2]

@@ -335,6 +335,7 @@ class Duplicate(Stage):
         self.children: list[DuplicateChild] = []
         self.dropped = [0] * n
         self._closed = [False] * n
+        self._stopped = False
         self.has_ended = False
 
     def blocking(self) -> list[int]:
@@ -356,6 +357,11 @@ class Duplicate(Stage):
 
     def pull(self, block: bool) -> Any:
         """Move one item from the parent into every buffer."""
+        if self._stopped:
+            raise RuntimeError(
+                f"{self.title}, chained at {self.line}, was stopped with one of its children, "
+                "before a plan read the others: pull all children before you stop one"
+            )
         if self.blocking():
             return NOT_READY
         try:
@@ -377,6 +383,9 @@ class Duplicate(Stage):
                 buffer.popleft()
             buffer.append((read_only_copy(item), sources))
         return item
+
+    def stop(self) -> None:
+        self._stopped = True
 
     def extra_stats(self) -> dict[str, Any]:
         queued = [len(buffer) for buffer in self.buffers]

@@ -109,11 +109,15 @@ class FunctionStage(Stage):
         self._drop_or_raise(error, item)
         return DROPPED
 
-    def _drop_or_raise(self, error: BaseException, item: Any) -> None:
-        """Report the item as lost, and raise unless the error policy drops it."""
+    @staticmethod
+    def _report_lost(item: Any) -> None:
         metrics = current_metrics()
         if metrics is not None:
             metrics.report_lost(item)
+
+    def _drop_or_raise(self, error: BaseException, item: Any) -> None:
+        """Report the item as lost, and raise unless the error policy drops it."""
+        self._report_lost(item)
         policy = self.on_error
         if isinstance(error, Exception):
             if isinstance(policy, Retry):

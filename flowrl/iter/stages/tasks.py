@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from flowrl.iter import ray_health
 from flowrl.iter.errors import OnError, Retry, note_origin
+from flowrl.iter.recovery import original_error
 from flowrl.iter.stage import NOT_READY, Stage, function_title
 from flowrl.iter.stages.function_stage import FunctionStage
 from flowrl.iter.waiting import ready_refs, wait_for_any
@@ -82,6 +83,7 @@ class ForEachConcurrent(FunctionStage):
             self._to_submit.popleft()
             note_origin(error, self, task.item)
             if isinstance(self.on_error, Retry):
+                self._report_lost(task.item)
                 raise
             self._drop_or_raise(error, task.item)
             return
@@ -139,8 +141,10 @@ class ForEachConcurrent(FunctionStage):
 
     def _retry_or_drop(self, error: BaseException, task: _Task) -> None:
         """Apply the error policy to a failed task: submit its item again, drop it, or raise."""
-        cause = getattr(error, "cause", None)  # of a RayTaskError
-        task_error = cause if isinstance(cause, Exception) else error
+        import ray
+
+        is_remote = isinstance(error, ray.exceptions.RayTaskError)
+        task_error = original_error(error) if is_remote else error
         max_retries = self.on_error.times if isinstance(self.on_error, Retry) else 0
         if task.retries < max_retries and isinstance(task_error, Exception):
             self._to_submit.append(_Task(task.item, task.sources, task.retries + 1))
