@@ -105,7 +105,7 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
     "clip_vloss": [("vf_clip_param", "Use `vf_clip_param=0.2`, or None not to clip")],
     "normalize_advantage": [("standardize_advantages", "`standardize_advantages`")],
     "norm_adv": [("standardize_advantages", "`standardize_advantages`")],
-    "target_kl": [("kl_stop", "`kl_stop`")],
+    "target_kl": [("kl_stop", "Use `kl_stop`; SB3 stops at 1.5 * target_kl")],
     "use_kl_loss": [
         (
             "kl_coeff",
@@ -211,8 +211,8 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
     "num_gpus": [
         (
             "device",
-            'Use `device="cuda"` or `device="cpu"`; the default, "auto", learns on the GPU if '
-            "there is one",
+            'Use `device="cuda"` or `device="cpu"`; the default, "auto", uses a GPU only for '
+            "observations with images",
         )
     ],
     "num_gpus_per_env_runner": [("num_gpus_per_worker", "`num_gpus_per_worker`")],

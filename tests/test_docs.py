@@ -188,3 +188,29 @@ def test_half_cheetah_command_trains(tmp_path, monkeypatch):
     assert cli.main(flags) == 0
     last = json.loads((tmp_path / "r/result.json").read_text().splitlines()[-1])
     assert last["num_env_steps_trained"] > 0
+
+
+def defaults_of_page(page):
+    """Yield (algorithm, setting, value) of the tables of defaults on a page about another
+    library."""
+    for line in text(page).splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        names = re.findall(r"`([a-z_]+)`", cells[-3]) if len(cells) >= 3 else []
+        value = cells[-1].replace(",", "")
+        if names and re.fullmatch(r"[0-9.e-]+|None|True|False", value):
+            algorithms = cells[0].split(", ") if len(cells) == 4 else ["PPO"]
+            for algorithm in algorithms:
+                yield algorithm, names[-1], value
+
+
+def test_defaults_on_pages_about_other_libraries_are_those_of_the_code():
+    rows = [row for name in ("rllib", "sb3") for row in defaults_of_page(f"how_to/from_{name}.md")]
+    assert len(rows) > 25
+    for algorithm, name, value in rows:
+        config = getattr(flowrl, f"{algorithm}Config")()
+        default = config[name] if name in config else config.model[name]
+        if name == "exploration_config":
+            default = default.scale
+        expected = {"None": None, "True": True, "False": False}
+        on_page = expected[value] if value in expected else float(value)
+        assert default == on_page, (algorithm, name)

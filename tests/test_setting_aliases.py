@@ -65,7 +65,7 @@ def test_accepted_aliases_have_no_hint():
         ("PPO", "batch_size", "`sgd_minibatch_size` for the rows per update"),
         ("DQN", "batch_size", "Did you mean 'train_batch_size'"),
         ("PPO", "n_steps", "`train_batch_size`, the env steps per update of all environments"),
-        ("PPO", "target_kl", "Did you mean 'kl_stop'"),
+        ("PPO", "target_kl", "Use `kl_stop`"),
         ("SAC", "ent_coef", "`initial_alpha` for the initial entropy temperature"),
         ("SAC", "q_model_config", "Did you mean 'q_model'"),
         ("PPO", "num_gpus_per_env_runner", "Did you mean 'num_gpus_per_worker'"),
