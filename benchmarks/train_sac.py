@@ -125,7 +125,7 @@ COLUMNS = (
 
 def main() -> None:
     """Run the entries and print the table."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser = argparse.ArgumentParser(description=main.__doc__, allow_abbrev=False)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3_000)
     parser.add_argument("--only", nargs="+", choices=["sac", "td3"], default=["sac", "td3"])

@@ -302,7 +302,7 @@ class _AlgorithmConfigResources(TypedDict, total=False):
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] | None
     """Reserve resources for all workers together, on few nodes or on many (see Ray's placement groups). None places each worker wherever there is room."""
     num_threads_per_process: int | Literal["auto"] | None
-    """Threads of torch in this process and on each worker, limited when the algorithm or the worker is built; numpy's BLAS then has one. "auto" is 1; for networks with convolutions, this process has as many as there are cores that no worker uses, at most OMP_NUM_THREADS. With 2 or more threads or, for "auto", free cores, a second thread computes a part of each update of SAC and TD3. None changes nothing."""
+    """Threads of torch in this process and on each worker, limited when the algorithm or the worker is built; numpy's BLAS then has one. "auto" is 1; for networks with convolutions, this process has as many as there are cores that no worker uses, at most OMP_NUM_THREADS. With "auto" and a free core, two threads share each large update of SAC, TD3 and DDPG. None changes nothing."""
     address: str | None
     """Address of a running Ray cluster ("auto" finds it); "local" starts Ray on this machine; None takes that of the environment variable RAY_ADDRESS, or "local" if there is none."""
 

@@ -6,8 +6,8 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from typing import Any, Generic, Literal, TypeVar
 
 from threadpoolctl import ThreadpoolController
@@ -22,8 +22,7 @@ whose networks have convolutions `num_free_cores`."""
 
 
 def limit_threads(count: Threads) -> None:
-    """Limit torch to `count` threads ("auto": 1) and numpy's BLAS to one thread. A count above 1
-    allows background calls (see BackgroundCall).
+    """Limit torch to `count` threads ("auto": 1), and numpy's BLAS to one thread.
 
     Small networks lose more to synchronizing threads than they gain from them, and the workers of
     one machine share its cores. numpy's threads wait in busy loops, as torch's do: together they
@@ -33,7 +32,6 @@ def limit_threads(count: Threads) -> None:
     if count is None:
         return
     count = 1 if count == "auto" else count
-    allow_background_calls(count > 1)
     ThreadpoolController().limit(limits=1, user_api="blas")
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != count:
@@ -68,16 +66,18 @@ _background_calls_are_allowed = False
 
 
 def allow_background_calls(allowed: bool) -> None:
-    """Let a second thread of this process make the BackgroundCalls, or only their callers."""
+    """Set whether a second thread of this process may make BackgroundCalls; otherwise their callers
+    make them."""
     global _background_calls_are_allowed
     _background_calls_are_allowed = allowed
 
 
 class BackgroundCall(Generic[T]):
-    """A call that a second thread makes while its caller does other work.
+    """A call that a second thread makes while its caller does other work in a `with` block.
 
     The caller makes the call itself if the second thread has not begun it when the result is
     needed, so it never waits for another BackgroundCall. The thread waits without using its core.
+    When the block ends, the call has ended or is never made.
 
     Args:
         call: a function without arguments. It must not use autograd, whose modes belong to threads.
@@ -86,9 +86,10 @@ class BackgroundCall(Generic[T]):
 
     def __init__(self, call: Callable[[], T], in_background: bool = True):
         self._call = call
-        self._future = None
+        self._future: Future[T] | None = None
         if in_background and _background_calls_are_allowed:
-            self._future = _second_thread().submit(call)
+            with suppress(RuntimeError):  # the interpreter exits, or no thread can be started
+                self._future = _second_thread(os.getpid()).submit(call)
 
     def result(self) -> T:
         """Return the result, or raise the error, of the call."""
@@ -96,7 +97,23 @@ class BackgroundCall(Generic[T]):
             return self._call()
         return self._future.result()
 
+    def __enter__(self) -> BackgroundCall[T]:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._future is not None and not self._future.cancel():
+            wait([self._future])
+
 
 @functools.cache
-def _second_thread() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, "flowrl-background-calls")
+def _second_thread(pid: int) -> ThreadPoolExecutor:
+    """Return the executor of the process with this id: threads do not survive a fork."""
+    return ThreadPoolExecutor(1, "flowrl-background-calls", apply_limits)
+
+
+def apply_limits() -> None:
+    """Apply the limit of torch to this thread: that of MKL belongs to each thread, and a new thread
+    would multiply matrices with the default number of threads."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        torch.get_num_threads()

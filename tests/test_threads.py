@@ -1,6 +1,11 @@
 """Threads of a process: those of torch and numpy, and calls in the background."""
 
+import os
+import subprocess
+import sys
 import threading
+import time
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -21,6 +26,8 @@ from flowrl.threads import (
     limit_threads,
     num_free_cores,
 )
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +139,7 @@ def test_threads_are_limited_on_workers(ray_session):
 
 @pytest.mark.parametrize(
     ("threads", "num_workers", "expected"),
-    [("auto", 0, True), ("auto", 6, True), ("auto", 7, False), (1, 0, False), (2, 7, True)],
+    [("auto", 0, True), ("auto", 6, True), ("auto", 7, False), (1, 0, False), (2, 0, False)],
 )
 def test_free_core_allows_background_calls(threads, num_workers, expected, monkeypatch):
     monkeypatch.setattr("flowrl.threads.num_cores", lambda: 8)
@@ -153,23 +160,22 @@ def test_free_core_allows_background_calls(threads, num_workers, expected, monke
 
 def wait_until_begun(call):
     """Wait until the second thread has begun a call, if it makes it at all."""
-    begun = BackgroundCall(lambda: None)  # the second thread makes calls in their order
-    if begun._future is not None:
-        begun._future.result()
+    while call._future is not None and not (call._future.running() or call._future.done()):
+        time.sleep(0.001)
 
 
 def test_background_call_runs_in_a_second_thread():
     allow_background_calls(True)
-    first, second = BackgroundCall(threading.current_thread), BackgroundCall(dict)
-    wait_until_begun(second)
-    assert first.result() is not threading.current_thread()
-    assert second.result() == {}
+    call = BackgroundCall(threading.current_thread)
+    wait_until_begun(call)
+    assert call.result() is not threading.current_thread()
 
 
 def test_caller_makes_the_call_if_the_second_thread_is_busy():
     allow_background_calls(True)
     release = threading.Event()
     busy = BackgroundCall(lambda: release.wait(60))
+    wait_until_begun(busy)
     call = BackgroundCall(threading.current_thread)
     assert call.result() is threading.current_thread()
     release.set()
@@ -188,6 +194,67 @@ def test_error_of_a_background_call_is_raised(allowed):
     allow_background_calls(allowed)
     with pytest.raises(ZeroDivisionError):
         BackgroundCall(lambda: 1 / 0).result()
+
+
+def test_block_ends_after_a_call_that_has_begun():
+    allow_background_calls(True)
+    begun, release, ended = threading.Event(), threading.Event(), []
+
+    def call():
+        begun.set()
+        release.wait(60)
+        ended.append(1)
+
+    def fail():
+        with BackgroundCall(call):
+            assert begun.wait(60)
+            threading.Timer(0.1, release.set).start()
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        fail()
+    assert ended
+
+
+def test_block_ends_without_a_call_that_has_not_begun():
+    allow_background_calls(True)
+    release, calls = threading.Event(), []
+    busy = BackgroundCall(lambda: release.wait(60))
+    wait_until_begun(busy)
+    with BackgroundCall(lambda: calls.append(1)):
+        pass
+    release.set()
+    busy.result()
+    assert not calls
+
+
+EXIT = """
+import os, threading
+from flowrl.threads import BackgroundCall, allow_background_calls
+
+allow_background_calls(True)
+assert BackgroundCall(int).result() == 0
+
+def after_main():
+    threading.main_thread().join()
+    print(BackgroundCall(os.getpid).result() == os.getpid())
+
+threading.Thread(target=after_main).start()
+if os.fork() == 0:
+    calls = [BackgroundCall(threading.get_ident) for _ in range(2)]
+    while not calls[0]._future.done():
+        pass
+    print(calls[0].result() != threading.get_ident())
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_calls_are_made_at_the_exit_and_after_a_fork():
+    command = [sys.executable, "-c", EXIT]
+    process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert process.stderr == ""
+    assert process.stdout.split() == ["True", "True"]
 
 
 OBS, BOX = spaces.Box(-1, 1, (3,), np.float32), spaces.Box(-2, 2, (2,), np.float32)
@@ -220,28 +287,88 @@ def rows(seed, count=32):
     )
 
 
-@pytest.mark.parametrize("case", POLICIES)
-def test_updates_are_identical_in_one_thread_and_in_two(case, monkeypatch):
-    monkeypatch.setattr(actor_critic, "MIN_BACKGROUND_SIZE", 0)
-    results, threads = [], set()
-    for allowed in (False, True):
-        allow_background_calls(allowed)
-        policy = make_policy(case)
-        kernel = policy.learner.kernel
+def updated(case, monkeypatch):
+    """Return the weights and statistics after 20 updates, and the threads that computed losses."""
+    policy, threads = make_policy(case), set()
+    kernel = policy.learner.kernel
 
-        def actor_loss(obs, noise, make=kernel._actor_loss):
-            threads.add(threading.current_thread())
-            return make(obs, noise)
+    def actor_loss(obs, noise, make=kernel._actor_loss):
+        threads.add(threading.current_thread())
+        return make(obs, noise)
 
-        monkeypatch.setattr(kernel, "_actor_loss", actor_loss)
+    def values_and_backward(*arguments, make=actor_critic._values_and_backward):
+        threads.add(threading.current_thread())
+        return make(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel, "_actor_loss", actor_loss)
+        patch.setattr(actor_critic, "_values_and_backward", values_and_backward)
         stats = [policy.learn_on_minibatches(rows(seed)) for seed in range(20)]
-        results.append((policy.get_weights(), stats))
-    (weights, stats), (weights_of_two, stats_of_two) = results
-    assert len(threads) == 2
+    return policy.get_weights(), stats, threads
+
+
+@pytest.mark.parametrize("case", POLICIES)
+@pytest.mark.parametrize("waits", [True, False])
+def test_updates_are_identical_in_one_thread_and_in_two(case, waits, monkeypatch):
+    class BegunCall(BackgroundCall):
+        """A call that has begun in the second thread before its caller continues."""
+
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            wait_until_begun(self)
+
+    monkeypatch.setattr(actor_critic, "MIN_BACKGROUND_SIZE", 0)
+    weights, stats, threads = updated(case, monkeypatch)
+    assert threads == {threading.current_thread()}
+    allow_background_calls(True)
+    if waits:
+        monkeypatch.setattr(actor_critic, "BackgroundCall", BegunCall)
+    weights_of_two, stats_of_two, threads = updated(case, monkeypatch)
+    assert not waits or len(threads) == 2
     assert stats == stats_of_two
     assert weights.keys() == weights_of_two.keys()
     for name, weight in weights.items():
         np.testing.assert_array_equal(weight, weights_of_two[name])
+
+
+LARGE = """
+import hashlib, os
+import numpy as np
+from gymnasium import spaces
+from flowrl.algorithms.sac import SACTorchPolicy
+from flowrl.data import SampleBatch
+from flowrl.threads import allow_background_calls, limit_threads
+
+box, rng = spaces.Box(-1, 1, (8,), np.float32), np.random.default_rng(0)
+names = "obs", "new_obs", "actions"
+columns = {name: rng.uniform(-1, 1, (256, 8)).astype("f4") for name in names}
+rewards, ends = rng.standard_normal(256, dtype="f4"), np.zeros(256, bool)
+batch = SampleBatch(**columns, rewards=rewards, terminateds=ends)
+limit_threads(1)
+for allowed in (False, True):
+    allow_background_calls(allowed)
+    model = {"fcnet_hiddens": [400, 300], "fcnet_activation": "tanh", "matrix_products": "torch"}
+    policy = SACTorchPolicy(box, box, {"seed": 0, "model": model})
+    before = len(os.listdir("/proc/self/task"))
+    for _ in range(10):
+        policy.learn_on_minibatches(batch)
+    weights = b"".join(weight.tobytes() for weight in policy.get_weights().values())
+    print(hashlib.sha256(weights).hexdigest(), len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
+def test_second_thread_has_the_limits_of_torch():
+    """MKL's limits belong to threads: a new one would multiply matrices with several threads, which
+    wait in busy loops and round differently."""
+    env = {**os.environ, "OMP_NUM_THREADS": "4", "MKL_NUM_THREADS": "4"}
+    command = [sys.executable, "-c", LARGE]
+    process = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=100, check=True
+    )
+    (one, new_threads), (two, more_threads) = map(str.split, process.stdout.splitlines())
+    assert one == two
+    assert (new_threads, more_threads) == ("0", "1")
 
 
 def test_small_updates_stay_in_one_thread(monkeypatch):
@@ -256,28 +383,3 @@ def test_small_updates_stay_in_one_thread(monkeypatch):
     monkeypatch.setattr(kernel, "_actor_loss", recorded)
     kernel(kernel._policy.tensors(rows(0)))
     assert threads == {threading.current_thread()}
-
-
-def test_failed_update_leaves_no_call_in_the_background(monkeypatch):
-    """A call that still ran would write into the gradient of the next update."""
-    monkeypatch.setattr(actor_critic, "MIN_BACKGROUND_SIZE", 0)
-    allow_background_calls(True)
-    kernel = make_policy("sac").learner.kernel
-    begun, release, ended = threading.Event(), threading.Event(), threading.Event()
-
-    def actor_loss(obs, noise):
-        begun.set()
-        release.wait(60)
-        ended.set()
-        return 0.0, {}
-
-    def failing_loss(*arguments):
-        assert begun.wait(60)
-        threading.Timer(0.1, release.set).start()
-        raise MemoryError
-
-    monkeypatch.setattr(kernel, "_actor_loss", actor_loss)
-    monkeypatch.setattr(kernel, "_critic_loss", failing_loss)
-    with pytest.raises(MemoryError):
-        kernel(kernel._policy.tensors(rows(0)))
-    assert ended.is_set()

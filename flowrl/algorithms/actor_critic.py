@@ -218,7 +218,7 @@ class ActorCriticPolicy(TargetNetworkPolicy):
         self, input_dict: dict[str, Any], explore: bool
     ) -> tuple[Any, list[np.ndarray], dict[str, np.ndarray]]:
         actions, states, extra = super()._act(input_dict, explore)
-        if not self.has_own_columns:
+        if not self._has_own_columns:
             extra = {}  # the loss reads no other columns
         return actions, states, extra
 

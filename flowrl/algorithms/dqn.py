@@ -178,7 +178,7 @@ class DQNTorchPolicy(TargetNetworkPolicy):
                 return exploration.act_on_values(scores, is_random, self), [], {}
         with self._seeded():
             scores, states = self._computed(self._greedy_scores, input_dict)
-        has_own = self.has_own_columns
+        has_own = self._has_own_columns
         extra = self.extra_action_out(input_dict, states, scores) if has_own else {}
         if not explore:
             return scores.argmax(1), states, extra
@@ -194,7 +194,7 @@ class DQNTorchPolicy(TargetNetworkPolicy):
         actions; the network of a user or of a subclass may.
         """
         return (
-            not self.has_own_columns
+            not self._has_own_columns
             and type(self.model) is TorsoNetwork
             and type(self.q_function) in (QValues, CategoricalQ)
             and type(self)._greedy_scores is DQNTorchPolicy._greedy_scores

@@ -208,7 +208,7 @@ class VTracePolicy(TorchPolicy):
         """Compute actions; skip values where they cost extra, because the learner recomputes
         them."""
         reads_obs_only = set(input_dict) == {"obs"}
-        if self.has_own_columns or not (acts_by_numpy(self.acting_model) and reads_obs_only):
+        if self._has_own_columns or not (acts_by_numpy(self.acting_model) and reads_obs_only):
             return super()._act(input_dict, explore)
         actions, states, extra = self._act_by_numpy(input_dict, explore)
         return actions, states, {"action_logp": extra["action_logp"]}

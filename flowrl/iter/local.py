@@ -136,7 +136,11 @@ class LocalIterator(Generic[T]):
         return self._chain(Transform(self.stage, fn), ".transform()")
 
     def tap(self, name: str, fn: Callable[[T], Any]) -> LocalIterator[T]:
-        """Call fn(item) for every item and return the item unchanged."""
+        """Call fn(item) for every item and return the item unchanged.
+
+        Raises:
+            TypeError: `fn` has state (`state_dict`), which a tap does not save.
+        """
         return self._chain(Tap(self.stage, name, fn), f".tap({name})")
 
     def inspect(self, name: str = "") -> LocalIterator[T]:
@@ -166,7 +170,8 @@ class LocalIterator(Generic[T]):
         max_buffered: int = 1,
         when_full: WhenFull | Sequence[WhenFull] = "block",
     ) -> list[LocalIterator[T]]:
-        """Return n streams of the same items. All of them must be consumed.
+        """Return n streams of the same items. All of them must be consumed. If a child is stopped
+        before others are pulled, these return the items in their buffers, then raise RuntimeError.
 
         Every child gets a shallow copy of an item with read-only arrays, so the children do not see
         each other's in-place changes.

@@ -74,7 +74,7 @@ class _Watch:
             return False
         poll = select.poll()  # select() refuses file descriptors above 1023
         poll.register(exit_event, select.POLLIN)
-        return bool(poll.poll(0))
+        return any(event & select.POLLIN for _, event in poll.poll(0))
 
     def close(self) -> None:
         """Close the file descriptor of the raylet's process."""
@@ -133,11 +133,12 @@ def _answers(address: str) -> bool:
 
 def is_ray_lost() -> bool:
     """Return whether Ray cannot be used any more."""
-    if _watch is None or ray_sockets() != _watch.sockets:
+    watch = _watch  # another thread may replace it
+    if watch is None or ray_sockets() != watch.sockets:
         return False  # the runtime that was watched has been shut down
-    if _watch.lost is None and _watch.has_raylet_ended():
-        _watch.lost = RAYLET_DIED
-    return _watch.lost is not None
+    if watch.lost is None and watch.has_raylet_ended():
+        watch.lost = RAYLET_DIED
+    return watch.lost is not None
 
 
 def check_ray() -> None:

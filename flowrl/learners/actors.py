@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -158,6 +159,7 @@ class LearnerGroup(Learner):
         self._store: Any = None
         self._owns_ray = False
         self._stopped = False
+        self._lock = threading.Lock()  # held while actors are started or called, or stopped
 
     def update(self, batch: Batch) -> Updates:
         """Update the policies from a batch; see Learner.
@@ -178,20 +180,21 @@ class LearnerGroup(Learner):
             worker.on_learn_on_batch(policy, batch_rows, callback_stats[policy_id])
         failures: tuple[type[Exception], ...] = (*death_errors(), ray.exceptions.RayTaskError)
         for attempt in range(MAX_ATTEMPTS):
-            if self._stopped:
-                raise RuntimeError("the learners were stopped")
-            loads = self._prepare_actors()
-            rows_ref = ray.put(rows)
-            arguments = (
-                rows_ref,
-                batch.sources,
-                {policy_id: policy.timestep for policy_id, policy in self._policies().items()},
-                dict(self.global_vars),
-                self.num_sgd_iter,
-                self.sgd_minibatch_size,
-                isinstance(batch, MultiAgentBatch),
-            )
-            refs = [actor.update.remote(*arguments) for actor in self._actors]
+            with self._lock:
+                if self._stopped:
+                    raise RuntimeError("the learners were stopped")
+                loads = self._prepare_actors()
+                rows_ref = ray.put(rows)
+                arguments = (
+                    rows_ref,
+                    batch.sources,
+                    {policy_id: policy.timestep for policy_id, policy in self._policies().items()},
+                    dict(self.global_vars),
+                    self.num_sgd_iter,
+                    self.sgd_minibatch_size,
+                    isinstance(batch, MultiAgentBatch),
+                )
+                refs = [actor.update.remote(*arguments) for actor in self._actors]
             try:
                 replies = _get_all_or_first_error([*loads, *refs])[len(loads) :]
             except failures as error:
@@ -274,9 +277,6 @@ class LearnerGroup(Learner):
             actor.remote(policies_ref, rank, self.num_learners, address, device, threads)
             for rank in range(self.num_learners)
         ]
-        if self._stopped:  # in the meantime, by another thread
-            self._kill_actors()
-            raise RuntimeError("the learners were stopped")
 
     def _kill_actors(self) -> None:
         import ray
@@ -312,11 +312,12 @@ class LearnerGroup(Learner):
     def stop(self) -> None:
         """Kill the actors, even during an update."""
         self._stopped = True
-        if self._actors:
-            self._kill_actors()
-        if self._owns_ray:
-            self._owns_ray = False
-            leave_ray()
+        with self._lock:
+            if self._actors:
+                self._kill_actors()
+            if self._owns_ray:
+                self._owns_ray = False
+                leave_ray()
 
 
 def make_learner(

@@ -22,6 +22,7 @@ from flowrl.learners.learner import LocalLearner, PolicyUpdate, Updates
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.setting_values import check_int
 from flowrl.state_schema import Amount, Fields, Positive, check_own_state, check_state
+from flowrl.threads import apply_limits
 
 log = logging.getLogger("flowrl")
 
@@ -248,6 +249,7 @@ class LearnerThread:
                 self.workers.weight_sync.unpublish()
 
     def _run(self) -> None:
+        apply_limits()
         waiter = Waiter()
         lock = self.workers.local_worker().lock
         signals = [queue_signal(self.inqueue), queue_signal(self.outqueue), self._stop_signal]

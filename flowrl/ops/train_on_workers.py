@@ -159,8 +159,9 @@ class TrainOnWorkersStage(Stage):
         try:
             return self._next_round()
         finally:
-            _get_shared_metrics().counters["num_group_restarts"] += self._uncounted_restarts
-            self._uncounted_restarts = 0
+            if self._uncounted_restarts:
+                _get_shared_metrics().counters["num_group_restarts"] += self._uncounted_restarts
+                self._uncounted_restarts = 0
 
     def _next_round(self) -> Any:
         while True:

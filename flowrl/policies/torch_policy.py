@@ -278,12 +278,12 @@ class TorchPolicy(Policy):
         extra = {"action_logp": logp, "action_dist_inputs": outputs}
         if values is not None:
             extra["vf_preds"] = values
-        if self.has_own_columns:
+        if self._has_own_columns:
             extra |= self.extra_action_out(input_dict, states, outputs)
         return actions, states, extra
 
     @cached_property
-    def has_own_columns(self) -> bool:
+    def _has_own_columns(self) -> bool:
         """Whether a subclass records columns of its own with the actions (`extra_action_out`)."""
         return type(self).extra_action_out is not TorchPolicy.extra_action_out
 

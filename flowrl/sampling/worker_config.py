@@ -138,9 +138,8 @@ class WorkerConfig(PolicyConfig):
     )
     """Threads of torch in this process and on each worker, limited when the algorithm or the worker
     is built; numpy's BLAS then has one. "auto" is 1; for networks with convolutions, this process
-    has as many as there are cores that no worker uses, at most OMP_NUM_THREADS. With 2 or more
-    threads or, for "auto", free cores, a second thread computes a part of each update of SAC and
-    TD3. None changes nothing."""
+    has as many as there are cores that no worker uses, at most OMP_NUM_THREADS. With "auto" and a
+    free core, two threads share each large update of SAC, TD3 and DDPG. None changes nothing."""
     address: str | None = setting(None, group="resources")
     """Address of a running Ray cluster ("auto" finds it); "local" starts Ray on this machine; None
     takes that of the environment variable RAY_ADDRESS, or "local" if there is none."""

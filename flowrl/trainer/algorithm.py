@@ -113,20 +113,25 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         self._monitor: Monitor | None = None
         self._warned_about_left_out = False
         self._stopped = False
-        self._has_trained = False  # in this process
+        # whether a second thread may share the work; None before the first `train()`
+        self._allows_background_calls: bool | None = None
         self._is_checked, self._checked_total = False, None
         self.setup(config)
 
-    def _use_free_cores(self) -> None:
-        """Use the cores that no worker uses, if the threads are "auto": all for convolutions, and
-        another one for background calls."""
+    def _use_free_cores(self) -> bool:
+        """Use the cores that no worker uses for convolutions, if the threads are "auto".
+
+        Returns:
+            whether there is a free core for another thread that shares the work.
+        """
         if self.config.num_threads_per_process != "auto":
-            return
+            return False
         num_free = num_free_cores(self.workers.num_workers)
-        allow_background_calls(num_free > 1)
         policies = self.workers.local_worker().policy_map.values()
         if any(has_convolutions(getattr(policy, "model", None)) for policy in policies):
             limit_threads(num_free)
+            return False
+        return num_free > 1
 
     def __repr__(self) -> str:
         env = getattr(self.config.env, "__qualname__", None) or repr(self.config.env)
@@ -329,9 +334,9 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
     def _prepare_training(self) -> None:
         """Check the plan, and start the plan, the loggers and the monitor if they do not run."""
         self.check_start()
-        if not self._has_trained:
-            self._use_free_cores()
-            self._has_trained = True
+        if self._allows_background_calls is None:
+            self._allows_background_calls = self._use_free_cores()
+        allow_background_calls(self._allows_background_calls)
         if self.config.log_to:
             self._loggers.start()
         self.plan.start(self.config.seed)

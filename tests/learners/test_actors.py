@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import threading
 import time
 
 import numpy as np
@@ -289,17 +290,28 @@ def test_learners_that_are_stopped_while_they_start_are_killed(monkeypatch):
     with make_config().build() as algorithm:
         (batch,) = ParallelRollouts(algorithm.workers).take(1)
         group = MultiGPUTrainOneStep(algorithm.workers, num_learners=2).learner
-        started = []
+        stopping, killed = threading.Thread(target=group.stop), []
+        kill_actors = group._kill_actors
 
-        def stop(self):
-            started.extend(self._actors)
-            group.stop()
+        def stop():
+            stopping.start()
+            while not group._stopped:
+                time.sleep(0.001)
 
-        monkeypatch.setattr(type(group), "_check_gpus", stop)
-        with pytest.raises(RuntimeError, match="the learners were stopped"):
+        def note_and_kill():
+            killed.extend(group._actors)
+            kill_actors()
+
+        monkeypatch.setattr(group, "_check_gpus", stop)
+        monkeypatch.setattr(group, "_kill_actors", note_and_kill)
+        with pytest.raises(ray.exceptions.RayActorError):
             group.update(batch)
+        stopping.join()
         assert group._actors == []
-        assert ray.is_initialized()
+        assert len(killed) == 2
+        for actor in killed:
+            with pytest.raises(ray.exceptions.RayActorError):
+                ray.get(actor.set_learning_state.remote({}))
 
 
 @pytest.mark.slow

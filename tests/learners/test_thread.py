@@ -1,7 +1,11 @@
 """Learner thread: equality to TrainOneStep, errors, stopping, checkpoints."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +25,8 @@ from flowrl.ops import (
     TrainOneStep,
 )
 from flowrl.ops.plan_metrics import PlanMetrics
+
+ROOT = Path(__file__).parents[2]
 
 
 def a2c_config(**settings):
@@ -244,6 +250,37 @@ def test_thread_that_ended_with_an_error_is_started_again(monkeypatch):
         learner.inqueue.put(batch)
         with Dequeue(learner) as stream:
             assert next(stream)[0].count == batch.count
+
+
+LARGE = """
+import os
+import numpy as np
+from flowrl import A2CConfig
+from flowrl.iter import LocalIterator
+from flowrl.ops import Dequeue, LearnerThread, ParallelRollouts
+
+model = {"fcnet_hiddens": [400, 300], "matrix_products": "torch"}
+config = A2CConfig(env="CartPole-v1", train_batch_size=256, model=model, seed=0)
+with config.build() as algorithm:
+    (batch,) = ParallelRollouts(algorithm.workers).take(1)
+    learner = LearnerThread(algorithm.workers)
+    learner.inqueue.put(batch)
+    before = len(os.listdir("/proc/self/task"))
+    with Dequeue(learner) as stream:
+        next(stream)
+        print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
+def test_thread_multiplies_matrices_without_other_threads():
+    """MKL's limit belongs to each thread."""
+    env = {**os.environ, "OMP_NUM_THREADS": "4", "MKL_NUM_THREADS": "4"}
+    command = [sys.executable, "-c", LARGE]
+    process = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=100, check=True
+    )
+    assert process.stdout == "1\n"  # the learner thread itself
 
 
 def test_full_queue_of_a_learner_that_was_not_started_is_an_error():

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.interrupts import delayed_interrupts
 from flowrl.replay import MultiAgentReplayBuffer, ReplayBuffer
 
 
@@ -96,6 +97,24 @@ def test_without_training_intensity_one_batch_is_drawn_per_stored_batch(sizes, s
             buffer.sample()
             drawn += 1
         assert drawn == learning
+
+
+def test_interrupted_add_stores_and_counts_all_rows(monkeypatch):
+    buffer = make(training_intensity=1)
+    add = ReplayBuffer.add
+
+    def interrupted(self, batch):
+        add(self, batch)
+        delayed_interrupts.call(interrupt)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ReplayBuffer, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        buffer.add(rows(9))
+    assert len(buffer) == 9
+    assert buffer.ratio.stored == 9
 
 
 def test_restored_buffer_continues_identically():

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowrl.data import SampleBatch
 from flowrl.replay import PrioritizedReplayBuffer, sum_tree
 from flowrl.replay.sum_tree import SumTree
 from flowrl.state_schema import StateError
@@ -159,3 +160,13 @@ def test_invalid_priorities_are_rejected(invalid):
     with pytest.raises(ValueError, match="drawn from another buffer"):
         buffer.update_priorities(np.array([-2]), np.ones(1))
     np.testing.assert_array_equal(buffer.weights, before)
+
+
+@pytest.mark.parametrize("weights", [[1.0] * 3, [1.0] * 5, [1.0, 1.0, -1.0, 1.0], [[1.0] * 4]])
+def test_saved_weights_must_fit_the_items(weights):
+    buffer = PrioritizedReplayBuffer(8)
+    obs = np.zeros((4, 1), np.float32)
+    buffer.add(SampleBatch(obs=obs, new_obs=obs + 1))
+    state = {**buffer.state_dict(), "weights": np.array(weights)}
+    with pytest.raises(StateError, match="weights: they are not 4 numbers"):
+        PrioritizedReplayBuffer(8).load_state_dict(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -42,42 +43,42 @@ class ActorCriticKernel:
         obs = flatten_numpy(policy.observation_space, batch.array("obs"))
         is_large = len(obs) * self._num_critic_weights >= MIN_BACKGROUND_SIZE
         # the random numbers of both losses are drawn here, always in the same order
-        next_actions, next_bonus = self._next_actions(batch.array("new_obs"))
-        of_actor = None
-        if policy.updates_actor():
-            call = partial(self._actor_loss, obs, self._noise(len(obs)))
-            of_actor = BackgroundCall(call, is_large)
-        try:
-            targets = self._td_targets(batch, next_actions, next_bonus)
-            loss = self._critic_loss(batch, obs, targets, is_large)
-        finally:
-            actor_loss, stats = (0.0, {}) if of_actor is None else of_actor.result()
+        next_actions = self._next_actions(batch.array("new_obs"))
+        if not policy.updates_actor():
+            return self._critic_loss(batch, obs, next_actions, is_large)
+        call = partial(self._actor_loss, obs, self._noise(len(obs)))
+        with BackgroundCall(call, is_large) as actor_call:
+            critic_loss = self._critic_loss(batch, obs, next_actions, is_large)
+            actor_loss, stats = actor_call.result()
         policy.stats |= stats
-        return loss + actor_loss
+        return critic_loss + actor_loss
 
-    def _td_targets(
-        self, batch: TensorBatch, next_actions: np.ndarray, next_bonus: Any
-    ) -> np.ndarray:
+    def _td_targets(self, batch: TensorBatch, next_actions: tuple[np.ndarray, Any]) -> np.ndarray:
         """Return `ActorCriticPolicy.td_targets` [B]; see `_next_actions`."""
         target_model = self._policy.target_model
-        next_q = target_model.q_values_numpy(batch.array("new_obs"), next_actions).min(0)
+        actions, next_bonus = next_actions
+        next_q = target_model.q_values_numpy(batch.array("new_obs"), actions).min(0)
         discounts = discounts_numpy(batch, self._policy.config.gamma)
         discounted = np.where(discounts > 0, discounts * (next_q + next_bonus), 0.0)
         targets: np.ndarray = (batch.array("rewards") + discounted).astype(np.float32)
         return targets
 
     def _critic_loss(
-        self, batch: TensorBatch, obs: np.ndarray, targets: np.ndarray, is_large: bool
+        self,
+        batch: TensorBatch,
+        obs: np.ndarray,
+        next_actions: tuple[np.ndarray, Any],
+        is_large: bool,
     ) -> float:
         """Return the sum of the critics' losses, and write their gradients.
 
         Args:
             batch: the rows.
             obs: their flat observations, [B, size].
-            targets: [B].
+            next_actions: from `_next_actions`.
             is_large: whether another thread may compute some of the critics.
         """
-        policy = self._policy
+        policy, targets = self._policy, self._td_targets(batch, next_actions)
         inputs = _critic_inputs(obs, batch.array("actions"))
         share: Any = np.float32(1.0 / len(targets))
         if "weights" in batch:
@@ -86,12 +87,9 @@ class ActorCriticKernel:
             partial(_values_and_backward, critic, inputs, targets, share)
             for critic in self._critics
         ]
-        calls = [BackgroundCall(call, is_large) for call in others]
-        try:
-            first_values = first()
-        finally:
-            other_values = [call.result() for call in calls]
-        values = np.stack([first_values, *other_values])
+        with ExitStack() as stack:
+            calls = [stack.enter_context(BackgroundCall(call, is_large)) for call in others]
+            values = np.stack([first(), *(call.result() for call in calls)])
         policy.stats["mean_q"] = float(values.mean())
         errors = values - targets
         policy.record_row_stats(batch, td_error=abs(errors).mean(0))
