@@ -244,7 +244,7 @@ if os.fork() == 0:
     calls = [BackgroundCall(threading.get_ident) for _ in range(2)]
     while not calls[0]._future.done():
         pass
-    print(calls[0].result() != threading.get_ident())
+    print(calls[0].result() != threading.get_ident(), flush=True)
     os._exit(0)
 os.wait()
 """

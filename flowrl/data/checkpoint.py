@@ -47,7 +47,7 @@ __all__ = [
     "write_checkpoint",
 ]
 
-FORMAT = 7
+FORMAT = 8
 LARGE_BYTES = 1 << 20  # arrays of this size have their own file
 CHUNK_BYTES = 8 << 20  # bytes written and hashed at once
 MANIFEST = "manifest.json"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from flowrl.iter import metrics as _metrics
@@ -43,6 +43,7 @@ from flowrl.iter.stages.unary import (
 from flowrl.iter.waiting import Waiter
 from flowrl.setting_values import check_int
 from flowrl.source import Source
+from flowrl.state_schema import check_own_state
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -407,6 +408,7 @@ class LocalIterator(Generic[T]):
     def state_dict(self) -> dict[str, Any]:
         """Return the counters and the state of every stage by name.
 
+        `shared` has the states of objects that several stages may use, such as replay buffers.
         `restarts` lists the stages whose position cannot be saved (transforms, generators, actors
         that sample): in a restored plan they start from the beginning. Buffered items are part of
         the state, without copying.
@@ -415,6 +417,7 @@ class LocalIterator(Generic[T]):
         return {
             "metrics": self.metrics.state_dict(),
             "stages": {name: stage.state_dict() for name, stage in by_name.items()},
+            "shared": {name: part.state_dict() for name, part in _shared_states(by_name).items()},
             "restarts": [name for name, stage in by_name.items() if not stage.resumable],
         }
 
@@ -431,9 +434,9 @@ class LocalIterator(Generic[T]):
                 "state before the first pull"
             )
         by_name = stages_by_name(self.stage)
-        if not isinstance(state, dict) or not {"metrics", "stages"} <= set(state):
+        if not isinstance(state, dict) or not {"metrics", "stages", "shared"} <= set(state):
             raise ValueError("this is not the result of state_dict() of a plan")
-        stage_states = state["stages"]
+        stage_states, shared_states = state["stages"], state["shared"]
         if set(by_name) != set(stage_states):
             missing = sorted(set(by_name) - set(stage_states))
             extra = sorted(set(stage_states) - set(by_name))
@@ -442,17 +445,37 @@ class LocalIterator(Generic[T]):
                 f"{extra}. Restore it with the same plan, and with the same settings that add "
                 "stages, such as output"
             )
+        shared = _shared_states(by_name)
+        if set(shared) != set(shared_states):
+            raise ValueError(
+                "the saved state is of another plan: stages share the states of "
+                f"{sorted(shared_states)} there, and of {sorted(shared)} here"
+            )
         self.metrics.check_state(state["metrics"])
         for name, stage in by_name.items():
             stage.check_state(stage_states[name])
+        for name, part in shared.items():
+            check_own_state(part, shared_states[name], f"shared/{name}")
         self.metrics.load_state_dict(state["metrics"])
         for name, stage in by_name.items():
             stage.load_state_dict(stage_states[name])
+        for name, part in shared.items():
+            part.load_state_dict(shared_states[name])
 
     def __getstate__(self) -> dict[str, Any]:
         if self._profiler is not None:
             raise TypeError(f"{self!r} has started: only a plan that has not can be pickled")
         return self.__dict__
+
+
+def _shared_states(by_name: Mapping[str, Stage]) -> dict[str, Any]:
+    """Return the objects with shared states by the name of the first stage that uses each."""
+    shared: dict[str, Any] = {}
+    for name, stage in by_name.items():
+        part = stage.shared_state
+        if part is not None and not any(part is other for other in shared.values()):
+            shared[name] = part
+    return shared
 
 
 def _actor_finder(stage: Stage) -> Callable[[tuple[Source, ...]], Any]:

@@ -148,6 +148,12 @@ class Stage:
 
     # -- state ---------------------------------------------------------------------------------
 
+    @property
+    def shared_state(self) -> Any:
+        """An object whose state the plan saves once, also if several stages use the object, such as
+        a replay buffer; None if there is none."""
+        return None
+
     def state_dict(self) -> dict[str, Any]:
         return {"items": self.items}
 

@@ -29,7 +29,7 @@ class StoreToReplayBuffer:
     that is pulled alone, storing waits for draws only if the buffer has a `training_intensity`.
 
     Counts `num_agent_steps_stored`, in total and per policy. The state of the plan contains the
-    rows.
+    rows of each buffer once.
 
     Args:
         local_buffer: a MultiAgentReplayBuffer or SimpleReplayBuffer.
@@ -41,8 +41,6 @@ class StoreToReplayBuffer:
         TypeError: the buffer has another type; when called: the item is not a batch.
     """
 
-    state_fields: ClassVar[Fields] = {"buffer": dict[str, Any]}
-
     chained_with: ClassVar[str] = "for_each"
 
     def __init__(
@@ -51,7 +49,7 @@ class StoreToReplayBuffer:
         local_buffer: MultiAgentReplayBuffer | SimpleReplayBuffer | None = None,
         actors: ReplayActors | MultiAgentReplayBuffer | None = None,
     ):
-        self.buffer = _one_of(local_buffer, actors, "StoreToReplayBuffer")
+        self.buffer = self.shared_state = _one_of(local_buffer, actors, "StoreToReplayBuffer")
         self.alternates = False  # with draws in the same plan; see Concurrently
 
     def ready(self) -> bool:
@@ -86,12 +84,6 @@ class StoreToReplayBuffer:
         """Stop the replay actors."""
         if isinstance(self.buffer, ReplayActors):
             self.buffer.stop()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"buffer": self.buffer.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.buffer.load_state_dict(state["buffer"])
 
     def __repr__(self) -> str:
         return f"StoreToReplayBuffer({self.buffer!r})"
@@ -144,6 +136,10 @@ class ReplayStage(Stage):
         self.title = f"Replay({buffer!r})"
         self.buffer = buffer
         self.alternates = False  # with stores in the same plan; see Concurrently
+
+    @property
+    def shared_state(self) -> Any:
+        return self.buffer
 
     def pull(self, block: bool) -> Any:
         batch = call_in_stage(self, self._next)

@@ -161,6 +161,33 @@ def test_state_of_a_plan_contains_the_buffer():
     np.testing.assert_array_equal(next(restored)["batch_indexes"], expected)
 
 
+def test_state_of_a_plan_contains_a_buffer_that_an_own_operator_fills():
+    filled, other = make(), make()
+    source(3).for_each(lambda batch: filled.add(batch)).take(3)
+    original, restored = Replay(local_buffer=filled), Replay(local_buffer=other)
+    original.take(1)
+    restored.load_state_dict(original.state_dict())
+    assert len(other) == 15
+    expected = next(original)["batch_indexes"]
+    np.testing.assert_array_equal(next(restored)["batch_indexes"], expected)
+
+
+def test_state_of_a_plan_contains_a_buffer_once():
+    def plan(buffer):
+        stores = [source().for_each(StoreToReplayBuffer(local_buffer=buffer)) for _ in range(2)]
+        return Concurrently([*stores, Replay(local_buffer=buffer)], output_indexes=[2])
+
+    first, second = make(), make()
+    original, restored = plan(first), plan(second)
+    original.take(5)
+    state = original.state_dict()
+    assert len(state["shared"]) == 1
+    with pytest.raises(ValueError, match="another plan: stages share the states of"):
+        restored.load_state_dict({**state, "shared": {}})
+    restored.load_state_dict(state)
+    assert len(second) == len(first) > 0
+
+
 def test_buffer_errors_name_the_operator():
     buffer = make()
     store = LocalIterator([rows(3), rows(3).without_columns("rewards")]).for_each(

@@ -66,7 +66,8 @@ class FunctionStage(Stage):
         parent: the stage to pull from.
         fn: the operator. Its optional methods are called: `state_dict()` and `load_state_dict()`
             with those of the plan, `stop()` when the plan stops, `extra_stats()` by `stats()`. Its
-            optional attribute `chained_with` names the only method that it is for.
+            optional attribute `chained_with` names the only method that it is for, and
+            `shared_state` is that of the stage.
         on_error: policy for exceptions of `fn`.
     """
 
@@ -144,6 +145,10 @@ class FunctionStage(Stage):
         if self.skipped:
             stats["skipped"] = self.skipped
         return stats
+
+    @property
+    def shared_state(self) -> Any:
+        return self._method("shared_state")
 
     def state_dict(self) -> dict[str, Any]:
         state = {"items": self.items, "skipped": self.skipped}
