@@ -394,7 +394,7 @@ class Settings(BaseModel):
             _without_checks.reset(token)
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and vars(self) == vars(other)
+        return type(other) is type(self) and equal(vars(self), vars(other))
 
     __hash__ = None  # type: ignore[assignment]
 

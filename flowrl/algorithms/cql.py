@@ -21,6 +21,7 @@ from flowrl.ops import ReadMinari, ReadParquet
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import Count, NonNegative, NonNegativeInt, Positive, check_of_settings
+from flowrl.state_schema import Amount, check_state
 from flowrl.trainer.algorithm import Algorithm, PolicyClass
 from flowrl.trainer.config import PlanSetting, PlanSource
 
@@ -104,6 +105,19 @@ class CQLTorchPolicy(SACTorchPolicy):
             initial_weight = max(self.config.min_q_weight, 1e-6)
             parameters["log_min_q_weight"] = torch.tensor(math.log(initial_weight))
         return parameters
+
+    def get_state(self) -> dict[str, Any]:
+        return {**super().get_state(), "min_q_weight": self.config.min_q_weight}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Load a state from `get_state`; its learned weight only if the setting `min_q_weight` was
+        the same."""
+        check_state(state, {"min_q_weight": Amount}, f"the state of a {type(self).__name__}")
+        super().set_state(state)
+        if self.config.lagrangian and state["min_q_weight"] != self.config.min_q_weight:
+            with torch.no_grad():
+                initial = self.extra_parameters()["log_min_q_weight"]
+                self.model.get_parameter("log_min_q_weight").copy_(initial)
 
     def critic_loss(self, batch: TensorBatch) -> torch.Tensor:
         """Return SAC's critic loss plus the weighted penalty (equation 4), summed over the critics.

@@ -28,6 +28,7 @@ from flowrl.settings import (
     Positive,
     check_of_settings,
 )
+from flowrl.state_schema import Amount, check_state
 from flowrl.trainer.algorithm import Algorithm, PolicyClass
 from flowrl.trainer.config import PlanSetting, PlanSource
 
@@ -227,6 +228,7 @@ class MARWILTorchPolicy(TorchPolicy):
         return {**super().get_state(), "mean_square": self.mean_square}
 
     def set_state(self, state: dict[str, Any]) -> None:
+        check_state(state, {"mean_square": Amount}, f"the state of a {type(self).__name__}")
         super().set_state(state)
         self.mean_square = float(state["mean_square"])
 

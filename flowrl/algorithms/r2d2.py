@@ -150,10 +150,11 @@ class R2D2TorchPolicy(DQNTorchPolicy):
             return column
 
         columns: dict[str, Any] = {"seq_lens": (lens + 1).astype(np.int32)}
-        for name in self.model.view_requirements:
-            if name == RAW_REWARDS:
+        for name, view in self.model.view_requirements.items():
+            is_state = name.startswith("state_in_")
+            if name == RAW_REWARDS or not (is_state or view.known_for_actions(name)):
                 continue
-            if name.startswith("state_in_"):
+            if is_state:
                 state = batch.array(name)
                 columns[name] = np.zeros_like(state) if self.config.zero_init_states else state
             else:

@@ -21,7 +21,7 @@ FLAT_KINDS = {
     **dict.fromkeys(("eps_id", "t", "agent_index"), ("iu", "integers")),
     "rewards": ("fiu", "numbers"),
 }
-_ALIASES = {"next_obs": "new_obs"}
+ALIASES = {"next_obs": "new_obs"}
 MISSING = {"weights": 1, "n_steps": 1, "batch_indexes": -1}
 """Values for rows without these columns of replay buffers: full weight, one step, no item."""
 
@@ -114,10 +114,10 @@ class Columns(dict[str, Any]):
         super().__init__()
         self.zero_padded = False
         self.max_seq_len: int | None = None
-        for name, value in {**(columns or {}), **more}.items():
+        for name, value in {**({} if columns is None else columns), **more}.items():
             if value is None:
                 continue
-            stored_name = _ALIASES.get(name, name)
+            stored_name = ALIASES.get(name, name)
             if super().__contains__(stored_name):
                 raise ValueError(f"{name} is another name of a column that is given, too")
             super().__setitem__(stored_name, as_column(name, value))
@@ -173,8 +173,8 @@ class Columns(dict[str, Any]):
         return as_arrays(super().__getitem__(key))
 
     def __missing__(self, key: str) -> Any:
-        if key in _ALIASES:
-            return self[_ALIASES[key]]
+        if key in ALIASES:
+            return self[ALIASES[key]]
         if key == "dones" and key in self:
             return np.logical_or(self["terminateds"], self["truncateds"])
         raise KeyError(f"no column {key!r} in this batch; it has {sorted(self)}")
@@ -184,7 +184,7 @@ class Columns(dict[str, Any]):
             return True
         if key == "dones":
             return super().__contains__("terminateds") and super().__contains__("truncateds")
-        return isinstance(key, str) and super().__contains__(_ALIASES.get(key, ""))
+        return isinstance(key, str) and super().__contains__(ALIASES.get(key, ""))
 
     def stored(self) -> Iterator[tuple[str, Any]]:
         """Iterate over (name, column) as stored: some columns may be an `IndexedColumn`."""
@@ -267,9 +267,9 @@ class Columns(dict[str, Any]):
     # -- writing -------------------------------------------------------------------------------
 
     def __setitem__(self, key: str, value: Any) -> None:
-        key = _ALIASES.get(key, key)
+        key = ALIASES.get(key, key)
         column = as_column(key, value)
-        if not key.startswith(PER_SEQUENCE) and self:
+        if not key.startswith(PER_SEQUENCE) and dict.__len__(self):
             for leaf in leaves_of(column):
                 rows = len(leaf) if np.ndim(leaf) else "no"
                 if rows != self._padded_count():
@@ -300,7 +300,7 @@ class Columns(dict[str, Any]):
 
     def __delitem__(self, key: str) -> None:
         self._check_is_stored(key)
-        super().__delitem__(_ALIASES.get(key, key))
+        super().__delitem__(ALIASES.get(key, key))
 
     def _check_is_stored(self, key: str) -> None:
         if key == "dones" and key in self and not super().__contains__(key):
@@ -314,7 +314,7 @@ class Columns(dict[str, Any]):
                 from others.
         """
         self._check_is_stored(key)
-        return as_arrays(super().pop(_ALIASES.get(key, key), *default))
+        return as_arrays(super().pop(ALIASES.get(key, key), *default))
 
     # -- identity ------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import Any, overload
 import numpy as np
 
 from flowrl.data.columns import (
+    ALIASES,
     PER_SEQUENCE,
     Columns,
     as_arrays,
@@ -134,7 +135,9 @@ class SampleBatch(Columns):
 
     def without_columns(self, *names: str) -> SampleBatch:
         """Return a new batch without these columns; the others are shared."""
-        return SampleBatch.unchecked({k: v for k, v in self.stored() if k not in names}, like=self)
+        stored_names = {ALIASES.get(name, name) for name in names}
+        columns = {name: column for name, column in self.stored() if name not in stored_names}
+        return SampleBatch.unchecked(columns, like=self)
 
     def without_lazy_columns(self) -> SampleBatch:
         """Return a new batch without the columns that are not computed or fetched yet."""

@@ -111,7 +111,8 @@ def pack_actions(actions: list[Any]) -> list[Any]:
     """Store consecutive actions of equal structure as one array per leaf.
 
     Returns:
-        for each run of actions: [first action, [array [count, …] per leaf]].
+        for each run of actions: [first action, [array [count, …] per leaf]]; actions without
+        leaves, such as {}, have one array, of which only the length counts.
     """
     if actions and set(map(type, actions)) == {int}:
         return [[actions[0], [np.array(actions)]]]
@@ -123,17 +124,20 @@ def pack_actions(actions: list[Any]) -> list[Any]:
         structure = (treespec, types)
         if structure != previous:
             previous = structure
-            runs.append([action, [[] for _ in leaves]])
-        for column, leaf in zip(runs[-1][1], leaves, strict=True):
+            runs.append([action, [[] for _ in leaves or [False]]])
+        for column, leaf in zip(runs[-1][1], leaves or [False], strict=True):
             column.append(leaf)
     return [[first, [np.array(column) for column in columns]] for first, columns in runs]
 
 
 def unpack_actions(runs: list[Any]) -> list[Any]:
     """Return the actions that `pack_actions` stored."""
-    actions = []
+    actions: list[Any] = []
     for first, columns in runs:
         leaves, treespec = optree.tree_flatten(first)
+        if not leaves:
+            actions += [optree.tree_unflatten(treespec, []) for _ in columns[0]]
+            continue
         is_python_scalar = [
             isinstance(leaf, (bool, int, float)) and not isinstance(leaf, np.generic)
             for leaf in leaves

@@ -175,7 +175,8 @@ def load_episodes(policy: Policy, batches: Iterable[tuple[int, SampleBatch]]) ->
 
 def _check_policy(policy: Policy) -> None:
     """Check that a policy acts on single observations and has action likelihoods."""
-    views = set(policy.view_requirements) - {"obs"}
+    requirements = policy.view_requirements.items()
+    views = {name for name, view in requirements if view.known_for_actions(name)} - {"obs"}
     if policy.is_recurrent or views or policy.view_requirements["obs"].is_window:
         raise ConfigError(
             "estimate: the policy must act on single observations, not on "

@@ -243,11 +243,11 @@ class Policy(ActsOnObservations):
         The rows of a single-agent fragment count as its env steps. To add rows, such as copies with
         other goals, use an operator after ParallelRollouts, which counts the steps before.
         """
+        names = [n for n in sample_batch if not n.startswith(("state_in_", "seq_lens", "infos"))]
         columns = {
             name: column[:, None]
-            for name, column in sample_batch.items()
-            if isinstance(column, np.ndarray)
-            and not name.startswith(("state_in_", "seq_lens", "infos"))
+            for name in names
+            if isinstance(column := sample_batch[name], np.ndarray)
         }
         added = self.postprocess_fragment({**columns, "dones": sample_batch["dones"][:, None]})
         return sample_batch.with_columns(**{name: column[:, 0] for name, column in added.items()})

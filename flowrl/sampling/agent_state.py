@@ -159,6 +159,7 @@ def _load_lanes(lanes: PolicyLanes, state: dict[str, Any]) -> None:
     lanes.columns.load_state_dict(state["columns"])
     lanes.current_rows, lanes.envs = np.array(state["rows"]), np.array(state["envs"])
     lanes.free = {env: list(free) for env, free in state["free"].items()}
+    lanes.restore_lookback()  # the views may read more rows now
     lanes.states.load_state_dict(state["states"])
     lanes.segments = []
     lanes.waits = np.zeros(len(lanes.envs), bool)

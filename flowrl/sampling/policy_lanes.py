@@ -62,6 +62,12 @@ class PolicyLanes(LaneRows):
         self.columns.look_back(max(rows, self._views.lookback))
         self.columns.known = self.columns.lookback
 
+    def restore_lookback(self) -> None:
+        """Keep as many earlier rows as the views read, after columns were loaded."""
+        lookback = max(self._least_lookback, self._views.lookback)
+        if self.columns.lookback != lookback:
+            self.columns.look_back(lookback)
+
     # -- a step of all trajectories that wait ------------------------------------------------------
 
     def normalize_waiting(self) -> None:
@@ -118,6 +124,7 @@ class PolicyLanes(LaneRows):
         if self._views.signature != signature_of(self.policy.view_requirements):
             self._views = self._new_views()
             self.columns.look_back(max(self._least_lookback, self._views.lookback))
+        self._clear_flags()
         self.states.begin()
         self._at_first_step = True
         policy, self._defers_values = self.policy, self._views.defers_values
@@ -159,6 +166,15 @@ class PolicyLanes(LaneRows):
 
         batch = self._builder.build(columns, views, num_rows, arrays, final, None, agent_inputs)
         return batch.with_columns(**agent_views.rows(views.agents_training, segments))
+
+    def _clear_flags(self) -> None:
+        """Clear the flags of the last fragment that are at or after the current rows, for views of
+        acting policies."""
+        begin = self.columns.lookback + self.current_rows
+        for name in self._views.sources & {"terminateds", "truncateds", "dones"}:
+            flags = self.columns.arrays.get(name)
+            if flags is not None:
+                flags[np.arange(len(flags))[:, None] >= begin] = False
 
     def _write_flags(self, segments: list[Segment], arrays: Segments) -> None:
         """Write the columns of ends, which are False in all rows but the last ones of segments."""

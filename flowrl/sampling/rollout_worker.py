@@ -99,22 +99,28 @@ class RolloutWorker:
         self._envs = WorkerEnvironments(
             env_creator, config, worker_index, num_workers, self._seed, self._on_env_created
         )
-        if config.rollout_fragment_length == "auto" and steps_per_fragment is not None:
-            length = math.ceil(steps_per_fragment / self.num_envs)
-            self.config = config = config.updated(rollout_fragment_length=length)
-        if config.clip_rewards is None:
-            clips = self._envs.is_atari and not config.normalize_rewards
-            self.config = config = config.updated(clip_rewards=clips)
-        self.clip_rewards = config.clip_rewards
-        self.possible_agents = self._envs.agent_envs.possible_agents
-        self.policy_map = self._build_policies(policy_spec, policy_config or {})
-        self._seed_policies()
-        self.policy_for = PolicyMapping(config.policy_mapping_fn, list(self.policy_map), self)
-        single = self._envs.vector_env is not None and list(self.policy_map) == [DEFAULT_POLICY_ID]
-        self.is_multi_agent = not single
-        self.lock = threading.RLock()
-        ids = first_id(worker_index, restart_count)
-        self._sampling = FragmentSampler(self, self._envs, config, ids)
+        try:
+            if config.rollout_fragment_length == "auto" and steps_per_fragment is not None:
+                length = math.ceil(steps_per_fragment / self.num_envs)
+                self.config = config = config.updated(rollout_fragment_length=length)
+            if config.clip_rewards is None:
+                clips = self._envs.is_atari and not config.normalize_rewards
+                self.config = config = config.updated(clip_rewards=clips)
+            self.clip_rewards = config.clip_rewards
+            self.possible_agents = self._envs.agent_envs.possible_agents
+            self.policy_map = self._build_policies(policy_spec, policy_config or {})
+            self._seed_policies()
+            self.policy_for = PolicyMapping(config.policy_mapping_fn, list(self.policy_map), self)
+            single = self._envs.vector_env is not None and list(self.policy_map) == [
+                DEFAULT_POLICY_ID
+            ]
+            self.is_multi_agent = not single
+            self.lock = threading.RLock()
+            ids = first_id(worker_index, restart_count)
+            self._sampling = FragmentSampler(self, self._envs, config, ids)
+        except BaseException:
+            self._envs.close()
+            raise
         self._node = node_id() if worker_index else None
         self._weights_s = 0.0  # loading weights
         self._num_fragments = self._num_bytes = 0  # returned by `sample`

@@ -151,6 +151,19 @@ class WorkerCalls:
         return answers
 
 
+def kill_workers(actors: Sequence[Any], spares: Any, placement: Any) -> None:
+    """Kill the actors of a WorkerSet and its spare processes, and release its placement."""
+    import ray
+
+    if ray_health.is_ray_lost():
+        return
+    if ray.is_initialized():
+        spares.stop()
+        for actor in actors:
+            ray.kill(actor)
+    placement.release()
+
+
 def _is_in(actor: Any, actors: Sequence[Any]) -> bool:
     return any(actor is other for other in actors)
 

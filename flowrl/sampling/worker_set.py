@@ -26,7 +26,7 @@ from flowrl.sampling.rollout_pool import LocalRolloutPool, RolloutPool
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.spare_worker import SpareWorkers
 from flowrl.sampling.weight_sync import WeightSync, load_weights
-from flowrl.sampling.worker_calls import CALL_TIMEOUT_S, WorkerCalls, send_states
+from flowrl.sampling.worker_calls import CALL_TIMEOUT_S, WorkerCalls, kill_workers, send_states
 from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.state_schema import Fields, Natural, check_state
 
@@ -167,7 +167,7 @@ class WorkerSet:
                 self._placement.reserve(0, self.num_workers)
             self._remote = [self._create_actor(index) for index in range(self.num_workers)]
             self._start_spares()
-            self._load_remote_states()
+        self._load_remote_states()
         return self._remote
 
     def _start_ray(self) -> None:
@@ -366,10 +366,14 @@ class WorkerSet:
         self.restart_counts = restart_counts
 
     def _load_remote_states(self) -> None:
-        """Send the loaded states to the remote workers."""
-        if self._loaded is not None:
-            self.num_episodes_restarted += send_states(self, self._loaded)
-            self._loaded = None
+        """Send the loaded states to the remote workers; after an error, the next call does."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            try:
+                self.num_episodes_restarted += send_states(self, loaded)
+            except BaseException:
+                self._loaded = loaded
+                raise
 
     def replace(self, index: int) -> bool:
         """Replace a remote worker; return False if `recreate_failed_workers` is False."""
@@ -414,25 +418,21 @@ class WorkerSet:
 
     def stop(self) -> None:
         """Stop the workers, close the environments, shut down Ray if this set started it."""
-        if self._local is not None:
-            self._local.stop()
-        if isinstance(self._pool, ReplayedPool):
-            self._pool.stop_workers()
-        if self._remote:
-            import ray
-
-            if ray.is_initialized() and not ray_health.is_ray_lost():
-                self._spares.stop()
-                for worker in self._remote:
-                    ray.kill(worker)
-            if not ray_health.is_ray_lost():
-                self._placement.release()
-        if self._owns_ray:
-            self._owns_ray = False
-            leave_ray()
-        self._local, self._remote, self._pool = None, None, None
-        self._stopped = True
-        self.weight_sync.clear()
+        local, pool = self._local, self._pool
+        try:
+            if local is not None:
+                local.stop()
+            if isinstance(pool, ReplayedPool):
+                pool.stop_workers()
+        finally:
+            if self._remote:
+                kill_workers(self._remote, self._spares, self._placement)
+            if self._owns_ray:
+                self._owns_ray = False
+                leave_ray()
+            self._local, self._remote, self._pool = None, None, None
+            self._stopped = True
+            self.weight_sync.clear()
 
     def __enter__(self) -> WorkerSet:
         return self

@@ -263,3 +263,22 @@ def test_lagrange_weight_falls_from_its_maximum_and_does_not_rise_above_it():
     assert falling[-1] < math.log(1e6)
     constant = log_weights(1e-3)
     assert constant[-1] == constant[0] == pytest.approx(math.log(1.1e6))
+
+
+def test_weight_follows_the_setting_after_a_restore():
+    settings = {**SMALL, "lagrangian": True, "lagrangian_thresh": 1.0}
+
+    def make(weight):
+        return CQLTorchPolicy(BOX, BOUNDS, {**settings, "min_q_weight": weight})
+
+    trained = make(5.0)
+    trained.learn_on_minibatches(rows())
+    state = trained.get_state()
+    weights = []
+    for weight in (5.0, 1.0):
+        policy = make(weight)
+        policy.set_state(state)
+        weights.append(math.exp(policy.model.log_min_q_weight.item()))
+    assert weights[0] == pytest.approx(math.exp(trained.model.log_min_q_weight.item()))
+    assert weights[0] != pytest.approx(5.0, rel=1e-6)
+    assert weights[1] == pytest.approx(1.0)

@@ -20,6 +20,7 @@ from flowrl.offline.parquet import OfflineDataError, write_parquet
 from flowrl.ops import ReadParquet
 from flowrl.ops.offline import ReadStage
 from flowrl.policies import ConfigError
+from flowrl.state_schema import StateError
 from tests.extras import require_extra
 
 
@@ -298,3 +299,15 @@ def test_missing_or_incompatible_data_is_rejected(recorded, tmp_path):
 def test_invalid_settings_are_rejected(settings):
     with pytest.raises(ConfigError, match=next(iter(settings))):
         MARWILConfig(**settings)
+
+
+@pytest.mark.parametrize("mean_square", [None, -1.0, "one"])
+def test_state_with_a_wrong_average_changes_nothing(mean_square):
+    space = gym.spaces.Box(-1, 1, (4,), np.float32)
+    policy = MARWILTorchPolicy(space, gym.spaces.Discrete(2), {"seed": 0})
+    other = MARWILTorchPolicy(space, gym.spaces.Discrete(2), {"seed": 1})
+    before = policy.get_weights()
+    with pytest.raises(StateError, match="mean_square"):
+        policy.set_state({**other.get_state(), "mean_square": mean_square})
+    for name, weight in policy.get_weights().items():
+        np.testing.assert_array_equal(weight, before[name])

@@ -8,7 +8,7 @@ from gymnasium import spaces
 from flowrl.algorithms.r2d2 import R2D2Config, R2D2TorchPolicy, scaled, unscaled
 from flowrl.data import SampleBatch
 from flowrl.envs import make_multi_agent
-from flowrl.policies import ConfigError, PolicySpec
+from flowrl.policies import ConfigError, PolicySpec, ViewRequirement
 from flowrl.sampling import RolloutWorker
 from flowrl.trainer.plan_settings import plan_config
 
@@ -317,3 +317,15 @@ def test_custom_recurrent_network_replaces_the_default_one():
     assert R2D2Config(model={"custom_model": SmallGRU, "burn_in": 0}).model.burn_in == 0
     changed = R2D2Config().training(model={"custom_model": SmallGRU})
     assert not changed.model.use_lstm
+
+
+def test_views_that_acting_does_not_read_do_not_change_learning():
+    losses = []
+    for extra in (False, True):
+        config = {"seed": 0, "num_envs_per_worker": 2, "rollout_fragment_length": 30}
+        worker = RolloutWorker("CartPole-v1", R2D2TorchPolicy, {**config, "model": SMALL})
+        if extra:
+            view = ViewRequirement("rewards", shift=-1, used_for_compute_actions=False)
+            worker.policy.view_requirements["last_reward"] = view
+        losses.append(worker.policy.learn_on_minibatches(worker.sample())["total_loss"])
+    assert losses[0] == losses[1]

@@ -459,3 +459,18 @@ def test_column_without_rows_is_rejected():
     batch = SampleBatch(obs=np.zeros((3, 2)))
     with pytest.raises(ValueError, match="column 'mine' has no rows, the batch 3"):
         batch["mine"] = "abc"
+
+
+def test_batch_without_rows_keeps_its_columns():
+    empty = SampleBatch(obs=np.zeros((3, 2), np.float32), rewards=np.zeros(3))[:0]
+    again = SampleBatch(empty)
+    assert set(again) == {"obs", "rewards"}
+    assert again["obs"].shape == (0, 2)
+    with pytest.raises(ValueError, match="column 'actions' has 2 rows, the batch 0"):
+        again["actions"] = np.zeros(2)
+
+
+def test_column_is_removed_under_both_of_its_names():
+    batch = SampleBatch(obs=np.zeros((3, 2)), new_obs=np.ones((3, 2)))
+    for name in ("new_obs", "next_obs"):
+        assert set(batch.without_columns(name)) == {"obs"}

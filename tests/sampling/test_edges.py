@@ -203,6 +203,65 @@ def test_views_of_other_agents_cross_soft_horizons():
         ), row
 
 
+class ChangesActions(UnevenAgents):
+    """Removes the action of `slow` from its dict."""
+
+    def step(self, action_dict):
+        action_dict.pop("slow", None)
+        return super().step(action_dict)
+
+
+def test_environment_may_change_the_dict_of_actions():
+    rows = [
+        worker(env, {"p": Idle}, rollout_fragment_length=13).sample()["p"]
+        for env in (UnevenAgents, ChangesActions)
+    ]
+    for name in ("obs", "actions", "rewards", "t"):
+        np.testing.assert_array_equal(rows[0][name], rows[1][name])
+
+
+class LongEpisodes(UnevenAgents):
+    """`slow` and `fast`; the first episode has 3 steps, all others do not end."""
+
+    num_episodes = 0
+
+    def __init__(self):
+        super().__init__(("fast", "slow"))
+
+    def reset(self, *, seed=None, options=None):
+        self.num_episodes += 1
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action_dict):
+        obs, rewards, _, _, infos = super().step(action_dict)
+        ended = {"__all__": self.num_episodes == 1 and self.n == 3}
+        return obs, rewards, ended, {"__all__": False}, infos
+
+
+def test_acting_views_of_flags_are_those_of_the_rows():
+    w = worker(LongEpisodes, {"p": RecordsInputs}, rollout_fragment_length=4)
+    policy = w.policy_map["p"]
+    policy.view_requirements["ended"] = ViewRequirement("dones", shift=-1)
+    rows = SampleBatch.concat_samples([w.sample()["p"] for _ in range(4)])
+    acted = sorted((float(i["obs"][0]), bool(i["ended"])) for i in policy.recorded_inputs)
+    trained = sorted((float(row["obs"][0]), bool(row["ended"])) for row in rows.rows())
+    assert not any(ended for _, ended in trained)
+    assert set(acted) == set(trained)
+
+
+def test_whole_episodes_of_a_vector_environment_are_saved():
+    settings = {
+        "num_envs_per_worker": 3, "vectorization_mode": "sync", "seed": 1,
+        "batch_mode": "complete_episodes", "rollout_fragment_length": 50,
+    }  # fmt: skip
+    workers = [RolloutWorker("CartPole-v1", PPOTorchPolicy, settings) for _ in range(2)]
+    workers[0].sample()
+    workers[1].load_sampling_state_dict(workers[0].sampling_state_dict())
+    expected, batch = (one.sample() for one in workers)
+    assert expected.count >= 50
+    assert batch.count >= 50
+
+
 @pytest.mark.parametrize("fragment", [3, 20])
 def test_soft_horizon_without_agents(fragment):
     w = worker(

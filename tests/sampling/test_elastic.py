@@ -1,5 +1,7 @@
 """Adding and removing workers while plans run."""
 
+import contextlib
+
 import pytest
 
 from flowrl.algorithms.a2c import A2CConfig
@@ -8,7 +10,10 @@ from flowrl.algorithms.ddppo import DDPPOConfig
 from flowrl.algorithms.impala import IMPALAConfig
 from flowrl.iter.errors import ShardFailedError
 from flowrl.ops import ParallelRollouts
+from flowrl.sampling import RolloutWorker, WorkerSet, worker_set
 from flowrl.sampling.worker_calls import env_steps_in
+
+from .fakes import CountEnv, Idle
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -238,3 +243,41 @@ def _kill_second_worker(worker):
 
     if worker.worker_index == 2:
         threading.Timer(0.2, os._exit, [1]).start()
+
+
+def test_states_of_remote_workers_are_sent_again_after_an_error(ray_session, monkeypatch):
+    config = {"rollout_fragment_length": 4}
+    with WorkerSet(lambda context: CountEnv(9), Idle, config, num_workers=1) as workers:
+        (actor,) = workers.remote_workers()
+        first = ray_session.get(actor.apply.remote(RolloutWorker.sample))
+        state = workers.state_dict()
+    with WorkerSet(lambda context: CountEnv(9), Idle, config, num_workers=1) as workers:
+        workers.load_state_dict(state)
+        send_states = worker_set.send_states
+
+        def fails(*arguments):
+            monkeypatch.setattr(worker_set, "send_states", send_states)
+            raise OSError("the environment cannot be created")
+
+        monkeypatch.setattr(worker_set, "send_states", fails)
+        with pytest.raises(OSError, match="cannot be created"):
+            workers.remote_workers()
+        (actor,) = workers.remote_workers()
+        batch = ray_session.get(actor.apply.remote(RolloutWorker.sample))
+    assert batch["t"][0] == first["t"][-1] + 1
+
+
+def test_workers_are_stopped_although_the_local_one_fails(ray_session, monkeypatch):
+    config = {"rollout_fragment_length": 4}
+    workers = WorkerSet(lambda context: CountEnv(9), Idle, config, num_workers=1)
+    (actor,) = workers.remote_workers()
+
+    def stop():
+        raise OSError("close() failed")
+
+    monkeypatch.setattr(workers.local_worker(), "stop", stop)
+    with pytest.raises(OSError, match="close"):
+        workers.stop()
+    with contextlib.suppress(ray_session.exceptions.RayActorError):
+        while True:  # kill() returns before the actor is dead
+            ray_session.get(actor.apply.remote(id))

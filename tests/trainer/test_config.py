@@ -568,3 +568,9 @@ def test_policies_of_a_checkpoint_have_the_defaults_of_their_class(tmp_path):
     assert loaded.model_fields_set == config.model_fields_set
     changed = config_from_json(saved, {"gamma": 0.5}, CodeResolver(True))
     assert changed.model_fields_set == {*config.model_fields_set, "gamma"}
+
+
+def test_configs_with_arrays_can_be_compared():
+    configs = [PPOConfig(env_config={"start": np.array(start)}) for start in ([1, 2], [1, 2], [3])]
+    assert configs[0] == configs[1]
+    assert configs[0] != configs[2]

@@ -754,7 +754,8 @@ def test_saving_does_not_change_training(tmp_path):
 def test_packed_actions_are_small_and_restore_exactly():
     box = [np.full(2, i, np.float32) for i in range(20_000)]
     nested = [{"a": i, "b": (np.float32(i), np.ones(2))} for i in range(5)] + [{"a": 3}]
-    for actions in (box, nested, [], list(range(9)), [True, False]):
+    without_agents = [{}, {"a": 1}, {}, {}, {"a": 2}]
+    for actions in (box, nested, [], list(range(9)), [True, False], without_agents):
         unpacked = unpack_actions(pack_actions(actions))
         assert len(unpacked) == len(actions)
         for action, expected in zip(unpacked, actions, strict=True):

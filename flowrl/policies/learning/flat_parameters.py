@@ -140,6 +140,8 @@ class FlatParameters:
         self.gradient.zero_()
         for loss, group in zip(losses, groups, strict=True):
             trainable = [p for p in group if p.requires_grad]
+            if not trainable:
+                continue
             gradients = torch.autograd.grad(loss, trainable, allow_unused=True, retain_graph=True)
             for parameter, gradient in zip(trainable, gradients, strict=True):
                 if gradient is not None:

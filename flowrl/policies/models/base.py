@@ -137,7 +137,11 @@ class ModelV2(nn.Module):
         compiled = torch.compile(self.forward)
 
         def train_forward(batch: Any, state: State, seq_lens: Any) -> Any:
-            views = {name: batch[name] for name in self.view_requirements if name in batch}
+            views = {
+                name: batch[name]
+                for name, view in self.view_requirements.items()
+                if name in batch and (view.known_for_actions(name) or name.startswith("state_"))
+            }
             return compiled({**views, "obs_flat": InputDict(views)["obs_flat"]}, state, seq_lens)
 
         object.__setattr__(self, "train_forward", train_forward)

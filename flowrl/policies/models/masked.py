@@ -92,8 +92,8 @@ class MaskedModel(ModelV2):
     ) -> tuple[torch.Tensor, State]:
         observations = input_dict["obs"]
         inner = InputDict()
-        for name in self.view_requirements:
-            if name in input_dict:
+        for name, view in self.view_requirements.items():
+            if name in input_dict and (view.known_for_actions(name) or name.startswith("state_")):
                 inner[name] = (
                     self._without_mask(observations) if name == "obs" else input_dict[name]
                 )

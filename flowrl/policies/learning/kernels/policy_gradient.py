@@ -136,6 +136,7 @@ class PolicyGradientKernel:
             return self._compute(batch)
 
     def _compute(self, batch: TensorBatch) -> float:
+        self._policy.flat.gradient.zero_()  # also of parameters that are not layers
         outputs, values = self._backprop.forward(batch.array("obs"))
         size = outputs.shape[1]
         if self._log_std is not None:

@@ -27,7 +27,8 @@ _KERNELS = {
     "flowrl.algorithms.a2c.A2CTorchPolicy": _Entry(a2c_kernel, ("loss",)),
     "flowrl.algorithms.ppo.PPOTorchPolicy": _Entry(ppo_kernel, ("loss", "_value_loss")),
     "flowrl.algorithms.dqn.DQNTorchPolicy": _Entry(
-        q_learning_kernel, ("loss", "td_targets", "discounts", "_mean_loss", "record_td_loss")
+        q_learning_kernel,
+        ("loss", "td_targets", "_at_new_obs", "discounts", "_mean_loss", "record_td_loss"),
     ),
     "flowrl.algorithms.sac.SACTorchPolicy": _Entry(
         sac_kernel, (*_ACTOR_CRITIC_METHODS, "_sample_actions")
