@@ -68,6 +68,9 @@ def benchmark_command(arguments: list[str]) -> int:
             ended = list(pool.map(train, missing))
         except KeyboardInterrupt:
             processes.exit_code = INTERRUPTED
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
     if processes.exit_code:
         print("interrupted: run the same command again to continue", flush=True)
         return processes.exit_code

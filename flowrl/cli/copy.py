@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flowrl.cli.arguments import PLAN_HELP, Parser
 from flowrl.errors import ConfigError
-from flowrl.trainer.plan_files import plan_path
+from flowrl.trainer.plan_files import is_shipped, plan_path
 from flowrl.trainer.tuned_examples import tuned_examples
 
 
@@ -28,6 +28,6 @@ def copy_command(arguments: list[str]) -> int:
     except OSError as error:
         raise ConfigError(f"cannot write {options.file}: {error.strerror}") from error
     print(f"{options.file}: train it with `flowrl train {shlex.quote(str(options.file))}`")
-    if any(tuned_examples(options.plan)):
+    if is_shipped(options.plan) and any(tuned_examples(options.plan)):
         print(f"settings of {options.plan} for single environments: `flowrl tuned {options.plan}`")
     return 0

@@ -211,4 +211,4 @@ def check_trusted(config: AlgorithmConfig, trust: bool) -> None:
 
 def absolute_plan(plan: str) -> str:
     """Return the absolute path of a plan file, or the name of a shipped plan."""
-    return str(Path(plan).resolve()) if plan.endswith(".py") else plan
+    return str(Path(plan).expanduser().resolve()) if plan.endswith(".py") else plan

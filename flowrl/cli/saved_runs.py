@@ -14,7 +14,7 @@ from flowrl.policies.code_references import UntrustedCodeError, code_path
 from flowrl.policies.json_codec import text_of_changes
 from flowrl.setting_values import equal_code
 from flowrl.trainer.config import AlgorithmConfig, absolute_folders
-from flowrl.trainer.plan_files import algorithm_in, load_plan
+from flowrl.trainer.plan_files import PLAN_MODULE, algorithm_in, load_plan
 from flowrl.trainer.plan_settings import plan_config
 from flowrl.trainer.runs.saved_run import (
     find_checkpoint,
@@ -83,7 +83,7 @@ def open_run(
     if run_dir is not None:
         with suppress(ConfigError):  # the checkpoint has everything
             setup = read_setup(run_dir)
-    if setup is not None and setup["algorithm"] != manifest.get("algorithm"):
+    if setup is not None and not _is_same(setup["algorithm"], manifest.get("algorithm")):
         raise ConfigError(
             f"{found} was written by {manifest.get('algorithm')}, but the run {shown} is of "
             f"{setup['algorithm']}: use another checkpoint"
@@ -92,6 +92,13 @@ def open_run(
     if run_dir is not None:  # a resumed run may have a larger total
         config = config.updated(total_timesteps=total)
     return SavedRun(run_dir, found, config, algorithm)
+
+
+def _is_same(algorithm: str, other: str | None) -> bool:
+    """Return whether import paths name one class; its plan file may have another name now."""
+    paths = [path.partition(":") for path in (algorithm, other or "")]
+    are_in_plans = all(module.startswith(PLAN_MODULE) for module, _, _ in paths)
+    return algorithm == other or (are_in_plans and paths[0][2] == paths[1][2])
 
 
 def _locate(path: str) -> tuple[Path | None, Path | str | None]:

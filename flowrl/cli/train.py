@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 from flowrl.cli.arguments import Parser, import_from_current_folder, json_object, with_flags
@@ -36,7 +37,7 @@ def train_command(arguments: list[str]) -> int:
         return resume_command([*run_dir, *arguments[1:]])
     if first in ("-h", "--help"):
         _help_parser().parse_args(arguments)
-    if not first.endswith((".yaml", ".yml")) and any(":" in word for word in arguments):
+    if not first.endswith((".yaml", ".yml")) and any(map(_names_code, arguments)):
         import_from_current_folder()
     if first.endswith((".yaml", ".yml")):
         from flowrl.cli.yaml_runs import train_yaml
@@ -67,6 +68,11 @@ def train_command(arguments: list[str]) -> int:
     except ConfigError as error:
         names = [] if config is None else config.keys()
         raise ConfigError(with_flags(str(error), arguments, names)) from error
+
+
+def _names_code(word: str) -> bool:
+    """Return whether an argument contains an import path, such as `module:Id`."""
+    return re.search(r"""(^|[="'])[A-Za-z_][\w.]*:[A-Za-z_]""", word) is not None
 
 
 def _help_parser() -> argparse.ArgumentParser:

@@ -48,6 +48,8 @@ __all__ = [
 ]
 
 FORMAT = 8
+RESERVED = frozenset({"format", "files", "blake2b"})
+"""Names of a manifest that `write_checkpoint` writes."""
 LARGE_BYTES = 1 << 20  # arrays of this size have their own file
 CHUNK_BYTES = 8 << 20  # bytes written and hashed at once
 MANIFEST = "manifest.json"

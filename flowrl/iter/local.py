@@ -140,7 +140,7 @@ class LocalIterator(Generic[T]):
         """Call fn(item) for every item and return the item unchanged.
 
         Raises:
-            TypeError: `fn` has state (`state_dict`), which a tap does not save.
+            TypeError: `fn` has state (`state_dict`, `shared_state`), which a tap does not save.
         """
         return self._chain(Tap(self.stage, name, fn), f".tap({name})")
 
@@ -455,7 +455,8 @@ class LocalIterator(Generic[T]):
         for name, stage in by_name.items():
             stage.check_state(stage_states[name])
         for name, part in shared.items():
-            check_own_state(part, shared_states[name], f"shared/{name}")
+            if hasattr(part, "state_fields"):
+                check_own_state(part, shared_states[name], f"shared/{name}")
         self.metrics.load_state_dict(state["metrics"])
         for name, stage in by_name.items():
             stage.load_state_dict(stage_states[name])

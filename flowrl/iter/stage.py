@@ -151,7 +151,7 @@ class Stage:
     @property
     def shared_state(self) -> Any:
         """An object whose state the plan saves once, also if several stages use the object, such as
-        a replay buffer; None if there is none."""
+        a replay buffer; None if there is none. Not saved without `has_state`."""
         return None
 
     def state_dict(self) -> dict[str, Any]:

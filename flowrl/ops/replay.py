@@ -49,8 +49,13 @@ class StoreToReplayBuffer:
         local_buffer: MultiAgentReplayBuffer | SimpleReplayBuffer | None = None,
         actors: ReplayActors | MultiAgentReplayBuffer | None = None,
     ):
-        self.buffer = self.shared_state = _one_of(local_buffer, actors, "StoreToReplayBuffer")
+        self.buffer = _one_of(local_buffer, actors, "StoreToReplayBuffer")
         self.alternates = False  # with draws in the same plan; see Concurrently
+
+    @property
+    def shared_state(self) -> Any:
+        """The buffer, whose state the plan saves once."""
+        return self.buffer
 
     def ready(self) -> bool:
         """Return whether storing is due."""

@@ -108,7 +108,8 @@ def _settings_of_manifest(
         chosen_by_caller.discard("policies")
     plan = changes.get("plan", manifest["config"]["values"].get("plan"))
     if is_plan_file(plan):
-        plan = str(Path(plan).resolve())  # once: the file that is checked is the one executed
+        # once: the file that is checked is the one executed
+        plan = str(Path(plan).expanduser().resolve())
     known = _known_classes(cls, plan)
     manifest, plan_modules = _load_plan_of(cls, manifest, plan, known, trust, "plan" in changes)
     cls_of_run = _algorithm_class(manifest["algorithm"], CodeResolver(trust, known, plan_modules))

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 
 from flowrl.data.checkpoint import (
     CHECKPOINTS,
+    RESERVED,
     CheckpointError,
     is_run_dir,
     read_checkpoint,
@@ -122,10 +123,11 @@ class Checkpointing:
         Args:
             path: a folder, or a URI that fsspec supports; None: a folder in the run directory, or
                 a new temporary folder if there is none.
-            metadata: further JSON values for the manifest.
+            metadata: further JSON values for the manifest, by other names than its own.
 
         Raises:
-            ConfigError: the folder is a run directory, whose checkpoints have their own folder.
+            ConfigError: the folder is a run directory, whose checkpoints have their own folder, or
+                the manifest has a name of `metadata` already.
             OSError: the checkpoint cannot be written; existing files are unchanged.
             RuntimeError: the algorithm was stopped.
         """
@@ -141,6 +143,9 @@ class Checkpointing:
                 "save() without a path to write one there, or name another folder"
             )
         manifest = self.manifest()
+        metadata = dict(metadata or {})
+        if taken := sorted(metadata.keys() & (manifest.keys() | RESERVED)):
+            raise ConfigError(f"save: the manifest has the names {taken} of metadata: rename them")
         if manifest["left_out"] and not self._warned_about_left_out:
             log.warning(
                 "the checkpoint does not contain the settings %s, because they are objects, or "
@@ -148,7 +153,7 @@ class Checkpointing:
                 manifest["left_out"],
             )  # fmt: skip
             self._warned_about_left_out = True
-        written = write_checkpoint(path, self.state_dict(), manifest | dict(metadata or {}))
+        written = write_checkpoint(path, self.state_dict(), manifest | metadata)
         self._save_s += time.perf_counter() - started
         return written
 

@@ -105,9 +105,11 @@ def evaluate_policies(
         episodes, num_unfinished = _play_episodes(worker, duration, by_steps, video)
         return Played(episodes, worker.num_faulty_episodes, num_unfinished)
     finally:
-        if video is not None:
-            video.close()
-        worker.stop()
+        try:
+            if video is not None:
+                video.close()
+        finally:
+            worker.stop()
 
 
 def _evaluation_worker_settings(config: AlgorithmConfig) -> AlgorithmConfig:

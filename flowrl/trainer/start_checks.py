@@ -103,12 +103,13 @@ def warn_of_unused_policies(counters: Mapping[str, float], policy_ids: Collectio
 def _check_states(stage: Stage) -> None:
     """Check that the states of the user's operators can be saved, before the first checkpoint."""
     for node, operator in operators_of(stage):
-        if is_own(operator) and hasattr(operator, "state_dict"):
-            try:
-                encode(operator.state_dict(), "state_dict()", ArrayStore())
-            except TypeError as error:
-                problem = str(error).removeprefix("checkpoint: ")
-                raise ConfigError(f"{node} (chained at {node.line}): {problem}") from None
+        for part in (operator, node.shared_state):
+            if is_own(part) and hasattr(part, "state_dict"):
+                try:
+                    encode(part.state_dict(), "state_dict()", ArrayStore())
+                except TypeError as error:
+                    problem = str(error).removeprefix("checkpoint: ")
+                    raise ConfigError(f"{node} (chained at {node.line}): {problem}") from None
 
 
 def _check_recorded_rows(

@@ -107,8 +107,8 @@ class VideoRecorder:
     def _open_file(self, env: Any) -> None:
         import imageio_ffmpeg
 
-        frame = render_frame(env, self._setting)
         self._path = self._folder / f"{self._name}-{self._num_started}.mp4"
+        frame = render_frame(env, self._setting)
         self._num_started += 1
         self._frame_shape = frame.shape
         fps = float((getattr(env, "metadata", None) or {}).get("render_fps", DEFAULT_FPS))

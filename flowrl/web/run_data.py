@@ -172,13 +172,14 @@ class RunData:
         """Return what happened to the run, the newest first."""
         events = read_events(self.path, running)
         for checkpoint in list_checkpoints(self.path):
-            events.append(
-                {
-                    "time": checkpoint.stat().st_mtime,
-                    "kind": "checkpoint",
-                    "text": f"checkpoints/{checkpoint.name}",
-                }
-            )
+            with suppress(FileNotFoundError):  # the run has removed it in the meantime
+                events.append(
+                    {
+                        "time": checkpoint.stat().st_mtime,
+                        "kind": "checkpoint",
+                        "text": f"checkpoints/{checkpoint.name}",
+                    }
+                )
         for activity in activities:
             for counter, (kind, text) in _EVENT_COUNTERS.items():
                 if number := activity.counters.get(counter, 0):

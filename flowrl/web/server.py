@@ -47,12 +47,12 @@ def make_app(paths: Sequence[Path]) -> Any:
     lock = threading.Lock()  # requests are answered in threads
 
     def add_new_runs() -> None:
-        known = {run.path for run in data}
+        known = {run.path.resolve() for run in data}
         for path in paths:
             with suppress(ConfigError):  # the path was removed
                 for run in find_runs([path], warn=False):
-                    if run not in known:
-                        known.add(run)
+                    if run.resolve() not in known:
+                        known.add(run.resolve())
                         with suppress(ConfigError):  # it is being created, or is damaged
                             data.append(RunData(run, run.resolve().name))
 

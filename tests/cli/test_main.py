@@ -330,6 +330,13 @@ def test_environment_of_the_current_folder_is_named_by_its_import_path(cli, tmp_
     assert read_results(tmp_path / "r")[-1]["episode_len_mean"] == 4
 
 
+def test_plan_file_is_copied(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["copy", "ppo", "mine.py"]) == 0
+    assert main(["copy", str(tmp_path / "mine.py"), "other.py"]) == 0
+    assert (tmp_path / "other.py").read_text() == (tmp_path / "mine.py").read_text()
+
+
 @pytest.mark.parametrize("env", ["own_env:Nothing", "own_env:number", "own_env:", "no_module:Env"])
 def test_import_path_without_an_environment_is_rejected(cli, tmp_path, env):
     (tmp_path / "own_env.py").write_text(OWN_ENV)

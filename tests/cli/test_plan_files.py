@@ -76,6 +76,10 @@ def test_file_with_an_algorithm_trains(cli, tmp_path, workers, ray_session):
     assert cli("resume", "r", "--plan", "mine.py", "--stop-iters", "4")[0] == 0
     assert len(read_results(tmp_path / "r")) == 4
     assert "# changed" in (tmp_path / "r/plan.py").read_text()
+    (tmp_path / "mine.py").rename(tmp_path / "renamed.py")
+    assert cli("resume", "r", "--plan", "renamed.py", "--stop-iters", "5")[0] == 0
+    code, _, err = cli("evaluate", "r", "--trust", "--episodes", "1")
+    assert code == 0, err
 
 
 @pytest.mark.parametrize("command", ["explain", "check"])

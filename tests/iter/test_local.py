@@ -129,8 +129,47 @@ def test_tap_rejects_a_function_with_state():
         def load_state_dict(self, state):
             pass
 
-    with pytest.raises(TypeError, match=r"tap\(count\).*state_dict\(\): use for_each"):
+    with pytest.raises(TypeError, match=r"tap\(count\).*state_dict: use for_each"):
         stream(1).tap("count", Counter())
+
+    class Store:
+        shared_state = Counter()
+
+        def __call__(self, item):
+            pass
+
+    with pytest.raises(TypeError, match=r"tap\(store\).*shared_state: use for_each"):
+        stream(1).tap("store", Store())
+
+
+def test_state_that_operators_share_is_saved_once():
+    class Total:
+        value = 0
+
+        def state_dict(self):
+            return [self.value]
+
+        def load_state_dict(self, state):
+            (self.value,) = state
+
+    class Add:
+        def __init__(self, total):
+            self.shared_state = total
+
+        def __call__(self, item):
+            self.shared_state.value += item
+            return item
+
+    first, second = Total(), Total()
+    plans = [stream(1, 2).for_each(Add(total)).for_each(Add(total)) for total in (first, second)]
+    plans[0].take(2)
+    state = plans[0].state_dict()
+    assert list(state["shared"].values()) == [[6]]
+    plans[1].load_state_dict(state)
+    assert second.value == 6
+    del Total.load_state_dict
+    with pytest.raises(TypeError, match=r"Total has state_dict\(\) only"):
+        stream(1).for_each(Add(Total()))
 
 
 def test_metrics_context_is_active_during_a_pull():

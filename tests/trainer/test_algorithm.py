@@ -312,6 +312,9 @@ def test_save_takes_metadata_in_one_argument(tmp_path):
         assert read_manifest(path)["note"] == "first"
         with pytest.raises(TypeError, match=r"no argument 'checkpoint_dir'\. Use path=…\."):
             algorithm.save(checkpoint_dir=tmp_path / "d")
+        for name in ("config", "format"):
+            with pytest.raises(ConfigError, match=rf"the manifest has the names \['{name}'\]"):
+                algorithm.save(tmp_path / "d", metadata={name: 1})
     assert not (tmp_path / "d").exists()
 
 

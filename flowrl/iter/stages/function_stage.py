@@ -77,7 +77,8 @@ class FunctionStage(Stage):
         if not callable(fn):
             raise TypeError(f"{self.name}() needs a function, got {describe(fn)}")
         check_method(fn, type(self).name)
-        _check_state_methods(fn)
+        for part in (fn, getattr(fn, "shared_state", None)):
+            _check_state_methods(part)
         super().__init__(parent)
         self.name = f"{self.name}({getattr(fn, '__name__', None) or type(fn).__name__})"
         self.fn = fn

@@ -146,11 +146,12 @@ class Tap(FunctionStage):
     def __init__(self, parent: Stage, label: str, fn: Callable[[Any], Any]):
         super().__init__(parent, fn)
         self.name = self.title = f"tap({label})"
-        if self._method("state_dict") is not None:
-            raise TypeError(
-                f"{self.name}: it does not save the state of its function, which has state_dict(): "
-                "use for_each"
-            )
+        for name in ("state_dict", "shared_state"):
+            if self._method(name) is not None:
+                raise TypeError(
+                    f"{self.name}: it does not save the state of its function, which has {name}: "
+                    "use for_each"
+                )
 
     def pull(self, block: bool) -> Any:
         item = self._pull_up(block)

@@ -246,7 +246,10 @@ def _read_by_methods(names: set[str], config_class: type) -> set[str]:
             member = vars(parent).get(name)
             function = member.fget if isinstance(member, property) else member
             if isinstance(function, FunctionType):
-                text = textwrap.dedent(inspect.getsource(function))
+                try:
+                    text = textwrap.dedent(inspect.getsource(function))
+                except OSError:  # it was typed, or read from a pipe
+                    continue
                 read = _read_in_text(text)
                 found |= read
                 remaining |= read - done

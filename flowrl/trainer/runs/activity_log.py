@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
@@ -39,17 +40,20 @@ class ActivityLog:
         self._every = 1
         self._skipped: list[Activity] = []  # since the last record
         self._failed = False
+        self._lock = threading.Lock()  # the monitor's thread appends
 
     def append(self, activity: Activity) -> None:
         """Write an activity if it is due; the first error of the file system is logged."""
-        self._skipped.append(activity)
-        if len(self._skipped) >= self._every:
-            self._write()
+        with self._lock:
+            self._skipped.append(activity)
+            if len(self._skipped) >= self._every:
+                self._write()
 
     def close(self) -> None:
         """Write the activities since the last record as one."""
-        if self._skipped:
-            self._write()
+        with self._lock:
+            if self._skipped:
+                self._write()
 
     def _write(self) -> None:
         activity, self._skipped = _last_of(self._skipped), []

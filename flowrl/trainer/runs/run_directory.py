@@ -316,7 +316,8 @@ class RunDirectory:
         self._results.append(result)
 
     def close(self) -> None:
-        """Release the lock."""
+        """Release the lock, also for processes that were forked meanwhile."""
+        fcntl.flock(self._lock, fcntl.LOCK_UN)
         os.close(self._lock)
 
 

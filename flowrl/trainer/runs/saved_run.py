@@ -181,7 +181,7 @@ def best_checkpoint(checkpoints: list[Path], order: str = "max") -> Path | None:
     for path in checkpoints:
         with contextlib.suppress(CheckpointError):
             score = read_manifest(path).get("score")
-            if score is not None and math.isfinite(score):
+            if isinstance(score, (int, float)) and math.isfinite(score):
                 scores[path] = score if order == "max" else -score
     return max(scores, key=scores.__getitem__, default=None)
 

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 from flowrl.interrupts import delayed_interrupts
@@ -56,7 +57,8 @@ class SignalHandler:
             return
         if number == signal.SIGINT:
             # not print(), which this handler may have interrupted
-            os.write(2, b"stopping after this iteration; Ctrl-C again stops at once\n")
+            with suppress(OSError):  # such as a closed pipe
+                os.write(2, b"stopping after this iteration; Ctrl-C again stops at once\n")
         self._grace = threading.Timer(GRACE_S, self._end_grace)
         self._grace.daemon = True
         self._grace.start()

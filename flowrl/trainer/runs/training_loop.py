@@ -8,7 +8,7 @@ import sys
 import time
 from bdb import BdbQuit
 from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -95,9 +95,8 @@ def train_until(
         except BaseException as error:
             stopped = _stopped_by(error, signals)
             if stopped is None:
-                result = _write_last_result(algorithm, run, written, previous)
                 if run is not None:
-                    _save_after_error(algorithm, run, result, error)
+                    _save_after_error(algorithm, run, written, previous, error)
                 raise
             exit_code, reason = stopped
             if exit_code == OUTPUT_CLOSED:
@@ -105,9 +104,14 @@ def train_until(
         finally:
             files.__exit__(*sys.exc_info())
             _finish_display(progress, algorithm.last_result, exit_code)
-        if exit_code:
-            result = _write_last_result(algorithm, run, written, previous)
-        checkpoint = None if run is None else run.save(algorithm, result)
+        try:
+            if exit_code:
+                result = _write_last_result(algorithm, run, written, previous)
+            checkpoint = None if run is None else run.save(algorithm, result)
+        except BaseException as error:
+            if run is not None:
+                run.note("failed", f"{type(error).__name__}: {error}")
+            raise
         exit_code = exit_code or signals.exit_code
         if run is not None:
             run.note("ended", reason)
@@ -166,12 +170,14 @@ def _finish_evaluation(algorithm: Any, signals: SignalHandler, result: dict[str,
 
 
 def _finish_display(progress: ProgressTable | LiveView | None, result: Any, exit_code: int) -> None:
-    """Show the last result. If the terminal was closed, discard all later output."""
-    is_lost = exit_code == TERMINAL_CLOSED
-    if progress is not None:
-        with suppress(OSError) if is_lost else nullcontext():
+    """Show the last result. If the terminal or the output was closed, discard all later output."""
+    try:
+        if progress is not None:
             progress.finish(result)
-    if is_lost:
+    except OSError:
+        if exit_code != TERMINAL_CLOSED:
+            discard_closed_output()
+    if exit_code == TERMINAL_CLOSED:
         discard_lost_output()
 
 
@@ -189,9 +195,15 @@ def _stopped_by(error: BaseException, signals: SignalHandler) -> tuple[int, str]
 
 
 def _save_after_error(
-    algorithm: Any, run: RunDirectory, result: dict[str, Any] | None, error: BaseException
+    algorithm: Any, run: RunDirectory, written: Any, previous: Any, error: BaseException
 ) -> None:
-    """Write the error, and a checkpoint if the state after the error can be saved."""
+    """Write the error, the last result, and a checkpoint if the state after the error can be
+    saved; see `_write_last_result`."""
+    result = written
+    try:
+        result = _write_last_result(algorithm, run, written, previous)
+    except Exception as failure:  # such as a value that JSON does not have
+        log.warning("the last result is not written: %s: %s", type(failure).__name__, failure)
     stage = getattr(error, "_flowrl_stage", None)
     text = f"{type(error).__name__}: {error}"
     run.note("failed", text, None if stage is None else stage.line)

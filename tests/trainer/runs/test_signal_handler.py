@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from flowrl.algorithms.a2c import A2C
 from flowrl.algorithms.ppo import PPO
 from flowrl.iter import ray_runtime
 from flowrl.trainer.runs import signal_handler
@@ -175,6 +176,27 @@ def test_first_ctrl_c_says_what_happens(capfd):
     with SignalHandler():
         signal.raise_signal(signal.SIGINT)
     assert "stopping after this iteration; Ctrl-C again stops at once" in capfd.readouterr().err
+
+
+def test_ctrl_c_with_a_closed_error_output_raises_nothing(monkeypatch):
+    def write(descriptor, text):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(os, "write", write)
+    with SignalHandler() as signals:
+        signal.raise_signal(signal.SIGINT)
+        assert signals.exit_code == 130
+
+
+def test_output_that_is_closed_at_the_end_leaves_a_checkpoint(tmp_path, monkeypatch):
+    def finish(self, result):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("flowrl.trainer.runs.progress.ProgressTable.finish", finish)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # is replaced by the null device
+    with A2C("CartPole-v1", train_batch_size=64) as algorithm:
+        algorithm.learn(128, run_dir=tmp_path / "r")
+    assert [path.name for path in (tmp_path / "r/checkpoints").iterdir()] == ["000002"]
 
 
 def test_first_signal_waits_for_the_iteration_and_a_later_one_raises(monkeypatch):

@@ -17,6 +17,8 @@ from flowrl import A2C, BC, PPO, Algorithm, ConfigError
 from flowrl.cli.main import main
 from flowrl.data.checkpoint import CheckpointError
 from flowrl.sampling.callbacks import DefaultCallbacks
+from flowrl.trainer.runs.run_directory import RunDirectory
+from flowrl.trainer.runs.saved_run import is_in_use
 from flowrl.trainer.runs.stop_rules import metric_rules
 from tests.extras import require_extra
 
@@ -352,6 +354,54 @@ def test_checkpoint_is_written_before_an_error_is_raised(tmp_path, callbacks, er
         A2C.from_checkpoint(tmp_path / "r")
     with A2C.from_checkpoint(tmp_path / "r", config={"callbacks_class": None}) as algorithm:
         assert algorithm.iteration == 2
+
+
+class AddComplex(DefaultCallbacks):
+    """Adds a value that JSON does not have to the third result."""
+
+    def on_train_result(self, *, algorithm, result, **kwargs):
+        if algorithm.iteration == 3:
+            result["own"] = {1: 2j}
+
+
+def test_result_that_cannot_be_written_leaves_a_checkpoint(tmp_path):
+    with (
+        A2C("CartPole-v1", **SMALL, callbacks_class=AddComplex) as algorithm,
+        pytest.raises(TypeError),
+    ):
+        algorithm.learn(640, run_dir=tmp_path / "r", progress=False)
+    assert read_steps(tmp_path / "r") == [64, 128]
+    assert (tmp_path / "r/checkpoints/000003/manifest.json").exists()
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "r/events.jsonl").open()]
+    assert kinds == ["started", "failed"]
+
+
+def test_last_checkpoint_that_fails_is_an_event(tmp_path, monkeypatch):
+    def save(self, path=None, metadata=None):
+        raise TypeError("a state that cannot be saved")
+
+    monkeypatch.setattr(A2C, "save", save)
+    with A2C("CartPole-v1", **SMALL) as algorithm, pytest.raises(TypeError, match="a state"):
+        algorithm.learn(64, run_dir=tmp_path / "r", progress=False)
+    events = [json.loads(line) for line in (tmp_path / "r/events.jsonl").open()]
+    assert [event["kind"] for event in events] == ["started", "failed"]
+
+
+def test_lock_of_a_run_is_released_although_a_forked_process_lives(tmp_path):
+    run = RunDirectory(tmp_path / "r")
+    release, hold = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(hold)
+        os.read(release, 1)
+        os._exit(0)
+    try:
+        assert is_in_use(tmp_path / "r")
+        run.close()
+        assert not is_in_use(tmp_path / "r")
+    finally:
+        os.close(hold)
+        os.waitpid(pid, 0)
 
 
 def test_environment_instance_is_copied():
