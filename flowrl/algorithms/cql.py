@@ -110,9 +110,10 @@ class CQLTorchPolicy(SACTorchPolicy):
         return {**super().get_state(), "min_q_weight": self.config.min_q_weight}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Load a state from `get_state`; its learned weight only if the setting `min_q_weight` was
-        the same."""
-        check_state(state, {"min_q_weight": Amount}, f"the state of a {type(self).__name__}")
+        """Load the result of `get_state`. If `min_q_weight` differs from the setting, the learned
+        weight starts at the setting again."""
+        if self.config.lagrangian:
+            check_state(state, {"min_q_weight": Amount}, f"the state of a {type(self).__name__}")
         super().set_state(state)
         if self.config.lagrangian and state["min_q_weight"] != self.config.min_q_weight:
             with torch.no_grad():

@@ -95,7 +95,7 @@ def open_run(
 
 
 def _is_same(algorithm: str, other: str | None) -> bool:
-    """Return whether import paths name one class; its plan file may have another name now."""
+    """Return whether two import paths name the same class; a plan file may have been renamed."""
     paths = [path.partition(":") for path in (algorithm, other or "")]
     are_in_plans = all(module.startswith(PLAN_MODULE) for module, _, _ in paths)
     return algorithm == other or (are_in_plans and paths[0][2] == paths[1][2])

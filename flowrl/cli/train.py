@@ -72,7 +72,7 @@ def train_command(arguments: list[str]) -> int:
 
 def _names_code(word: str) -> bool:
     """Return whether an argument contains an import path, such as `module:Id`."""
-    return re.search(r"""(^|[="'])[A-Za-z_][\w.]*:[A-Za-z_]""", word) is not None
+    return re.search(r"""(^|[="'])[^\W\d][\w.]*:[^\W\d]""", word) is not None
 
 
 def _help_parser() -> argparse.ArgumentParser:

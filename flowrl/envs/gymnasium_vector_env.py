@@ -239,8 +239,7 @@ class _Infos(Sequence[dict[str, Any]]):
         return self._num_envs
 
     def __getitem__(self, index: Any) -> Any:
-        if not 0 <= index < self._num_envs:
-            raise IndexError(index)  # ends an iteration
+        index = range(self._num_envs)[index]  # an IndexError ends an iteration
         if index in self._ended and isinstance(self._final_infos, dict):
             return _info_of(self._final_infos, index)
         return _info_of(self._infos, index)

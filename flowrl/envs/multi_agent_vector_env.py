@@ -219,7 +219,7 @@ class DirectMultiAgentVectorEnv:
         step = MultiAgentStep()
         self._envs.action_logs[index].append(copy_actions(actions))
         try:
-            result = self._envs.get(index).step(dict(actions))  # which it may change
+            result = self._envs.get(index).step(dict(actions))  # the environment may change it
             check_result("step", result, _STEP_RESULTS)
             step.obs, step.rewards, step.terminateds, step.truncateds, step.infos = result
         except ConfigError:

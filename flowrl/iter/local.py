@@ -457,11 +457,11 @@ class LocalIterator(Generic[T]):
         for name, part in shared.items():
             if hasattr(part, "state_fields"):
                 check_own_state(part, shared_states[name], f"shared/{name}")
+        for name, part in shared.items():
+            part.load_state_dict(shared_states[name])
         self.metrics.load_state_dict(state["metrics"])
         for name, stage in by_name.items():
             stage.load_state_dict(stage_states[name])
-        for name, part in shared.items():
-            part.load_state_dict(shared_states[name])
 
     def __getstate__(self) -> dict[str, Any]:
         if self._profiler is not None:

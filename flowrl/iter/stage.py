@@ -150,8 +150,8 @@ class Stage:
 
     @property
     def shared_state(self) -> Any:
-        """An object whose state the plan saves once, also if several stages use the object, such as
-        a replay buffer; None if there is none. Not saved without `has_state`."""
+        """An object, such as a replay buffer, whose state the plan saves once, even if several
+        stages use it; None if there is none. Ignored if `has_state` is False."""
         return None
 
     def state_dict(self) -> dict[str, Any]:

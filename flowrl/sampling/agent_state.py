@@ -159,7 +159,6 @@ def _load_lanes(lanes: PolicyLanes, state: dict[str, Any]) -> None:
     lanes.columns.load_state_dict(state["columns"])
     lanes.current_rows, lanes.envs = np.array(state["rows"]), np.array(state["envs"])
     lanes.free = {env: list(free) for env, free in state["free"].items()}
-    lanes.restore_lookback()  # the views may read more rows now
     lanes.states.load_state_dict(state["states"])
     lanes.segments = []
     lanes.waits = np.zeros(len(lanes.envs), bool)
@@ -167,3 +166,4 @@ def _load_lanes(lanes: PolicyLanes, state: dict[str, Any]) -> None:
         column = lanes.columns.allocate("infos", (), np.dtype(object))
         for row, infos in enumerate(state["infos"]):
             column[row, : len(infos)] = infos
+    lanes.restore_lookback()  # the views may read more rows now; this moves all columns

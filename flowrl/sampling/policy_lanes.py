@@ -170,11 +170,13 @@ class PolicyLanes(LaneRows):
     def _clear_flags(self) -> None:
         """Clear the flags of the last fragment that are at or after the current rows, for views of
         acting policies."""
+        names = {"terminateds", "truncateds", "dones"}
+        if not self._views.sources & names:
+            return
         begin = self.columns.lookback + self.current_rows
-        for name in self._views.sources & {"terminateds", "truncateds", "dones"}:
-            flags = self.columns.arrays.get(name)
-            if flags is not None:
-                flags[np.arange(len(flags))[:, None] >= begin] = False
+        for name in names & self.columns.arrays.keys():
+            flags = self.columns.arrays[name]
+            flags[np.arange(len(flags))[:, None] >= begin] = False
 
     def _write_flags(self, segments: list[Segment], arrays: Segments) -> None:
         """Write the columns of ends, which are False in all rows but the last ones of segments."""

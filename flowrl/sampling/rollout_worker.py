@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -119,7 +120,8 @@ class RolloutWorker:
             ids = first_id(worker_index, restart_count)
             self._sampling = FragmentSampler(self, self._envs, config, ids)
         except BaseException:
-            self._envs.close()
+            with suppress(Exception):  # the error of the construction is raised
+                self._envs.close()
             raise
         self._node = node_id() if worker_index else None
         self._weights_s = 0.0  # loading weights

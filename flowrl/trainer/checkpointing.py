@@ -123,7 +123,7 @@ class Checkpointing:
         Args:
             path: a folder, or a URI that fsspec supports; None: a folder in the run directory, or
                 a new temporary folder if there is none.
-            metadata: further JSON values for the manifest, by other names than its own.
+            metadata: additional JSON values for the manifest; its own names raise an error.
 
         Raises:
             ConfigError: the folder is a run directory, whose checkpoints have their own folder, or
@@ -145,7 +145,9 @@ class Checkpointing:
         manifest = self.manifest()
         metadata = dict(metadata or {})
         if taken := sorted(metadata.keys() & (manifest.keys() | RESERVED)):
-            raise ConfigError(f"save: the manifest has the names {taken} of metadata: rename them")
+            raise ConfigError(
+                f"save: metadata has names that the manifest uses: {taken}; rename them"
+            )
         if manifest["left_out"] and not self._warned_about_left_out:
             log.warning(
                 "the checkpoint does not contain the settings %s, because they are objects, or "

@@ -313,7 +313,7 @@ def test_save_takes_metadata_in_one_argument(tmp_path):
         with pytest.raises(TypeError, match=r"no argument 'checkpoint_dir'\. Use path=…\."):
             algorithm.save(checkpoint_dir=tmp_path / "d")
         for name in ("config", "format"):
-            with pytest.raises(ConfigError, match=rf"the manifest has the names \['{name}'\]"):
+            with pytest.raises(ConfigError, match=rf"that the manifest uses: \['{name}'\]"):
                 algorithm.save(tmp_path / "d", metadata={name: 1})
     assert not (tmp_path / "d").exists()
 

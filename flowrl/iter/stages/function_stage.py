@@ -59,6 +59,10 @@ def _check_state_methods(fn: Any) -> None:
         )
 
 
+def _has_state_methods(value: Any) -> bool:
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
 class FunctionStage(Stage):
     """Base of the stages that apply one function to the items of one parent.
 
@@ -77,8 +81,12 @@ class FunctionStage(Stage):
         if not callable(fn):
             raise TypeError(f"{self.name}() needs a function, got {describe(fn)}")
         check_method(fn, type(self).name)
-        for part in (fn, getattr(fn, "shared_state", None)):
-            _check_state_methods(part)
+        _check_state_methods(fn)
+        shared = None if isinstance(fn, type) else getattr(fn, "shared_state", None)
+        if shared is not None and not _has_state_methods(shared):
+            raise TypeError(
+                f"{type(fn).__name__}.shared_state needs state_dict() and load_state_dict(state)"
+            )
         super().__init__(parent)
         self.name = f"{self.name}({getattr(fn, '__name__', None) or type(fn).__name__})"
         self.fn = fn

@@ -131,8 +131,8 @@ class ModelV2(nn.Module):
     def compile_for_learning(self) -> None:
         """Make `from_batch` call a compiled forward.
 
-        The compiled forward receives a plain dict of the model's views: torch.compile does not
-        support a batch that creates its columns on access.
+        The compiled forward receives a plain dict of the views that acting reads: torch.compile
+        does not support a batch that creates its columns on access.
         """
         compiled = torch.compile(self.forward)
 

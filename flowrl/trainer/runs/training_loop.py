@@ -108,7 +108,7 @@ def train_until(
             if exit_code:
                 result = _write_last_result(algorithm, run, written, previous)
             checkpoint = None if run is None else run.save(algorithm, result)
-        except BaseException as error:
+        except Exception as error:
             if run is not None:
                 run.note("failed", f"{type(error).__name__}: {error}")
             raise
@@ -174,8 +174,10 @@ def _finish_display(progress: ProgressTable | LiveView | None, result: Any, exit
     try:
         if progress is not None:
             progress.finish(result)
-    except OSError:
+    except OSError as error:
         if exit_code != TERMINAL_CLOSED:
+            if not isinstance(error, BrokenPipeError):
+                log.warning("cannot show the last result: %s", error)
             discard_closed_output()
     if exit_code == TERMINAL_CLOSED:
         discard_lost_output()
