@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 log = logging.getLogger("flowrl")
+MIN_CLOSE_S = 10.0  # a simulator may need that to end
 
 
 class CallLimits(NamedTuple):
@@ -21,22 +22,28 @@ class CallLimits(NamedTuple):
     reset_s: float | None = None
 
     def apply(self, env: Any) -> Any:
-        """Return the environment, whose `step` and `reset` raise TimeoutError after their limit."""
-        for method, seconds in (("step", self.step_s), ("reset", self.reset_s)):
+        """Return the environment, whose `step`, `reset` and `close` raise TimeoutError after their
+        limits. `close` has the longer limit of the other two, and at least MIN_CLOSE_S."""
+        limits = {"step": self.step_s, "reset": self.reset_s}
+        for method, seconds in limits.items():
             if seconds is not None:
-                setattr(env, method, _limited(getattr(env, method), seconds, method))
+                shown = f"env_{method}_timeout_s={seconds:g} s"
+                setattr(env, method, _limited(env, method, seconds, shown))
+        if any(limits.values()) and hasattr(env, "close"):  # a hanging simulator may not close
+            longest = max(MIN_CLOSE_S, *filter(None, limits.values()))
+            env.close = _limited(env, "close", longest, f"{longest:g} s")
         return env
 
 
 NO_LIMITS = CallLimits()
 
 
-def _limited(function: Callable[..., Any], seconds: float, method: str) -> Callable[..., Any]:
+def _limited(env: Any, method: str, seconds: float, shown: str) -> Callable[..., Any]:
+    function = getattr(env, method)
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with limit_seconds(
-            seconds, f"{method}() took more than env_{method}_timeout_s={seconds:g} s"
-        ):
+        with limit_seconds(seconds, f"{method}() took more than {shown}"):
             return function(*args, **kwargs)
 
     return call

@@ -94,7 +94,7 @@ class EnvFactory:
         self._env_config = env_config
         self._num_envs = num_envs
         self._worker_index, self._num_workers = worker_index, num_workers
-        self._seed = derive_seed(seed, "worker", worker_index)
+        self.set_seed(seed)
         self._mode = vectorization_mode
         self._horizon, self._soft_horizon = horizon, soft_horizon
         self._max_restarts = max_restarts
@@ -103,6 +103,10 @@ class EnvFactory:
         self._atari = atari
         self._call_limits = call_limits
         self.is_atari = atari is not None and is_atari(env_id_of(creator))
+
+    def set_seed(self, seed: int | None) -> None:
+        """Set the base seed of the environments that are created from now on."""
+        self._seed = derive_seed(seed, "worker", self._worker_index)
 
     def env_context(self, vector_index: int) -> EnvContext:
         """Return the context that the creator receives for an environment."""

@@ -72,7 +72,7 @@ class GymnasiumVectorEnv:
         self.resets_in_next_step = mode is AutoresetMode.NEXT_STEP
         self._resetting: np.ndarray = np.zeros(self.num_envs, bool)
         self._num_restores = 0  # each restored run starts episodes with other seeds
-        # since the start or the last restore; an environment that replaces a failed one has no seed
+        self._num_recreated = 0  # so does each environment that replaces a failed one
         self._is_seeded = False
 
     @property
@@ -84,8 +84,10 @@ class GymnasiumVectorEnv:
         if self._failed and self._make_env is not None:  # it may be unusable after an error
             close_quietly(self.env, "the vector environment")
             self.env = self._make_env()
+            self._num_recreated, self._is_seeded = self._num_recreated + 1, False
         self._failed = True  # until the first observations are written
-        purpose = ("resumed", self._num_restores) if self._num_restores else ()
+        purpose: tuple[Any, ...] = ("resumed", self._num_restores) if self._num_restores else ()
+        purpose += ("restart", self._num_recreated) if self._num_recreated else ()
         base = None if self._is_seeded else self._seed
         seed: Any = derive_seed(base, "env", *purpose)
         if base is not None and isinstance(self.env, (SyncVectorEnv, AsyncVectorEnv)):
@@ -209,7 +211,7 @@ class GymnasiumVectorEnv:
 
     def load_state_dict(self, state: dict[str, Any] | None, observations: Any) -> list[int]:
         self._num_restores = 0 if state is None else state["num_restores"] + 1
-        self._is_seeded = False
+        self._num_recreated, self._is_seeded = 0, False
         if self._make_restored is not None and self._num_restores:
             close_quietly(self.env, "the vector environment")
             self._failed = True  # it is closed, if its replacement cannot be created
@@ -241,8 +243,8 @@ class _Infos(Sequence[dict[str, Any]]):
     def __getitem__(self, index: Any) -> Any:
         index = range(self._num_envs)[index]  # an IndexError ends an iteration
         if index in self._ended and isinstance(self._final_infos, dict):
-            return _info_of(self._final_infos, index)
-        return _info_of(self._infos, index)
+            return _info_of(self._final_infos, index, self._num_envs)
+        return _info_of(self._infos, index, self._num_envs)
 
 
 def _copied(infos: Any) -> Any:
@@ -252,12 +254,17 @@ def _copied(infos: Any) -> Any:
     return infos.copy() if isinstance(infos, (np.ndarray, list)) else infos
 
 
-def _info_of(infos: dict[str, Any], index: int) -> dict[str, Any]:
-    """Return the infos of one environment."""
-    return {
-        key: _info_of(value, index)
-        if isinstance(value, dict)
-        else (value[index] if isinstance(value, (np.ndarray, list, tuple)) else value)
-        for key, value in infos.items()
-        if not key.startswith("_") and infos.get(f"_{key}", np.ones(index + 1, bool))[index]
-    }
+def _info_of(infos: dict[str, Any], index: int, num_envs: int) -> dict[str, Any]:
+    """Return the infos of one environment. A value without one element per environment is returned
+    as a whole for each environment."""
+    found = {}
+    for key, value in infos.items():
+        has_value = infos.get(f"_{key}")
+        if key.startswith("_") or (has_value is not None and not has_value[index]):
+            continue
+        if isinstance(value, dict):
+            value = _info_of(value, index, num_envs)
+        elif isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim):
+            value = value[index] if len(value) == num_envs else value
+        found[key] = value
+    return found

@@ -21,7 +21,7 @@ from flowrl.envs.validation import (
     check_reward,
     invalid_step_error,
 )
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, add_note
 
 ResetResult = tuple[dict[Any, Any], dict[Any, dict[str, Any]]]  # observations and infos by agent
 
@@ -247,14 +247,23 @@ class DirectMultiAgentVectorEnv:
         if done:
             self._envs.mark_finished(index)
             # the reset may overwrite the arrays and dicts of the last step
-            step.obs = {
-                agent: copy_value(self.observation_space(agent), obs)
-                for agent, obs in step.obs.items()
-            }
+            step.obs = {agent: self._copied(index, agent, obs) for agent, obs in step.obs.items()}
             step.rewards, step.infos = dict(step.rewards), dict(step.infos)
             step.terminateds, step.truncateds = dict(step.terminateds), dict(step.truncateds)
             step.start, step.start_infos = self._reset(index)
         return step
+
+    def _copied(self, index: int, agent: Any, observation: Any) -> Any:
+        """Return a copy of an agent's last observation, which must fit its space: the copy has the
+        dtype of the space."""
+        check = self.observation_check(agent)
+        try:
+            if not check.matches_shape_and_dtype(observation):
+                check.check_structure(observation)
+        except ConfigError as error:
+            add_note(error, f"returned by sub-environment {index} for agent {agent!r}")
+            raise
+        return copy_value(check.space, observation)
 
     def _restart(self, index: int, error: Exception) -> MultiAgentStep:
         step = MultiAgentStep()
@@ -282,20 +291,38 @@ class DirectMultiAgentVectorEnv:
         self._lengths = list(state["lengths"])
         restarted = {}
         for index, saved in enumerate(observations):
-
-            def matches(replayed: Any, saved: dict[Any, Any] = saved) -> bool:
-                return all(
-                    self.observation_check(agent).equals_saved(saved[agent], obs)
-                    for agent, obs in replayed.items()
-                    if agent in saved
-                )
-
-            if not self._envs.replay(index, state, matches):
+            if not self._envs.replay(index, state, _SavedObservations(saved, self).match):
                 restarted[index] = self._reset(index)
         return restarted
 
     def close(self) -> None:
         self._envs.close()
+
+
+class _SavedObservations:
+    """Compare the observations of a replayed episode with each agent's last one before a
+    checkpoint.
+
+    Args:
+        saved: by agent.
+        agent_envs: checks the observations.
+    """
+
+    def __init__(self, saved: dict[Any, Any], agent_envs: DirectMultiAgentVectorEnv):
+        self._saved, self._agent_envs = saved, agent_envs
+        self._equal: dict[Any, bool] = {}  # by agent, of its latest observation
+
+    def match(self, observations: dict[Any, Any]) -> bool:
+        """Return whether the latest observation of each saved agent equals the saved one.
+
+        Args:
+            observations: result of a step, by agent.
+        """
+        for agent, observation in observations.items():
+            if agent in self._saved:
+                check = self._agent_envs.observation_check(agent)
+                self._equal[agent] = check.equals_saved(self._saved[agent], observation)
+        return len(self._equal) == len(self._saved) and all(self._equal.values())
 
 
 def _missing_flag_error(step: MultiAgentStep) -> ConfigError:

@@ -349,8 +349,8 @@ class RestartingEnvs:
         Args:
             index: index of the environment.
             state: result of `state_dict()`.
-            matches: whether an observation equals the last one before the checkpoint; tested after
-                a replay.
+            matches: gets each observation of the replayed episode in turn; its last result tells
+                whether the episode has come to the observations before the checkpoint.
 
         Returns:
             whether it succeeded; if not, the caller must start a new episode, whose seed is that of
@@ -397,10 +397,12 @@ class RestartingEnvs:
                 return False
             restore_stream(rng, rng_state)
         observation, _ = env.reset() if seed is None else env.reset(seed=seed)
+        has_matched = matches(observation)
         for action in actions:
             observation, *_ = env.step(copy.deepcopy(action))  # it may modify the action
+            has_matched = matches(observation)
         self._resets[index], self.action_logs[index] = reset, actions
-        return matches(observation)
+        return has_matched
 
     def _rng_of(self, index: int) -> np.random.Generator | None:
         """Return the random generator of an environment; a reset with a seed creates it if there is

@@ -38,6 +38,7 @@ class AgentBatches:
 
     Attributes:
         ready: postprocessed rows that are in no fragment yet.
+        can_drop: whether the rows of a single episode can be dropped.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class AgentBatches:
         self._policies, self._checks = policies, checks
         self._records, self._postprocess = records, postprocess
         self.ready: list[Postprocessed] = []
+        self.can_drop = True
 
     def clear(self, num_envs: int) -> None:
         """Drop the rows of all episodes.

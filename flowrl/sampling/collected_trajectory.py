@@ -17,14 +17,15 @@ from flowrl.errors import ConfigError
 from flowrl.policies.acting_views import (
     DTYPES,
     View,
+    batch_views,
     fill_value,
     is_state,
-    nontrivial_views,
     signature_of,
     space_of,
     state_index,
 )
 from flowrl.policies.policy import Policy
+from flowrl.policies.views import acting_views
 from flowrl.sampling.agent_views import agent_fill_value, check_shapes, shown_agents
 from flowrl.sampling.views import check_repeats, max_seq_len
 
@@ -139,13 +140,9 @@ class TrajectoryViews:
         self.policy, self._worker = policy, worker
         self.requirements = dict(policy.view_requirements)
         self.signature = signature_of(self.requirements)
-        views = nontrivial_views(self.requirements)
+        views = batch_views(self.requirements)
         self.training = {n: View(n, v) for n, v in views.items() if v.used_for_training}
-        self.acting = {
-            name: View(name, view)
-            for name, view in self.requirements.items()
-            if view.known_for_actions(name)
-        }
+        self.acting = {n: View(n, v) for n, v in acting_views(self.requirements).items()}
         check_repeats(self.training)
         resolved = [*self.training.values(), *self.acting.values()]
         self.lookback = max([0, *(-min(view.shifts) for view in resolved)])

@@ -215,7 +215,7 @@ class CollectorBatches(AgentBatches):
         postprocess: SegmentPostprocessing,
     ):
         super().__init__(policies, checks, records, postprocess)
-        self._collectors = collectors
+        self._collectors, self.can_drop = collectors, collectors.can_drop
         self._finished: dict[int, MultiAgentBatch] = {}  # by episode id
 
     def clear(self, num_envs: int) -> None:
@@ -244,7 +244,7 @@ class CollectorBatches(AgentBatches):
             self._finished[record.episode_id] = collector.get_multi_agent_batch_and_reset()
 
     def drop(self, episode: RunningEpisode, error: Exception) -> None:
-        if not self._collectors.can_drop:
+        if not self.can_drop:
             raise error
         record = episode.record
         self._collectors.for_env(record.env_id).drop_episode(record.episode_id)

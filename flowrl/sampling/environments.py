@@ -15,6 +15,7 @@ from flowrl.envs.registry import EnvContext, EnvCreator, env_creator_for
 from flowrl.envs.single_agent_adapter import SingleAgentAdapter
 from flowrl.envs.vector_env import VectorEnv
 from flowrl.sampling.worker_config import WorkerConfig
+from flowrl.seeding import derive_seed
 
 
 class WorkerEnvironments:
@@ -31,6 +32,7 @@ class WorkerEnvironments:
         agent_envs: the environments, stepped with actions by agent id.
         vector_env: the environments, stepped with arrays; None for multi-agent environments.
         is_atari: whether the environments are preprocessed Atari games.
+        seed_steps: the argument of the last `reopen`.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class WorkerEnvironments:
             atari=config.atari,
             call_limits=CallLimits(config.env_step_timeout_s, config.env_reset_timeout_s),
         )
+        self._seed, self.seed_steps = seed, 0
         self.is_atari = self._envs.is_atari
         self._open()
 
@@ -67,9 +70,17 @@ class WorkerEnvironments:
         if isinstance(self.agent_envs, SingleAgentAdapter):
             self.vector_env = self.agent_envs.vector_env
 
-    def reopen(self) -> None:
-        """Recreate the environments; their first episodes are seeded as in a new worker."""
+    def reopen(self, num_steps: int = 0) -> None:
+        """Recreate the environments.
+
+        Args:
+            num_steps: env steps of the run so far. Their number selects the seeds of the first
+                episodes, so that the run does not repeat its first ones; 0: as in a new worker.
+        """
         self.close()
+        self.seed_steps = num_steps
+        purpose = ("resumed without episodes", num_steps) if num_steps else ()
+        self._envs.set_seed(derive_seed(self._seed, *purpose) if purpose else self._seed)
         self._open()
 
     def space_of(self, agent_id: AgentID, column: str) -> spaces.Space:

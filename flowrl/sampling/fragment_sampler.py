@@ -224,6 +224,7 @@ class FragmentSampler:
             returned[0] = self._env_sampler.env_steps  # includes the items that are lost
         return {
             "num_envs": self._envs.agent_envs.num_envs,
+            "seed_steps": self._envs.seed_steps,
             "env_sampler": None if self._env_sampler is None else self._env_sampler.state_dict(),
             "kind": self._kind(),
             "batch_mode": self._settings.batch_mode,
@@ -274,8 +275,16 @@ class FragmentSampler:
         env_sampler, restarted = None, 0
         try:
             if state["env_sampler"] is not None:
+                num_steps = 0 if "open" in state["env_sampler"] else state["returned_steps"][0]
+                seed_steps = state.get("seed_steps", 0)
+                if num_steps:  # the episodes could not be saved, or an error had ended them
+                    self._envs.reopen(num_steps)
+                elif seed_steps != self._envs.seed_steps:
+                    self._envs.reopen(seed_steps)
                 env_sampler = self._make_env_sampler()
                 restarted = env_sampler.load_state_dict(state["env_sampler"])
+                if num_steps:
+                    restarted = self._envs.agent_envs.num_envs
             elif self._env_sampler is not None:
                 self._envs.reopen()
         except Exception:
@@ -287,13 +296,6 @@ class FragmentSampler:
         self._reported_failures = self._failures()
         self._episodes_ready = list(state["episodes_ready"])
         return restarted
-
-    def reset(self) -> None:
-        """Return to the state after construction, with new environments; the lock must be held."""
-        self._env_sampler = None
-        self._envs.reopen()
-        self.unroll_ids = IdCounter(self._first_id)
-        self._reset_counts()
 
     def stop_sampler(self) -> None:
         """Stop the sampler's thread; the next fragment starts a new one."""

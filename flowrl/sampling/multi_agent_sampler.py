@@ -449,6 +449,8 @@ class MultiAgentSampler:
         load_episodes(running, episodes, self._policies, self._batches)
         self._acting = [[] for _ in range(self.agent_envs.num_envs)]
         restarted = self.agent_envs.load_state_dict(running["envs"], episodes.last_observations())
+        if restarted and not self._batches.can_drop:  # all start new episodes
+            return self.agent_envs.num_envs
         for env_index, (observations, infos) in restarted.items():
             episodes.restart(env_index, observations, infos)
         self._is_running = True

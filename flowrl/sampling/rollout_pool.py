@@ -60,7 +60,8 @@ class LocalRolloutPool(Pool):
 
     def result(self, ref: Any) -> Reply:
         if self._weight_sync.learner_thread is None:
-            self._update_policies(ref.worker)
+            with ref.worker.lock:
+                self._update_policies(ref.worker)
             return super().result(ref)
         with ref.worker.lock:  # the learner makes no step meanwhile
             self._weight_sync.observe_learner()

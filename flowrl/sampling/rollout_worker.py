@@ -316,7 +316,8 @@ class RolloutWorker:
 
     def compute_gradients(self, batch: SampleBatch) -> tuple[np.ndarray, dict[str, float]]:
         """Return the default policy's gradient on a batch, and statistics; changes nothing."""
-        return self.policy.compute_gradients(batch)
+        with self.lock:
+            return self.policy.compute_gradients(batch)
 
     def apply_gradients(self, gradients: np.ndarray) -> None:
         """Take one optimizer step of the default policy."""
@@ -425,13 +426,6 @@ class RolloutWorker:
         """
         _check_acting_states(state["policies"], self.policy_map)
         self._sampling.check_state(state)
-
-    def restart(self) -> None:
-        """Reset to the state after construction: new environments, the initial random streams."""
-        self._sampling.stop_sampler()
-        with self.lock:
-            self._sampling.reset()
-            self._seed_policies()
 
     # -- control -------------------------------------------------------------------------------
 

@@ -131,7 +131,8 @@ class SampleCollector(ABC):
     def drop_episode(self, episode_id: EpisodeID) -> None:
         """Drop an episode's rows that are not postprocessed, because its environment failed.
 
-        Without this method, the first environment failure ends sampling.
+        Without this method, the first environment failure ends sampling, and a resumed run starts
+        new episodes in all environments if one of them cannot be restored.
         """
         raise ConfigError(f"{type(self).__name__} has no drop_episode()")
 

@@ -18,12 +18,12 @@ from flowrl.policies.acting_views import (
     ActingViews,
     InitialStates,
     View,
+    batch_views,
     is_state,
-    nontrivial_views,
     state_index,
 )
 from flowrl.policies.policy import Policy
-from flowrl.policies.views import ViewRequirement
+from flowrl.policies.views import ViewRequirement, acting_views
 from flowrl.sampling.segments import Segments
 
 REQUIRED_COLUMNS = ("rewards", "dones", "terminateds", "truncateds")  # of every train batch
@@ -83,22 +83,13 @@ class Views(ActingViews):
         super().__init__(policy, states, has_agents)
         self._has_agents = has_agents
         requirements = self.requirements
-        views = nontrivial_views(
-            {name: view for name, view in requirements.items() if view.agents is None}
-        )
-        if "obs" in views and "new_obs" not in views:
-            shifts = [shift + 1 for shift in views["obs"].shifts]
-            shift = shifts if views["obs"].is_window else shifts[0]
-            views["new_obs"] = ViewRequirement("obs", views["obs"].space, shift)
+        views = batch_views({n: view for n, view in requirements.items() if view.agents is None})
         self._training = {n: View(n, v) for n, v in views.items() if v.used_for_training}
         self.acts_on_obs_only = list(self._acting) == ["obs"] and not views and not self.agent_views
         check_repeats(self._training)
         agent_views = self.agent_views
-        self.agents_acting = {
-            name: view
-            for name, view in agent_views.items()
-            if requirements[name].known_for_actions(name)
-        }
+        acting = acting_views(requirements)
+        self.agents_acting = {n: view for n, view in agent_views.items() if n in acting}
         self.agents_training = {
             name: view for name, view in agent_views.items() if requirements[name].used_for_training
         }

@@ -290,9 +290,3 @@ def resume_worker(
     if payload is not None:
         worker.set_weights(*payload[:3])  # the state has the counters
     return worker.load_sampling_state_dict(state)
-
-
-def restart_worker(worker: RolloutWorker) -> int:
-    """Start new episodes, because there is no saved state; return 0."""
-    worker.restart()
-    return 0

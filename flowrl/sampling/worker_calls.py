@@ -1,4 +1,4 @@
-"""Calls on a WorkerSet's remote workers: get and send states, change environments."""
+"""Calls on a WorkerSet's remote workers: get states, change environments, stop them."""
 
 from __future__ import annotations
 
@@ -9,67 +9,14 @@ from typing import Any, TypeVar
 
 from flowrl.iter import ray_health
 from flowrl.iter.ray_runtime import death_errors
-from flowrl.iter.recovery import STARTING_S, ConstructorError, original_error
+from flowrl.iter.recovery import STARTING_S, original_error
 from flowrl.sampling.rollout_worker import RolloutWorker
-from flowrl.sampling.weight_sync import restart_worker, resume_worker
 
 T = TypeVar("T")
 log = logging.getLogger("flowrl")
 CALL_TIMEOUT_S = 15.0  # limit for the remote workers to answer a call
+STOP_TIMEOUT_S = 2.0  # limit for the remote workers to close their environments
 SLOW_TIMEOUT_S = 60.0  # the same for workers that have answered late
-
-
-def send_states(workers: Any, states: list[dict[str, Any] | None]) -> int:
-    """Send loaded states to the remote workers, and wait.
-
-    Workers that have died are replaced, if the settings allow it; otherwise the plan reports them
-    at its next pull.
-
-    Args:
-        workers: the WorkerSet.
-        states: state of each remote worker; None for one that starts new episodes.
-
-    Returns:
-        number of episodes that could not be resumed.
-    """
-    refs = [_send_state(workers, index, state) for index, state in enumerate(states)]
-    restarted = 0
-    for index, (ref, state) in enumerate(zip(refs, states, strict=True)):
-        restarts = _restarted_episodes(index, ref)
-        steps = dict(workers.env_steps_by_worker), workers.env_steps_of_removed_workers
-        for _ in range(workers.config.recovery.max_identical_deaths):
-            if restarts is not None or not workers.replace(index):
-                break
-            restarts = _restarted_episodes(index, _send_state(workers, index, state))
-        if state is not None:  # the new worker continues to count
-            workers.env_steps_by_worker, workers.env_steps_of_removed_workers = steps
-        restarted += restarts or 0
-    if restarted:
-        log.warning("%d episodes of remote workers could not be resumed", restarted)
-    return restarted
-
-
-def _send_state(workers: Any, index: int, state: dict[str, Any] | None) -> Any:
-    """Send a loaded state to a remote worker; return the ref of `_restarted_episodes`."""
-    worker = workers.remote_workers()[index]
-    if state is None:
-        workers.weight_sync.forget(index)
-        return worker.apply.remote(restart_worker)
-    payload = workers.take_weights(index)
-    if RolloutWorker.versions_in(state) != workers.weight_sync.versions():
-        workers.weight_sync.forget(index)  # its next request carries the newest weights
-    return worker.apply.remote(resume_worker, payload, state)
-
-
-def _restarted_episodes(index: int, ref: Any) -> int | None:
-    """Return the reply to a state: the number of episodes that begin again; None if the worker has
-    died."""
-    died: tuple[type[Exception], ...] = (*death_errors(), ConstructorError)
-    try:
-        return int(ray_health.get(ref))
-    except died as error:
-        log.warning("worker %d has died (%s)", index + 1, type(error).__name__)
-        return None
 
 
 class WorkerCalls:
@@ -151,28 +98,34 @@ class WorkerCalls:
         return answers
 
 
-def kill_workers(actors: Sequence[Any], spares: Any, placement: Any) -> None:
-    """Kill the actors of a WorkerSet and its spare processes, and release its placement."""
+def stop_workers(actors: Sequence[Any], spares: Any, placement: Any) -> None:
+    """Stop the actors of a WorkerSet and its spare processes, and release its placement."""
     import ray
 
     if ray_health.is_ray_lost():
         return
-    if ray.is_initialized():
-        spares.stop()
+    try:
+        if ray.is_initialized():
+            spares.stop()
+            stop_actors(actors)
+    finally:
+        placement.release()
+
+
+def stop_actors(actors: Sequence[Any]) -> None:
+    """Let actors close their environments, which may run servers or simulators, and kill them.
+
+    Actors that do not close them in time, because they hang or compute requests, are killed anyway.
+    """
+    import ray
+
+    try:
+        stops = [actor.apply.remote(RolloutWorker.stop) for actor in actors]
+        ray.wait(stops, num_returns=len(stops), timeout=STOP_TIMEOUT_S)
+    finally:
         for actor in actors:
             ray.kill(actor)
-    placement.release()
 
 
 def _is_in(actor: Any, actors: Sequence[Any]) -> bool:
     return any(actor is other for other in actors)
-
-
-def env_steps_in(state: dict[str, Any]) -> int:
-    """Return the number of env steps of all workers in the state of a WorkerSet, including removed
-    workers. For a worker without a state, it is the number that the plan counted."""
-    steps = int(state["env_steps_of_removed_workers"])
-    for index, worker in enumerate(state["remote"] or [state["local"]]):
-        counted = state["env_steps_by_worker"].get(index, 0)
-        steps += counted if worker is None else RolloutWorker.env_steps_in(worker)
-    return steps

@@ -26,17 +26,11 @@ from flowrl.sampling.rollout_pool import LocalRolloutPool, RolloutPool
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.spare_worker import SpareWorkers
 from flowrl.sampling.weight_sync import WeightSync, load_weights
-from flowrl.sampling.worker_calls import CALL_TIMEOUT_S, WorkerCalls, kill_workers, send_states
+from flowrl.sampling.worker_calls import CALL_TIMEOUT_S, WorkerCalls, stop_actors, stop_workers
 from flowrl.sampling.worker_config import WorkerConfig
-from flowrl.state_schema import Fields, Natural, check_state
+from flowrl.sampling.worker_states import check_worker_states, send_states
 
 T = TypeVar("T")
-
-_STATE: Fields = {
-    "local": dict[str, Any], "remote": list[dict[str, Any] | None], "started": bool,
-    "restart_counts": list[Natural], "num_configured": Natural,
-    "env_steps_by_worker": dict[int, Natural], "env_steps_of_removed_workers": Natural,
-}  # fmt: skip
 
 
 class WorkerSet:
@@ -85,6 +79,7 @@ class WorkerSet:
         self.num_workers = self._num_configured = count
         self.failed: set[int] = set()
         self.restart_counts = [0] * count
+        self._past_restarts: list[int] = []  # those of a state that was loaded into running workers
         self.on_recreate: list[Callable[[], None]] = []
         self.node: str | None = None
         self.nodes: dict[int, str | None] = {}
@@ -190,9 +185,14 @@ class WorkerSet:
         if self.num_workers:
             self._spares.start(self._worker_arguments(0))
 
+    def _next_restart(self, index: int) -> None:
+        """Count a worker that follows others, whose random streams it does not repeat."""
+        past = self._past_restarts[index] if index < len(self._past_restarts) else 0
+        self.restart_counts[index] = max(self.restart_counts[index], past) + 1
+
     def recreate(self, index: int) -> Any:
         """Return a new actor that replaces a failed remote worker."""
-        self.restart_counts[index] += 1
+        self._next_restart(index)
         self.env_steps_of_removed_workers += self.env_steps_by_worker.pop(index, 0)
         for callback in self.on_recreate:
             callback()
@@ -214,7 +214,7 @@ class WorkerSet:
                 in this process.
             ConfigError: the cluster lacks resources for them.
         """
-        self._check_resize(num_workers)
+        _check_resize(num_workers, self.num_workers)
         self._resize(self.num_workers + num_workers)
 
     def remove(self, num_workers: int = 1) -> None:
@@ -228,18 +228,8 @@ class WorkerSet:
         Raises:
             ValueError: `num_workers` is below 1, or no worker would remain.
         """
-        self._check_resize(num_workers)
-        if num_workers >= self.num_workers:
-            raise ValueError(
-                f"cannot remove {num_workers} of {self.num_workers} workers: one must remain"
-            )
+        _check_removal(num_workers, self.num_workers)
         self._resize(self.num_workers - num_workers)
-
-    def _check_resize(self, number: Any) -> None:
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"num_workers to add or remove must be at least 1, got {number!r}")
-        if not self.num_workers:
-            raise ValueError("cannot add or remove workers: num_workers=0 samples in this process")
 
     def _resize(self, count: int) -> None:
         before = self.num_workers
@@ -247,8 +237,8 @@ class WorkerSet:
             self._placement.reserve(before, count - before)
         self.num_workers = count
         known = len(self.restart_counts)
-        for index in range(before, min(count, known)):  # do not repeat their random streams
-            self.restart_counts[index] += 1
+        for index in range(before, min(count, known)):
+            self._next_restart(index)
         self.restart_counts += [0] * (count - known)
         if self._loaded is not None:
             self._loaded = [*self._loaded, *[None] * (count - before)][:count]
@@ -257,10 +247,9 @@ class WorkerSet:
                 self._remote.append(self._create_actor(index))
             self._start_spares()
             for index in range(count, before):
-                import ray
-
                 self._forget_worker(index)
-                ray.kill(self._remote.pop())
+            stop_actors(self._remote[count:])
+            del self._remote[count:]
             self._placement.release(self.num_workers)
         if isinstance(self._pool, RolloutPool):
             self._pool.resize(count)
@@ -284,16 +273,13 @@ class WorkerSet:
         self.weight_sync.invalidate()
 
     def sync_weights(self) -> None:
-        """Send the local weights to every remote worker that lacks them, and wait.
+        """Send the local weights to every working remote worker that lacks them, and wait.
 
         Raises:
             Exception: an error of a worker.
         """
-        refs = []
-        for index, actor in enumerate(self.remote_workers()):
-            payload = self.take_weights(index)
-            if payload is not None:
-                refs.append(actor.apply.remote(load_weights, payload))
+        sent = [(actor, self.take_weights(index)) for index, actor in self._working()]
+        refs = [actor.apply.remote(load_weights, p) for actor, p in sent if p is not None]
         if refs:
             ray_health.get(refs)
 
@@ -334,36 +320,33 @@ class WorkerSet:
         Raises:
             KeyError, ValueError: the state belongs to another set of workers.
         """
-        check_state(state, _STATE, "workers")
-        configured = state["num_configured"]
-        if configured != self._num_configured:
-            raise ValueError(
-                f"the state has {configured} configured workers, this set {self._num_configured}"
-            )
-        for worker_state in state["remote"]:
-            if worker_state is not None:  # remote workers are configured as the local one
-                self.local_worker().check_sampling_state(worker_state)
+        check_worker_states(state, self.local_worker(), self._num_configured)
         if len(state["remote"]) != self.num_workers:
             self._resize(len(state["remote"]))
         self.env_steps_by_worker = dict(state["env_steps_by_worker"])
         self.env_steps_of_removed_workers = int(state["env_steps_of_removed_workers"])
-        for index, worker_state in enumerate(state["remote"]):
-            if worker_state is None:  # a new worker replaces it
-                steps = self.env_steps_by_worker.pop(index, 0)
-                self.env_steps_of_removed_workers += steps
+        counts, has_started = list(state["restart_counts"]), state["started"]
+        without_state = [i for i, saved in enumerate(state["remote"]) if saved is None]
+        for index in without_state:  # a new worker replaces it
+            self.env_steps_of_removed_workers += self.env_steps_by_worker.pop(index, 0)
+            counts[index] += has_started
         self.failed.clear()
-        restart_counts = list(state["restart_counts"])
         self.weight_sync.invalidate()
         self.weight_sync.update_all()
         self.num_episodes_restarted = self.local_worker().load_sampling_state_dict(state["local"])
-        self._loaded = list(state["remote"])
-        if self._remote:
-            self._load_remote_states()
+        if not self._remote:
+            self.restart_counts, self._loaded = counts, list(state["remote"])
             return
-        for index, worker_state in enumerate(state["remote"]):
-            if worker_state is None and state["started"]:  # it had failed: a new worker replaces it
-                restart_counts[index] += 1
-        self.restart_counts = restart_counts
+        self._past_restarts = counts
+        for index in without_state:
+            if not has_started:  # as in a new process
+                self._past_restarts[index] = self.restart_counts[index] = counts[index] - 1
+            self._replace(index)
+        self._loaded = list(state["remote"])
+        try:
+            self._load_remote_states()
+        finally:
+            self._loaded = None
 
     def _load_remote_states(self) -> None:
         """Send the loaded states to the remote workers; after an error, the next call does."""
@@ -377,23 +360,33 @@ class WorkerSet:
 
     def replace(self, index: int) -> bool:
         """Replace a remote worker; return False if `recreate_failed_workers` is False."""
-        pool = self._pool
-        if not isinstance(pool, RolloutPool):
-            pool = RolloutPool(self, self.config.recreate_failed_workers)
+        if not self.config.recreate_failed_workers:
+            return False
+        self._replace(index)
+        return True
+
+    def _replace(self, index: int) -> None:
+        pool = RolloutPool(self, recreate_failed=True)
         pool.start()
-        return pool.replace(index)
+        pool.replace(index)
+        if isinstance(self._pool, RolloutPool):
+            self._pool.start()  # it knows the new worker
 
     # -- use -----------------------------------------------------------------------------------
 
     def foreach_worker(self, fn: Callable[[RolloutWorker], T]) -> list[T]:
-        """Return fn(worker) for every worker: the local one first, then the remote ones."""
+        """Return fn(worker) for every worker: the local one first, then the remote ones in order,
+        without those that have failed for good."""
         results = [fn(self.local_worker())]
         if isinstance(self._pool, ReplayedPool):
             self._pool.finish_requests()
             return [*results, *map(fn, self._pool.workers())]
-        if self.remote_workers():
-            results += ray_health.get([worker.apply.remote(fn) for worker in self.remote_workers()])
-        return results
+        refs = [actor.apply.remote(fn) for _, actor in self._working()]
+        return results + ray_health.get(refs) if refs else results
+
+    def _working(self) -> list[tuple[int, Any]]:
+        """Return (number, actor) of the remote workers that have not failed for good."""
+        return [pair for pair in enumerate(self.remote_workers()) if pair[0] not in self.failed]
 
     def foreach_env(self, fn: Callable[[Any], T]) -> list[list[T]]:
         """Return fn(environment) for every environment that is stepped, a list per worker, which is
@@ -426,7 +419,7 @@ class WorkerSet:
                 pool.stop_workers()
         finally:
             if self._remote:
-                kill_workers(self._remote, self._spares, self._placement)
+                stop_workers(self._remote, self._spares, self._placement)
             if self._owns_ray:
                 self._owns_ray = False
                 leave_ray()
@@ -439,3 +432,16 @@ class WorkerSet:
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
+
+
+def _check_resize(number: Any, num_workers: int) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ValueError(f"num_workers to add or remove must be at least 1, got {number!r}")
+    if not num_workers:
+        raise ValueError("cannot add or remove workers: num_workers=0 samples in this process")
+
+
+def _check_removal(number: Any, num_workers: int) -> None:
+    _check_resize(number, num_workers)
+    if number >= num_workers:
+        raise ValueError(f"cannot remove {number} of {num_workers} workers: one must remain")

@@ -12,7 +12,9 @@ from flowrl.algorithms.ppo import PPOConfig
 from flowrl.envs import make_multi_agent
 from flowrl.envs.call_limits import CallLimits, _warn_of_threads, limit_seconds
 from flowrl.errors import ConfigError
-from flowrl.sampling import WorkerSet
+from flowrl.sampling import RolloutWorker, WorkerSet
+
+from .fakes import Idle
 
 HANG_S = 30
 
@@ -161,3 +163,18 @@ def test_without_limits_an_environment_is_unchanged():
     limited = CallLimits(step_s=1.0).apply(env)
     assert "step" in vars(limited)
     assert "reset" not in vars(limited)
+
+
+def test_environment_that_hangs_in_close_is_given_up(caplog, monkeypatch):
+    monkeypatch.setattr("flowrl.envs.call_limits.MIN_CLOSE_S", 0.1)
+
+    class HangsInClose(CartPoleEnv):
+        def close(self):
+            time.sleep(HANG_S)
+
+    started = time.monotonic()
+    settings = {"env_step_timeout_s": 0.1, "env_reset_timeout_s": 0.2}
+    worker = RolloutWorker(lambda context: HangsInClose(), Idle, settings)
+    worker.stop()
+    assert time.monotonic() - started < HANG_S
+    assert "close() took more than 0.2 s" in caplog.text

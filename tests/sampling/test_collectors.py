@@ -267,3 +267,107 @@ def test_missing_optional_methods_are_named():
         worker(horizon=2, soft_horizon=True).sample()
     with pytest.raises(ValueError, match="the environment broke"):
         worker().sample()
+
+
+class SavingCollector(MinimalCollector):
+    """Can save its trajectories, but not drop an episode."""
+
+    def state_dict(self):
+        keys = [list(key) for key in self.obs]
+        return {"keys": keys, "obs": [self.obs[tuple(key)].copy() for key in keys]}
+
+    def load_state_dict(self, state):
+        for key, value in zip(state["keys"], state["obs"], strict=True):
+            self.obs[tuple(key)] = value
+            self.pending.append(tuple(key))
+
+
+class Unrepeatable(CountEnv):
+    """The first observation contains the number of the environment."""
+
+    def __init__(self, number):
+        super().__init__(length=20)
+        self.number = number
+
+    def observe(self):
+        return np.array([self.number, self.steps], np.float32)
+
+
+def collecting_worker(make_env, collector, **settings):
+    return RolloutWorker(
+        make_env,
+        ObservedValue,
+        {
+            "sample_collector": collector,
+            "rollout_fragment_length": 3,
+            "num_envs_per_worker": 2,
+            "seed": 3,
+            **settings,
+        },
+    )
+
+
+def test_all_episodes_begin_again_if_one_of_a_collector_cannot_be_dropped():
+    # one environment of the resumed worker is another one
+    numbers = {0: [0, 0, 0], 1: [1, 9]}
+
+    def make_env(context):
+        return Unrepeatable(numbers[context.vector_index].pop(0))
+
+    first, resumed = (collecting_worker(make_env, SavingCollector) for _ in range(2))
+    first.sample()
+    assert resumed.load_sampling_state_dict(first.sampling_state_dict()) == 2
+    assert resumed.sample()["t"].tolist() == [0, 0, 1, 1, 2, 2]
+
+
+class SeededEnv(CountEnv):
+    """Observes a number from the random generator of each episode."""
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.number = self.np_random.integers(10**6)
+        return self.observe(), {}
+
+    def observe(self):
+        return np.array([getattr(self, "number", 0), self.steps], np.float32)
+
+
+def test_run_without_saved_episodes_does_not_repeat_its_first_ones():
+    def make_worker():
+        return collecting_worker(lambda context: SeededEnv(20), MinimalCollector)
+
+    first = make_worker()
+    numbers = set(first.sample()["obs"][:, 0])
+    states = [first.sampling_state_dict()]
+    first.sample()
+    states.append(first.sampling_state_dict())
+    for state in states:
+        resumed, again = make_worker(), make_worker()
+        assert resumed.load_sampling_state_dict(state) == 2
+        again.load_sampling_state_dict(state)
+        new = resumed.sample()["obs"][:, 0]
+        assert new.tolist() == again.sample()["obs"][:, 0].tolist()
+        assert not numbers & set(new)
+        numbers |= set(new)
+
+
+@pytest.mark.parametrize("envs", [1, 2])
+def test_stacked_observations_of_a_collector_equal_those_of_columns(envs):
+    def batches(collector):
+        worker = RolloutWorker(
+            lambda context: CountEnv(7),
+            Idle,
+            {
+                "rollout_fragment_length": 5,
+                "num_envs_per_worker": envs,
+                "sample_collector": collector,
+            },
+        )
+        space = worker.policy.observation_space
+        worker.policy.view_requirements["obs"] = ViewRequirement("obs", space, shift="-2:0")
+        return [worker.sample() for _ in range(4)]
+
+    for rows, columns in zip(batches(SimpleListCollector), batches(None), strict=True):
+        for name in ("obs", "new_obs"):
+            assert rows[name].shape == (5 * envs, 3, 2)
+            np.testing.assert_array_equal(rows[name], columns[name], name)

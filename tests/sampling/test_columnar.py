@@ -18,7 +18,7 @@ from flowrl.policies import ConfigError
 from flowrl.policies.views import ViewRequirement
 from flowrl.sampling import RolloutWorker, SimpleListCollector, WorkerSet
 
-from .fakes import CountEnv, ObservedValue, WrongEnv
+from .fakes import CountEnv, Idle, ObservedValue, WrongEnv
 
 
 def worker(length=3, fragment=7, envs=1, creator=None, **config):
@@ -47,6 +47,28 @@ class ReusedInfos(gym.vector.VectorEnv):
         self.steps += 1
         nothing = np.zeros(2, bool)
         return np.zeros((2, 2), np.float32), np.ones(2), nothing, nothing, {"n": self.steps}
+
+
+def test_infos_that_are_not_per_environment_are_those_of_each_one():
+    def make_env(context):
+        env = gym.make_vec("CartPole-v1", 2, vectorization_mode="sync")
+        step = env.step
+        common = {"map": np.arange(5), "name": "a", "size": np.array(7), "of_env": [10, 20]}
+
+        def step_with_infos(actions):
+            *results, infos = step(actions)
+            return *results, {**infos, **common, "inner": {"map": np.arange(3)}}
+
+        env.step = step_with_infos
+        return env
+
+    config = {"rollout_fragment_length": 1, "collect_infos": True}
+    infos = RolloutWorker(make_env, Idle, config).sample()["infos"]
+    assert [info["of_env"] for info in infos] == [10, 20]
+    for info in infos:
+        assert info["map"].tolist() == [0, 1, 2, 3, 4]
+        assert (info["name"], int(info["size"])) == ("a", 7)
+        assert info["inner"]["map"].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("collector", [None, SimpleListCollector])

@@ -3,6 +3,7 @@
 import contextlib
 import time
 
+import numpy as np
 import pytest
 
 from flowrl.algorithms.a2c import A2CConfig
@@ -12,7 +13,7 @@ from flowrl.algorithms.impala import IMPALAConfig
 from flowrl.iter.errors import ShardFailedError
 from flowrl.ops import ParallelRollouts
 from flowrl.sampling import RolloutWorker, WorkerSet, worker_set
-from flowrl.sampling.worker_calls import env_steps_in
+from flowrl.sampling.worker_states import env_steps_in
 
 from .fakes import CountEnv, Idle
 
@@ -284,3 +285,83 @@ def test_workers_are_stopped_although_the_local_one_fails(ray_session, monkeypat
         while time.monotonic() < deadline:  # kill() returns before the actor is dead
             ray_session.get(actor.apply.remote(id))
         pytest.fail("the worker is alive")
+
+
+class NotesItsEnd(CountEnv):
+    """Writes a file when it is closed."""
+
+    def __init__(self, path):
+        super().__init__(9)
+        self.path = path
+
+    def close(self):
+        self.path.write_text("closed")
+
+
+def test_stop_closes_the_environments_of_remote_workers(tmp_path, monkeypatch):
+    monkeypatch.setattr("flowrl.sampling.worker_calls.STOP_TIMEOUT_S", 60.0)
+
+    def make_env(context):
+        return NotesItsEnd(tmp_path / f"{context.worker_index}")
+
+    with WorkerSet(make_env, Idle, {"rollout_fragment_length": 4}, num_workers=2) as workers:
+        workers.foreach_worker(lambda worker: worker.sample().count)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
+
+
+class Draws(CountEnv):
+    """Observes a random number of the episode."""
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.number = self.np_random.integers(10**6)
+        return self.observe(), {}
+
+    def observe(self):
+        return np.array([getattr(self, "number", 0), self.steps], np.float32)
+
+
+def _sample(worker):
+    batch = worker.sample()
+    return batch["eps_id"].tolist(), batch["obs"][:, 0].tolist()
+
+
+def test_loading_a_state_into_running_workers_repeats_no_episode():
+    config = {"rollout_fragment_length": 4, "seed": 1}
+    with WorkerSet(lambda context: Draws(2), Idle, config, num_workers=2) as workers:
+        before = [workers.foreach_worker(_sample)[1:]]
+        state = workers.state_dict()
+        state["remote"][0] = None  # this worker did not answer
+        state["restart_counts"] = [0, 2]
+        workers.load_state_dict(state)
+        assert workers.restart_counts == [2, 0]  # the second worker is the same one
+        before.append(workers.foreach_worker(_sample)[1:])
+        workers.replace(1)
+        assert workers.restart_counts == [2, 3]
+        before.append(workers.foreach_worker(_sample)[1:])
+    for worker in (0, 1):
+        ids = [set(samples[worker][0]) for samples in before]
+        numbers = [set(samples[worker][1]) for samples in before]
+        for parts in (ids, numbers):
+            assert len(set.union(*parts)) == sum(map(len, parts))
+
+
+def test_state_that_does_not_fit_the_local_worker_changes_nothing():
+    config = {"rollout_fragment_length": 4}
+    with WorkerSet(lambda context: CountEnv(9), Idle, config, num_workers=2) as workers:
+        state = workers.state_dict()
+        state["remote"].append(None)
+        state["local"]["num_envs"] = 3
+        with pytest.raises(ValueError, match="3 environments, this worker 1"):
+            workers.load_state_dict(state)
+        assert workers.num_workers == 2
+
+
+def test_functions_are_not_called_on_workers_that_have_failed():
+    with make_config(num_workers=2, max_num_worker_restarts=0).build() as algorithm:
+        algorithm.train()
+        algorithm.workers.foreach_worker(_kill_second_worker)
+        with pytest.raises(ShardFailedError, match="has failed"):
+            train(algorithm, 50)
+        assert algorithm.workers.foreach_worker(lambda worker: worker.worker_index) == [0, 1]
+        algorithm.workers.sync_weights()

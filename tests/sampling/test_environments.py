@@ -1,6 +1,5 @@
 """Creation, time limits, checks and saved states of a worker's environments."""
 
-import contextlib
 import sys
 from functools import partial
 
@@ -28,6 +27,7 @@ from flowrl.errors import ConfigError
 from flowrl.sampling import DefaultCallbacks, RolloutWorker, SimpleListCollector, WorkerSet
 from flowrl.setting_values import equal
 from tests.extras import require_extra
+from tests.processes import kill_actor
 
 from .fakes import CountEnv, Idle
 
@@ -66,10 +66,10 @@ def test_async_vector_environments_are_rejected_before_they_are_copied():
     [
         ("CartPol-v1", "Did you mean 'CartPole-v1'"),
         ("LunarLander-v2", "Did you mean 'LunarLander-v3'"),
-        ("ALE/Pong-v5", r"the Atari environment .*: pip install \"flowrl-dataflow\[atari\]\"$"),
+        ("ALE/Pong-v5", r"the Atari environment .*: pip install .*\[atari\]'?$"),
         (
             "PongNoFrameskip-v4",
-            r"the Atari environment .*: pip install \"flowrl-dataflow\[atari\]\"$",
+            r"the Atari environment .*: pip install .*\[atari\]'?$",
         ),
         ("Zzzzzz-v4", r"An Atari game needs the extra atari: pip install"),
         ("minihack/Maze-v0", r"registers 'minihack': install .*env=\"module:minihack/Maze-v0\""),
@@ -546,15 +546,6 @@ def test_foreach_env_reaches_multi_agent_environments():
     worker.stop()
 
 
-def kill_and_wait(actor):
-    import ray
-
-    ray.kill(actor)
-    with contextlib.suppress(ray.exceptions.RayActorError):
-        while True:  # kill() returns before the actor is dead
-            ray.get(actor.apply.remote(id))
-
-
 def test_foreach_env_of_a_worker_set_returns_a_list_per_worker(ray_session, caplog):
     config = {"num_envs_per_worker": 2, "rollout_fragment_length": 4}
     with WorkerSet(lambda context: Levels(), Idle, config, num_workers=2) as workers:
@@ -566,7 +557,46 @@ def test_foreach_env_of_a_worker_set_returns_a_list_per_worker(ray_session, capl
         (note,) = caught.value.__notes__
         assert note.startswith("Traceback in the worker:")
         assert "env.unwrapped.no_such_name" in note
-        kill_and_wait(workers.remote_workers()[0])
+        kill_actor(workers.remote_workers()[0])
         caplog.set_level("WARNING", "flowrl")
         assert workers.foreach_env(set_level) == [[], ["Levels"] * 2]
         assert "worker 1 did not call the function of foreach_env" in caplog.text
+
+
+class DrawsAndFails(CountEnv):
+    """Observes a random number of the episode; the first environments fail in their third step."""
+
+    num_created = 0
+
+    def __init__(self):
+        super().__init__(length=5, fail_at=(0, 3) if DrawsAndFails.num_created < 2 else None)
+        DrawsAndFails.num_created += 1
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.number = self.np_random.integers(10**6)
+        return self.observe(), {}
+
+    def observe(self):
+        return np.array([getattr(self, "number", 0), self.steps], np.float32)
+
+
+def test_vector_environment_that_replaces_a_failed_one_is_seeded():
+    def numbers(seed):
+        DrawsAndFails.num_created = 0
+        worker = RolloutWorker(
+            lambda context: DrawsAndFails(),
+            Idle,
+            {"num_envs_per_worker": 2, "vectorization_mode": "sync", "seed": seed,
+             "rollout_fragment_length": 2},
+        )  # fmt: skip
+        batches = [worker.sample()]
+        with pytest.raises(ValueError, match="the environment broke"):
+            worker.sample()
+        batches += [worker.sample() for _ in range(3)]
+        return [batch["obs"][:, 0].tolist() for batch in batches]
+
+    first = numbers(1)
+    assert first == numbers(1)
+    assert first[1][:2] != first[0][:2]
+    assert first != numbers(2)

@@ -885,3 +885,77 @@ def test_pettingzoo_module_is_rejected_with_its_functions():
 def test_pettingzoo_env_without_agents_raises():
     with pytest.raises(ConfigError, match="possible_agents"):
         ParallelPettingZooEnv(object())
+
+
+class ReplaysDifferently(MultiAgentEnv):
+    """Two agents take turns; the observation of agent 1 is another one in each environment."""
+
+    observation_space = gym.spaces.Box(-1, 1e6, (2,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+    possible_agents = [0, 1]
+
+    def __init__(self, number):
+        self.number = number
+
+    def _turn(self):
+        agent = self.steps % 2
+        value = self.number if agent else 0
+        return {agent: np.array([agent, value], np.float32)}
+
+    def reset(self, *, seed=None, options=None):
+        self.steps = 0
+        return self._turn(), {}
+
+    def step(self, action_dict):
+        self.steps += 1
+        flags = {"__all__": self.steps == 100}
+        return self._turn(), {}, flags, {"__all__": False}, {}
+
+
+def test_replayed_episode_must_have_the_observations_of_all_agents():
+    numbers = iter([1, 1, 2])
+
+    def make_worker():
+        return RolloutWorker(
+            lambda context: ReplaysDifferently(next(numbers)),
+            {"p": Idle},
+            {"rollout_fragment_length": 5, "policy_mapping_fn": lambda agent_id: "p"},
+        )
+
+    first, same, other = make_worker(), make_worker(), make_worker()
+    for _ in range(2):
+        first.sample()  # agent 0 acts next
+    state = first.sampling_state_dict()
+    numbers = iter([1, 2])  # restoring creates the environments again
+    assert same.load_sampling_state_dict(state) == 0
+    assert other.load_sampling_state_dict(state) == 1
+
+
+def test_final_observation_of_another_dtype_raises():
+    class EndsWrongly(Script):
+        def observation(self, agent):
+            observation = super().observation(agent)
+            return observation.astype("U1") if self.now == 2 else observation
+
+    script = EndsWrongly([0], {0: REWARD}, {0: REWARD})
+    with pytest.raises(ConfigError, match="dtype <U1, not") as raised:
+        play(script).sample()
+    assert "sub-environment 0 for agent 0" in "".join(raised.value.__notes__)
+
+
+@pytest.mark.parametrize("fragment", [3, 5])
+def test_restored_infos_belong_to_their_rows_if_views_read_more_rows(fragment):
+    def make_worker():
+        script = Script([0, 1], *[{0: REWARD, 1: REWARD}] * 20)
+        return play(script, fragment, collect_infos=True)
+
+    first, resumed = make_worker(), make_worker()
+    first.sample()
+    view = ViewRequirement("obs", shift="-4:0")
+    resumed.policy_map["p"].view_requirements["history"] = view
+    assert resumed.load_sampling_state_dict(first.sampling_state_dict()) == 0
+    for _ in range(2):
+        rows, expected = resumed.sample()["p"], first.sample()["p"]
+        assert rows["t"].tolist() == expected["t"].tolist()
+        assert rows["infos"].tolist() == expected["infos"].tolist()
+        assert [info["step"] for info in rows["infos"]] == (rows["t"] + 1).tolist()

@@ -47,8 +47,8 @@ MUJOCO = gym.error.DependencyNotInstalled(
 )
 # environment, env_config, type of the error, part of its message
 CASES = {
-    "box2d": (raising(BOX2D), {}, ConfigError, r"env: .*flowrl-dataflow\[box2d\]"),
-    "mujoco": (raising(MUJOCO), {}, ConfigError, r"env: .*flowrl-dataflow\[mujoco\]"),
+    "box2d": (raising(BOX2D), {}, ConfigError, r"env: .*needs the extra box2d: pip"),
+    "mujoco": (raising(MUJOCO), {}, ConfigError, r"env: .*needs the extra mujoco: pip"),
     "module": (importing, {}, ConfigError, r"'not_installed_anywhere' \(test_permanent.*line"),
     "unknown_argument": (Sized, {"sizes": 3}, ConfigError, r"env_config: Sized\(size\) does not"),
     "missing_argument": (Sized, {}, ConfigError, "missing a required argument: 'size'"),

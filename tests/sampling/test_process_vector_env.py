@@ -26,6 +26,7 @@ from flowrl.envs.env_process import EnvProcess, EnvProcessError, close_all
 from flowrl.envs.registry import env_creator_for
 from flowrl.policies import ConfigError
 from flowrl.sampling import DefaultCallbacks, RolloutWorker, SimpleListCollector
+from tests.processes import is_running
 
 from .fakes import CountEnv, Idle
 
@@ -517,15 +518,6 @@ def test_processes_end_if_the_worker_cannot_be_built_or_is_dropped():
     del w
     gc.collect()
     wait_until(lambda: not [pid for pid in children() - before if is_running(pid)])
-
-
-def is_running(pid):
-    """Return whether a process exists and is no zombie."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_descriptors_are_closed():
