@@ -86,6 +86,12 @@ class ActorCriticLearner(TorchLearner):
             policy: Any = self.policy
             self.optimizers[0].param_groups[ACTOR]["active"] = policy.updates_actor()
 
+    def fixed_parameters(self) -> list[torch.Tensor]:
+        policy: Any = self.policy
+        if self._is_default_optimizer() or policy.updates_actor():
+            return super().fixed_parameters()
+        return [*super().fixed_parameters(), *policy.model.actor.parameters()]
+
     def follow_schedules(self) -> None:
         if not self._is_default_optimizer():
             super().follow_schedules()

@@ -14,7 +14,7 @@ from flowrl.errors import ConfigError
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.exploration import FORBIDDEN
 from flowrl.policies.torch_policy import TensorBatch
-from flowrl.policies.views import ViewRequirement
+from flowrl.policies.views import ViewRequirement, forward_views
 from flowrl.settings import Count, Positive, check_of_settings
 from flowrl.trainer.algorithm import PolicyClass
 from flowrl.trainer.config import PlanSetting, PlanSource
@@ -150,11 +150,10 @@ class R2D2TorchPolicy(DQNTorchPolicy):
             return column
 
         columns: dict[str, Any] = {"seq_lens": (lens + 1).astype(np.int32)}
-        for name, view in self.model.view_requirements.items():
-            is_state = name.startswith("state_in_")
-            if name == RAW_REWARDS or not (is_state or view.known_for_actions(name)):
+        for name in forward_views(self.model.view_requirements):
+            if name == RAW_REWARDS:
                 continue
-            if is_state:
+            if name.startswith("state_in_"):
                 state = batch.array(name)
                 columns[name] = np.zeros_like(state) if self.config.zero_init_states else state
             else:

@@ -14,6 +14,7 @@ from flowrl.offline.parquet import OfflineDataError, parquet_files, read_parquet
 from flowrl.offline.recorded_rows import rows_for_policy
 from flowrl.policies.distributions import Deterministic
 from flowrl.policies.policy import Policy
+from flowrl.policies.views import acting_views
 
 REQUIRED_COLUMNS = (
     "obs", "actions", "action_logp", "rewards", "terminateds", "truncateds", "eps_id", "t",
@@ -162,7 +163,8 @@ def load_episodes(policy: Policy, batches: Iterable[tuple[int, SampleBatch]]) ->
     if not complete.any():
         raise OfflineDataError(
             "there is no complete episode to estimate from: an agent needs a row for each env step "
-            "of its episode"
+            "of its episode, and the last one must be terminated or truncated (rows that were "
+            "recorded with no_done_at_end or soft_horizon are not)"
         )
     shape = int(complete.sum()), int(lengths[complete].max())
     selected = complete[episode]
@@ -175,8 +177,7 @@ def load_episodes(policy: Policy, batches: Iterable[tuple[int, SampleBatch]]) ->
 
 def _check_policy(policy: Policy) -> None:
     """Check that a policy acts on single observations and has action likelihoods."""
-    requirements = policy.view_requirements.items()
-    views = {name for name, view in requirements if view.known_for_actions(name)} - {"obs"}
+    views = acting_views(policy.view_requirements).keys() - {"obs"}
     if policy.is_recurrent or views or policy.view_requirements["obs"].is_window:
         raise ConfigError(
             "estimate: the policy must act on single observations, not on "
@@ -205,7 +206,7 @@ def _select_columns(policy: Policy, run: int, batch: SampleBatch) -> dict[str, n
             "(such as PPO) record likelihoods; DQN, SAC and TD3 do not"
         )
     if batch.count:
-        batch = rows_for_policy(batch, policy)
+        batch = rows_for_policy(batch, policy, policy.observation_filter is not None)
     for name in ("rewards", "action_logp"):
         if not np.isfinite(np.asarray(batch[name], np.float64)).all():
             raise OfflineDataError(f"the column {name!r} has values that are not finite")

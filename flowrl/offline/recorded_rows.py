@@ -12,12 +12,14 @@ from flowrl.policies.observations import convert_observation
 from flowrl.policies.policy import Policy
 
 
-def rows_for_policy(rows: SampleBatch, policy: Policy) -> SampleBatch:
+def rows_for_policy(rows: SampleBatch, policy: Policy, is_normalized: bool = False) -> SampleBatch:
     """Return recorded rows whose observations have the dtypes of the policy's space.
 
     Args:
         rows: at least one row.
         policy: the policy that is to learn from the rows or to be evaluated.
+        is_normalized: whether the policy's filter has normalized the observations, which then stay
+            floats.
 
     Raises:
         OfflineDataError: a column such as `rewards` does not have one number per row; or
@@ -31,6 +33,8 @@ def rows_for_policy(rows: SampleBatch, policy: Policy) -> SampleBatch:
                 f"{column.dtype} {column.shape}"
             )
     problem = policy.find_mismatch(rows)
+    if problem is None and is_normalized:
+        return rows
     if problem is None:
         try:
             space = policy.observation_space

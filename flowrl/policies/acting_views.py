@@ -18,7 +18,7 @@ from flowrl.data.columns import map_leaves
 from flowrl.data.fragment_columns import FragmentColumns, write
 from flowrl.data.spaces import zeros_of
 from flowrl.errors import ConfigError
-from flowrl.policies.views import ViewRequirement
+from flowrl.policies.views import ViewRequirement, acting_views
 
 DTYPES = {"rewards": np.float32, "terminateds": bool, "truncateds": bool, "dones": bool}
 
@@ -42,6 +42,17 @@ def nontrivial_views(requirements: Mapping[str, ViewRequirement]) -> dict[str, V
         for name, view in requirements.items()
         if view.shift != 0 or (view.data_col or name) != name or view.agents is not None
     }
+
+
+def batch_views(requirements: Mapping[str, ViewRequirement]) -> dict[str, ViewRequirement]:
+    """Return the views of `nontrivial_views`, and that of `new_obs` if the view of `obs` is one of
+    them: it shows one timestep later what `obs` shows."""
+    views = nontrivial_views(requirements)
+    if "obs" in views and "new_obs" not in views:
+        shifts = [shift + 1 for shift in views["obs"].shifts]
+        shift = shifts if views["obs"].is_window else shifts[0]
+        views["new_obs"] = ViewRequirement("obs", views["obs"].space, shift)
+    return views
 
 
 def signature_of(requirements: Mapping[str, ViewRequirement]) -> dict[str, Any]:
@@ -214,9 +225,9 @@ class ActingViews:
         resolved = {name: View(name, requirement) for name, requirement in requirements.items()}
         self.agent_views = {n: view for n, view in resolved.items() if view.agents is not None}
         self._acting = {
-            name: view
-            for name, view in resolved.items()
-            if requirements[name].known_for_actions(name) and view.agents is None
+            name: resolved[name]
+            for name, requirement in acting_views(requirements).items()
+            if requirement.agents is None
         }
         self._use([*self._acting.values(), *self.agent_views.values()])
         self._fills: dict[str, Any] = {}

@@ -197,7 +197,9 @@ def _import_parts(
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except (ImportError, *DAMAGED) as error:
+        remedy = "import its class and call its from_checkpoint()"
+        if isinstance(error, ImportError):
+            remedy += ", or Algorithm.from_checkpoint(…, trust=True).get_policy()"
         raise CheckpointError(
-            f"{path}: policy {policy_id!r} cannot be created: {error} (import its class and call "
-            "its from_checkpoint())"
+            f"{path}: policy {policy_id!r} cannot be created: {error} ({remedy})"
         ) from error

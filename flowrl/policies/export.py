@@ -24,7 +24,7 @@ from flowrl.policies.filters import ObservationFilter
 from flowrl.policies.models.base import ModelV2
 from flowrl.policies.models.noisy import resample_noise
 from flowrl.policies.models.tensor_batch import InputDict
-from flowrl.policies.views import ViewRequirement
+from flowrl.policies.views import ViewRequirement, acting_views
 
 FORMATS = ("torch", "onnx")
 _ACTING_METHODS = ("compute_actions", "compute_actions_from_input_dict", "actions_for_env")
@@ -64,11 +64,8 @@ class ActingModule(torch.nn.Module):
         self._space = policy.action_space
         self._config = policy.config
         self._num_states = len(policy.get_initial_state())
-        columns = {
-            name: view.data_col or name
-            for name, view in policy.view_requirements.items()
-            if view.known_for_actions(name)
-        }
+        views = acting_views(policy.view_requirements)
+        columns = {name: view.data_col or name for name, view in views.items()}
         self._needs_actions = "actions" in columns.values()
         self._obs_views = [name for name, column in columns.items() if column == "obs"]
         filter_ = policy.observation_filter
@@ -135,9 +132,7 @@ def example_inputs(policy: ExportablePolicy, rows: int) -> dict[str, Any]:
     """
     inputs: dict[str, Any] = {}
     initial_state = policy.get_initial_state()
-    for name, view in policy.view_requirements.items():
-        if not view.known_for_actions(name):
-            continue
+    for name, view in acting_views(policy.view_requirements).items():
         column = view.data_col or name
         if view.agents is not None:
             raise ConfigError(

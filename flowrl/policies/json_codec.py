@@ -279,7 +279,7 @@ def space_to_json(space: spaces.Space) -> dict[str, Any]:
         start, dtype = space.start.tolist(), str(space.dtype)
         return {"MultiDiscrete": space.nvec.tolist(), "start": start, "dtype": dtype}
     if isinstance(space, spaces.MultiBinary):
-        return {"MultiBinary": list(space.shape)}
+        return {"MultiBinary": space.n if isinstance(space.n, int) else list(space.shape)}
     if isinstance(space, spaces.Box):
         bounds = [_bound_to_json(bound) for bound in (space.low, space.high)]
         return {"Box": bounds, "shape": list(space.shape), "dtype": str(space.dtype)}

@@ -11,6 +11,7 @@ from gymnasium import spaces
 from flowrl.errors import ConfigError
 from flowrl.policies.observations import convert_observation, is_single_observation
 from flowrl.policies.policy_runner import ActingPolicy, PolicyRunner, preprocess
+from flowrl.policies.views import acting_views
 
 State = list[np.ndarray]
 
@@ -25,8 +26,8 @@ class ActsOnObservations:
             ConfigError: the observation does not fit the space, or the policy needs more than the
                 current observation (use `session()`).
         """
-        views = [n for n, view in self.view_requirements.items() if view.known_for_actions(n)]
-        if views != ["obs"] or self.view_requirements["obs"].shift != 0:
+        views = acting_views(self.view_requirements)
+        if views.keys() != {"obs"} or self.view_requirements["obs"].shift != 0:
             raise ConfigError(_needs_session(self, "the current observation"))
         return PolicyRunner(self).compute_single_action(obs, explore=explore)
 
@@ -65,8 +66,8 @@ class ActsOnObservations:
 
 def _needs_session(policy: ActingPolicy, given: str) -> str:
     """Return the message for a policy that needs more than is given."""
-    views = [n for n, view in policy.view_requirements.items() if view.known_for_actions(n)]
-    windows = sorted(n for n in views if policy.view_requirements[n].is_window)
+    views = acting_views(policy.view_requirements)
+    windows = sorted(name for name, view in views.items() if view.is_window)
     what = f"several steps of {' and '.join(windows)}" if windows else ", ".join(sorted(views))
     settings = {"obs": " (model.num_framestacks)", "state_in_0": " (model.use_attention)"}
     what += settings.get(windows[0], "") if windows else ""
@@ -80,11 +81,11 @@ def _predict(
     policy: ActingPolicy, obs: Any, state: State | None, explore: bool
 ) -> tuple[Any, State | None]:
     """Implement `Policy.predict`."""
-    views = {n for n, view in policy.view_requirements.items() if view.known_for_actions(n)}
+    views = acting_views(policy.view_requirements)
     initial_state = policy.get_initial_state()
     names = [f"state_in_{i}" for i in range(len(initial_state))]
-    windows = sorted(n for n in views if policy.view_requirements[n].is_window)
-    if views - {"obs", *names} or windows or policy.view_requirements["obs"].shift != 0:
+    windows = [name for name, view in views.items() if view.is_window]
+    if views.keys() - {"obs", *names} or windows or policy.view_requirements["obs"].shift != 0:
         raise ConfigError(_needs_session(policy, "the current observation and state"))
     space = policy.observation_space
     if isinstance(space, spaces.Dict) and isinstance(obs, list) and obs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -136,6 +136,22 @@ class ViewRequirement:
 ViewRequirements = ViewRequirement  # the name in some examples of RLlib's documentation
 
 
+def acting_views(views: Mapping[str, ViewRequirement]) -> dict[str, ViewRequirement]:
+    """Return the views that are part of the input of action computation.
+
+    Raises:
+        ConfigError: see ViewRequirement.known_for_actions.
+    """
+    return {name: view for name, view in views.items() if view.known_for_actions(name)}
+
+
+def forward_views(views: Mapping[str, ViewRequirement]) -> dict[str, ViewRequirement]:
+    """Return the views that a network's forward pass reads when it acts and when it learns: those
+    of `acting_views` and the recurrent states."""
+    states = {name: view for name, view in views.items() if name.startswith("state_")}
+    return {**acting_views(views), **states}
+
+
 def _offsets(shift: Any) -> tuple[int, ...]:
     """Return the offsets of a `shift` argument."""
     message = f"ViewRequirement: shift must be an int, a list of ints or a range, got {shift!r}"
@@ -203,7 +219,7 @@ def find_input_problem(
         initial_states: recurrent states at an episode's start, without batch axis.
         input_dict: the views to check, arrays [B, …].
     """
-    views = {n: v for n, v in view_requirements.items() if v.known_for_actions(n)}
+    views = acting_views(view_requirements)
     missing = sorted(set(views) - set(input_dict))
     if missing:
         return f"the view {missing[0]!r} is missing, there is only {sorted(input_dict)}"

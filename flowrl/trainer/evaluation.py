@@ -18,6 +18,7 @@ from flowrl.iter.ray_runtime import death_errors
 from flowrl.iter.recovery import STARTING_S
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import PolicySpec
+from flowrl.policies.views import acting_views
 from flowrl.sampling.episode import EpisodeMetrics, returns_by_policy
 from flowrl.sampling.placement import check_evaluation_resources
 from flowrl.sampling.rollout_worker import RolloutWorker
@@ -455,8 +456,11 @@ def evaluation_settings(config: AlgorithmConfig) -> AlgorithmConfig:
 def _evaluation_policy(policy: Policy, explore: bool) -> type[Policy]:
     """Return a policy class that acts like `policy` with its own random stream and noise.
 
-    It does not learn, records no extra columns and does not update its filters.
+    It does not learn and does not update its filters. Of the policy's outputs it records only those
+    that its views read.
     """
+    views = policy.view_requirements
+    viewed = {view.data_col or name for name, view in acting_views(views).items()}
 
     class EvaluationPolicy(Policy):
         config_class = type(policy.config)
@@ -464,7 +468,7 @@ def _evaluation_policy(policy: Policy, explore: bool) -> type[Policy]:
         def __init__(self, observation_space: Any, action_space: Any, config: AlgorithmConfig):
             super().__init__(observation_space, action_space, config)
             self.reward_scaler = None
-            self.view_requirements = dict(policy.view_requirements)
+            self.view_requirements = dict(views)
             if self.observation_filter is not None and policy.observation_filter is not None:
                 self.observation_filter.load_state_dict(policy.observation_filter.state_dict())
             self._network_rng = random_stream(self.config.seed, "policy", "network")
@@ -493,10 +497,10 @@ def _evaluation_policy(policy: Policy, explore: bool) -> type[Policy]:
             of_training = {name: getattr(policy, name) for name in own}
             vars(policy).update(own)
             try:
-                actions, states, _ = compute(inputs, explore=explore)
+                actions, states, outputs = compute(inputs, explore=explore)
             finally:
                 vars(policy).update(of_training)
-            return actions, states, {}
+            return actions, states, {name: outputs[name] for name in viewed & outputs.keys()}
 
         def get_initial_state(self) -> list[np.ndarray]:
             return policy.get_initial_state()

@@ -99,12 +99,16 @@ def test_estimates_follow_the_definition(policy):
     assert undiscounted["is"]["v_target"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_observations_are_normalized_as_in_training(tmp_path):
+@pytest.mark.parametrize("dtype", [np.float32, np.int8])
+def test_observations_are_normalized_as_in_training(tmp_path, dtype):
     require_extra("offline")
     settings = {"seed": 0, "gamma": 0.9, "normalize_observations": True}
-    policy = A2CTorchPolicy(BOX, spaces.Discrete(2), settings)
+    box = BOX if dtype is np.float32 else spaces.Box(-128, 127, BOX.shape, np.int8)
+    policy = A2CTorchPolicy(box, spaces.Discrete(2), settings)
     policy.flat.vector.data *= 3
     episodes = random_episodes()
+    if dtype is np.int8:
+        episodes = [e.with_columns(obs=(20 * e["obs"]).astype(dtype)) for e in episodes]
     observations = np.concatenate([episode["obs"] for episode in episodes])
     policy.observation_filter.new_stats.update(5 * observations + 1)
     policy.observation_filter.merge_stats(policy.observation_filter.take_new_stats())

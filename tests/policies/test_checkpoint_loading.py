@@ -206,6 +206,7 @@ SPACES = [
     spaces.Discrete(3, dtype=np.int32),
     spaces.MultiDiscrete([2, 3], dtype=np.uint8),
     spaces.MultiDiscrete([[2, 3], [4, 5]], start=[[1, 0], [0, 2]]),
+    spaces.MultiBinary(2),
     spaces.MultiBinary((2, 3)),
     NESTED,
     spaces.Tuple((BOX, spaces.Dict(b=spaces.Discrete(2)))),

@@ -10,12 +10,12 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from flowrl.algorithms.a2c import A2C, A2CConfig
+from flowrl.algorithms.a2c import A2C, A2CConfig, A2CTorchPolicy
 from flowrl.algorithms.dqn import DQNConfig
 from flowrl.algorithms.td3 import TD3
 from flowrl.data.checkpoint import CheckpointError, list_checkpoints
 from flowrl.envs import MultiAgentEnv
-from flowrl.policies import ConfigError
+from flowrl.policies import ConfigError, ViewRequirement
 from flowrl.sampling.callbacks import DefaultCallbacks
 from flowrl.trainer.evaluation import EvaluationWorkers, evaluation_settings
 from flowrl.trainer.runs.saved_run import best_checkpoint
@@ -421,13 +421,13 @@ def test_hanging_evaluation_is_stopped(ray_session, caplog, tmp_path, parallel):
 
 def test_episodes_and_timesteps_are_validated():
     with a2c_config().build() as algorithm:
-        for arguments in (
-            {"episodes": 1, "timesteps": 2},
-            {"episodes": "5"},
-            {"episodes": 1.5},
-            {"num_envs": 0, "timesteps": 10},
+        for arguments, message in (
+            ({"episodes": 1, "timesteps": 2}, "give episodes or timesteps, not both"),
+            ({"episodes": "5"}, "episodes: must be an int >= 1, got '5'"),
+            ({"episodes": 1.5}, "episodes: must be an int >= 1, got 1.5"),
+            ({"num_envs": 0, "timesteps": 10}, "num_envs: must be an int >= 1, got 0"),
         ):
-            with pytest.raises(ConfigError):
+            with pytest.raises(ConfigError, match=message):
                 algorithm.evaluate(**arguments)
 
 
@@ -650,3 +650,25 @@ def test_mapping_function_sees_the_versions_of_the_policies_in_an_evaluation():
         assert set(algorithm.evaluate(episodes=3)["policy_reward_mean"]) >= {"b"}
         rewards = algorithm.evaluate(episodes=3)["policy_reward_mean"]
         assert {pid for pid, mean in rewards.items() if mean == 1.0} == {"b"}
+
+
+def test_evaluated_policy_sees_its_own_outputs_by_views():
+    seen = []
+
+    class SeesLikelihoods(A2CTorchPolicy):
+        def __init__(self, *args):
+            super().__init__(*args)
+            space = gym.spaces.Box(-np.inf, np.inf, (), np.float32)
+            self.view_requirements["logp_before"] = ViewRequirement("action_logp", space, shift=-1)
+
+        def compute_actions_from_input_dict(self, input_dict, explore=True):
+            seen.append(input_dict["logp_before"].copy())
+            return super().compute_actions_from_input_dict(input_dict, explore)
+
+    class Values(A2C):
+        policy_class = SeesLikelihoods
+
+    config = a2c_config(env=lambda context: FixedLength(3))
+    with Values(config) as algorithm:
+        algorithm.evaluate(episodes=1)
+    assert [bool(np.any(values)) for values in seen[:4]] == [False, True, True, False]

@@ -118,8 +118,9 @@ def checked_numbers(stats: Mapping[str, Any], where: str) -> Stats:
         try:
             numbers[name] = float(value)
         except (TypeError, ValueError):
+            shape = f" and shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
             raise TypeError(
-                f"{where} the statistic {name!r} of type {type(value).__name__}: "
+                f"{where} the statistic {name!r} of type {type(value).__name__}{shape}: "
                 "statistics are numbers"
             ) from None
     return numbers

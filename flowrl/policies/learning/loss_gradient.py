@@ -232,9 +232,12 @@ class LossGradient:
             wrong = [name for name, value in named.items() if not _is_number(value)]
             if not wrong:  # an error of the device
                 raise
+            value = named[wrong[0]]
+            shape = getattr(value, "shape", None)
+            got = repr(value) if shape is None else f"one of shape {tuple(shape)}: use its mean()"
             raise ConfigError(
                 f"{type(self._policy).__name__}: the statistic {wrong[0]!r} must be a number or a "
-                f"tensor without axes, got {named[wrong[0]]!r}"
+                f"tensor without axes, got {got}"
             ) from error
 
     def raise_nonfinite(self, stats: Stats, batch: SampleBatch) -> None:

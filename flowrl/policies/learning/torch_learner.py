@@ -265,16 +265,26 @@ class TorchLearner:
     def before_step(self) -> None:
         """Prepare the optimizers for a step."""
 
+    def fixed_parameters(self) -> list[torch.Tensor]:
+        """Return the parameters that the next step must not change: those without
+        `requires_grad`."""
+        return [p for p in self.policy.flat.parameters if not p.requires_grad]
+
     def step(self, grad_norm: float) -> None:
         """Clip the gradient, whose norm is `grad_norm`, and step the optimizers."""
         self.before_step()
         self.gradient.clip(grad_norm)
-        # an optimizer of the whole vector would move frozen parameters by the moments of earlier
-        # gradients
-        frozen = [(p, p.clone()) for p in self.policy.flat.parameters if not p.requires_grad]
+        # the moments of earlier gradients would move them; an optimizer of the whole vector does
+        # that although they have no gradient
+        fixed = self.fixed_parameters()
+        before = [(parameter.data, parameter.data.clone()) for parameter in fixed]
+        for parameter in fixed:
+            parameter.grad = None
         for optimizer in self.optimizers:
             optimizer.step()
-        _restore(frozen)
+        if fixed:
+            _restore(before)
+            self.policy.flat.restore_views()
         self.num_updates += 1
         self.policy.version += 1
 

@@ -17,7 +17,7 @@ from flowrl.data import SampleBatch
 from flowrl.errors import ConfigError, add_note
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.models.tensor_batch import InputDict, TensorBatch, as_tensor
-from flowrl.policies.views import ViewRequirement
+from flowrl.policies.views import ViewRequirement, acting_views, forward_views
 
 State = list[torch.Tensor]
 NEEDS_NO_VALUES = "; DQN, APEX and R2D2 need no values with dueling=False"
@@ -137,11 +137,8 @@ class ModelV2(nn.Module):
         compiled = torch.compile(self.forward)
 
         def train_forward(batch: Any, state: State, seq_lens: Any) -> Any:
-            views = {
-                name: batch[name]
-                for name, view in self.view_requirements.items()
-                if name in batch and (view.known_for_actions(name) or name.startswith("state_"))
-            }
+            names = forward_views(self.view_requirements)
+            views = {name: batch[name] for name in names if name in batch}
             return compiled({**views, "obs_flat": InputDict(views)["obs_flat"]}, state, seq_lens)
 
         object.__setattr__(self, "train_forward", train_forward)
@@ -197,9 +194,8 @@ class ModelV2(nn.Module):
         try:
             return self._check_outputs(self.train_forward(batch, state, seq_lens), batch.count)
         except Exception as error:
-            views = self.view_requirements.items()
-            names = [n for n, view in views if view.known_for_actions(n) and n in batch]
-            self._note_inputs(error, {name: batch[name] for name in names})
+            names = acting_views(self.view_requirements)
+            self._note_inputs(error, {name: batch[name] for name in names if name in batch})
             raise
 
     def _states_after(self, burn_in: TensorBatch, state: State) -> State:

@@ -15,7 +15,7 @@ from flowrl.policies.config import ModelConfig
 from flowrl.policies.exploration import MASKED_OUTPUT
 from flowrl.policies.models.base import ModelV2, State
 from flowrl.policies.models.tensor_batch import InputDict
-from flowrl.policies.views import MASK, ViewRequirement
+from flowrl.policies.views import MASK, ViewRequirement, forward_views
 
 
 class MaskedModel(ModelV2):
@@ -92,11 +92,10 @@ class MaskedModel(ModelV2):
     ) -> tuple[torch.Tensor, State]:
         observations = input_dict["obs"]
         inner = InputDict()
-        for name, view in self.view_requirements.items():
-            if name in input_dict and (view.known_for_actions(name) or name.startswith("state_")):
-                inner[name] = (
-                    self._without_mask(observations) if name == "obs" else input_dict[name]
-                )
+        for name in forward_views(self.view_requirements):
+            if name in input_dict:
+                inner[name] = input_dict[name]
+        inner["obs"] = self._without_mask(observations)
         outputs, state = self.model(inner, state, seq_lens)
         allowed = observations[MASK] != 0
         if outputs.shape != allowed.shape:
