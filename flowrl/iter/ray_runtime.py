@@ -8,9 +8,10 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 from flowrl.errors import ConfigError
@@ -21,7 +22,25 @@ REACH_TIMEOUT_S = 10.0  # to connect to the address of a cluster
 
 log = logging.getLogger("flowrl")
 
+_unregistered: dict[str, ModuleType] = {}  # by name, see `pickle_by_value`
 _num_users = 0  # of a Ray runtime that `start_ray` started or joined
+
+
+def pickle_by_value(modules: Iterable[ModuleType]) -> None:
+    """Let Ray's processes receive the code of modules, which they may be unable to import."""
+    _unregistered.update({module.__name__: module for module in modules})
+    if sys.modules.get("ray") is not None:
+        register_modules()
+
+
+def register_modules() -> None:
+    """Register the modules of `pickle_by_value` with Ray; it imports Ray."""
+    import ray
+
+    while _unregistered:
+        name, module = _unregistered.popitem()
+        if sys.modules.get(name) is module:  # another plan file may have replaced it
+            ray.cloudpickle.register_pickle_by_value(module)
 
 
 def cluster_address(address: str | None) -> str | None:
@@ -68,6 +87,7 @@ def start_ray(address: str | None = None, num_cpus: int | None = None, **options
     """
     import ray
 
+    register_modules()
     global _num_users
     if not ray.is_initialized():
         cluster = cluster_address(address)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -264,9 +263,6 @@ class LearnerGroup(Learner):
         policies = self._policies()
         for policy in policies.values():
             check_distributable(policy)
-        # actors cannot import the classes of plan files
-        for module in [m for name, m in sys.modules.items() if name.startswith("flowrl_plan_")]:
-            ray.cloudpickle.register_pickle_by_value(module)
         host = ray.util.get_node_ip_address()
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         address, policies_ref = (host, self._store.port), ray.put(dict(policies))

@@ -209,15 +209,14 @@ def _known_classes(cls: Any, plan: Any) -> dict[str, Any]:
     """Return import path -> class for the class that `from_checkpoint` is called on, its config and
     its policy class.
 
-    A run of a plan file stores the class with the module name of the plan file,
-    `flowrl_plan_NAME`.
+    A run of a plan file stores classes with the module name of the plan file, `flowrl_plan_NAME`.
     """
+    parts = [part for part in (cls, cls.config_class, cls.policy_class) if part is not None]
     known = {f"__main__:{cls.__qualname__}": cls}
-    if is_plan_file(plan):
-        known[f"{PLAN_MODULE}{Path(plan).stem}:{cls.__qualname__}"] = cls
-    for part in (cls, cls.config_class, cls.policy_class):
-        if part is not None:
-            known[code_path(part)] = part
+    for part in parts:
+        known[code_path(part)] = part
+        if is_plan_file(plan) and part.__module__ == cls.__module__:
+            known[f"{PLAN_MODULE}{Path(plan).stem}:{part.__qualname__}"] = part
     return known
 
 

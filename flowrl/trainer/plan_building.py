@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -13,13 +14,14 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.iter import LocalIterator
+from flowrl.iter.ray_runtime import pickle_by_value
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.setting_values import equal_code
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.plan_files import load_plan, modules_of, plan_path
 
 Plan = LocalIterator[dict[str, Any]]
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 class PlanBuilder:
@@ -59,17 +61,11 @@ class PlanBuilder:
         if isinstance(plan, str) and (self.module is not None or plan.endswith(".py")):
             self.sha256 = hashlib.sha256(plan_path(plan).read_bytes()).hexdigest()
         self._execution_plan = execution_plan or getattr(self.module, "execution_plan", None)
-        if config.num_workers:
-            self._pickle_by_value()
-
-    def _pickle_by_value(self) -> None:
-        """Let Ray workers receive the plan's own code, which they may be unable to import."""
-        import ray
-
-        module = self.module or sys.modules.get(getattr(self._execution_plan, "__module__", ""))
+        module = self.module
+        if module is None and config.num_workers:
+            module = sys.modules.get(getattr(self._execution_plan, "__module__", ""))
         if module is not None and getattr(module, "__file__", None) is not None:
-            for part in modules_of(module):
-                ray.cloudpickle.register_pickle_by_value(part)
+            pickle_by_value(modules_of(module))  # no worker can import a plan file
 
     def build(self, workers: WorkerSet) -> Plan:
         """Return a new plan.

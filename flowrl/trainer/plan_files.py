@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import os
+import shlex
 import sys
 import sysconfig
 import textwrap
@@ -22,7 +24,14 @@ PLAN_MODULE = "flowrl_plan_"
 _PACKAGE = Path(__file__).resolve().parents[1]
 _PATHS = sysconfig.get_paths()
 # starts of the files of code that is not the user's; "<" of code without a file
-_LIBRARIES = ("<", str(_PACKAGE), *(_PATHS[name] for name in ("stdlib", "purelib", "platlib")))
+_LIBRARIES = (
+    "<",
+    f"{_PACKAGE}{os.sep}",
+    *(f"{_PATHS[name]}{os.sep}" for name in ("stdlib", "purelib", "platlib")),
+)
+
+
+_PLAN_FOLDERS: list[Path] = []  # of plan files, in `sys.path`, in this order
 
 
 def plans_folder() -> Path:
@@ -70,7 +79,10 @@ def plan_path(plan: str) -> Path:
     if path.name and path.with_suffix(".py").is_file():
         raise ConfigError(f"plan: unknown plan {plan!r}. Did you mean the file '{plan}.py'?")
     if (path / "config.json").is_file():
-        raise ConfigError(f"plan: {plan!r} is a run directory: use `flowrl resume {plan}`")
+        raise ConfigError(
+            f"plan: {plan!r} is a run directory, whose plan is in {path / 'plan.txt'}. To continue "
+            f"the run, use `{shlex.join(['flowrl', 'resume', plan])}`"
+        )
     known = sorted(shipped_plans())
     raise ConfigError(
         f"plan: unknown plan {plan!r}.{nearest(plan, known)} Shipped plans: {', '.join(known)}; "
@@ -94,6 +106,8 @@ def load_plan(plan: str, text: bytes | None = None) -> ModuleType:
             `execution_plan(workers, config)` nor an algorithm.
     """
     path = plan_path(plan)
+    if path.parent != plans_folder():
+        _import_from(path.parent)
     if str(path) in _GIVEN_MODULES:
         return _GIVEN_MODULES[str(path)]
     text = path.read_bytes() if text is None else text
@@ -103,8 +117,6 @@ def load_plan(plan: str, text: bytes | None = None) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    if str(path.parent) not in sys.path and path.parent != plans_folder():
-        sys.path.append(str(path.parent))
     try:
         exec(
             compile(text, str(path), "exec", dont_inherit=True), vars(module)
@@ -120,6 +132,28 @@ def load_plan(plan: str, text: bytes | None = None) -> ModuleType:
     if algorithm_in(module) is not None:
         _LOADED_ALGORITHMS[str(path)] = text, module
     return module
+
+
+def _import_from(folder: Path) -> None:
+    """Let a plan file import the modules of its folder, although the folder of another plan file
+    may have modules of the same names."""
+    if str(folder) in sys.path:
+        if folder not in _PLAN_FOLDERS:
+            return
+        sys.path.remove(str(folder))
+    others = [other for other in _PLAN_FOLDERS if other != folder and str(other) in sys.path]
+    _PLAN_FOLDERS[:] = [folder, *others]
+    places = [sys.path.index(str(other)) for other in others]
+    sys.path.insert(min(places, default=len(sys.path)), str(folder))
+    names = {path.stem for path in folder.glob("*.py")}
+    names |= {path.parent.name for path in folder.glob("*/__init__.py")}
+    for name in names - {"flowrl"}:
+        file = getattr(sys.modules.get(name), "__file__", None)
+        files = f"{name}.py", f"{name}/__init__.py"
+        of_others = {str(other / part) for other in others for part in files}
+        if file in of_others:
+            for known in [n for n in sys.modules if n == name or n.startswith(f"{name}.")]:
+                del sys.modules[known]
 
 
 def _failed_place(error: BaseException, path: Path) -> str:
@@ -247,10 +281,15 @@ def modules_of(plan: ModuleType) -> list[ModuleType]:
     """
     folder = Path(str(plan.__file__)).resolve().parent
 
-    def is_local(module: ModuleType) -> bool:
-        file = Path(str(getattr(module, "__file__", None) or "/"))
-        is_flowrl = module.__name__.split(".")[0] in ("flowrl", "__main__")
-        return folder in file.parents and "site-packages" not in file.parts and not is_flowrl
+    def is_local(name: str, module: Any) -> bool:
+        file = getattr(module, "__file__", None)
+        if not isinstance(module, ModuleType) or not isinstance(file, str):
+            return False
+        if name.split(".")[0] in ("flowrl", "__main__"):
+            return False
+        is_installed = {"site-packages", "dist-packages"} & set(Path(file).parts)
+        is_users = not is_installed and not file.startswith(_LIBRARIES)
+        return is_users and folder in Path(file).parents
 
-    local = [module for module in list(sys.modules.values()) if is_local(module)]
+    local = [module for name, module in list(sys.modules.items()) if is_local(name, module)]
     return list({id(module): module for module in (plan, *local)}.values())

@@ -4,12 +4,13 @@ import os
 import subprocess
 import sys
 import textwrap
+from types import ModuleType
 
 import pytest
 
 from flowrl.algorithms import Algorithm
 from flowrl.data.checkpoint import CheckpointError
-from flowrl.trainer.plan_files import plans_folder
+from flowrl.trainer.plan_files import load_plan, modules_of, plans_folder
 from tests.cli.helpers import ALGORITHM_FILE, ENVIRONMENT_PLAN, REPOSITORY, read_results
 
 
@@ -38,12 +39,54 @@ def test_plan_imports_modules_from_its_folder(cli, tmp_path, ray_session):
         flags = ["--num-workers", workers, "--stop-iters", "1", "--run-dir", f"r{workers}"]
         code, _, err = cli("train", "mine/plan_with_env.py", *flags)
         assert code == 0, err
+    evaluate = ["--evaluation-interval", "1", "--evaluation-num-workers", "1"]
+    flags = ["--stop-iters", "1", "--run-dir", "evaluated", *evaluate]
+    code, _, err = cli("train", "mine/plan_with_env.py", *flags)
+    assert code == 0, err
     # a run whose plan has changed can be evaluated but not resumed
     plan.write_text(plan.read_text() + "\n# changed\n")
     assert cli("evaluate", "r0", "--trust", "--episodes", "2")[0] == 0
     code, _, err = cli("train", "--resume", "r0", "--trust", "--stop-iters", "2")
     assert code == 2
     assert "plan.py" in err
+
+
+def test_modules_of_two_plans_may_have_the_same_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    plans = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "same_name.py").write_text(f"NAME = {name!r}\n")
+        plan = tmp_path / name / "plan.py"
+        plan.write_text(
+            "from flowrl.algorithms.a2c import A2CConfig\n"
+            "from same_name import NAME\n\n"
+            "config = A2CConfig(env='CartPole-v1')\n\n\n"
+            "def execution_plan(workers, config):\n    return NAME\n"
+        )
+        plans.append(str(plan))
+    for plan, expected in [*zip(plans, ("one", "two"), strict=True), (plans[0], "one")]:
+        assert expected == load_plan(plan).NAME
+
+
+def test_only_modules_of_the_user_are_pickled_by_value(tmp_path, monkeypatch):
+    (tmp_path / "plan.py").write_text("")
+    plan = ModuleType("flowrl_plan_plan")
+    plan.__file__ = str(tmp_path / "plan.py")
+    files = {
+        "own_helper": "own_helper.py",
+        "installed": "lib/python3.11/dist-packages/installed.py",
+        "environment": "env/lib/python3.11/site-packages/environment.py",
+    }
+    for name, file in files.items():
+        module = ModuleType(name)
+        module.__file__ = str(tmp_path / file)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "blocked", None)
+    assert [module.__name__ for module in modules_of(plan)] == ["flowrl_plan_plan", "own_helper"]
+    plan.__file__ = "/plan.py"
+    names = {module.__name__ for module in modules_of(plan)}
+    assert not {"functools", "json", "collections", "flowrl", "numpy"} & names
 
 
 def test_plan_defines_its_environment(cli, tmp_path, monkeypatch):
@@ -242,3 +285,73 @@ def test_imported_algorithm_class_needs_no_trust(tmp_path):
     )
     process = run_python(code, tmp_path)
     assert process.stdout == "1\n", process.stderr
+
+
+def test_run_of_a_file_with_its_own_config_and_policy_opens_with_its_class(cli, tmp_path):
+    (tmp_path / "own.py").write_text(
+        textwrap.dedent(
+            """
+            from flowrl.algorithms.a2c import A2C, A2CConfig, A2CTorchPolicy
+
+            class OwnConfig(A2CConfig):
+                extra: float = 0.5
+
+            class OwnPolicy(A2CTorchPolicy):
+                config_class = OwnConfig
+
+            class Own(A2C):
+                config_class = OwnConfig
+                policy_class = OwnPolicy
+
+            config = OwnConfig(env="CartPole-v1", train_batch_size=64, extra=0.25)
+            """
+        )
+    )
+    code, _, err = cli("train", "own.py", "--stop-iters", "1", "--run-dir", "r")
+    assert code == 0, err
+    code = textwrap.dedent(
+        """
+        from own import Own
+        with Own.from_checkpoint("r") as algorithm:
+            policy = algorithm.get_policy()
+            print(algorithm.iteration, algorithm.config.extra, type(policy).__name__)
+        """
+    )
+    process = run_python(code, tmp_path)
+    assert process.stdout == "1 0.25 OwnPolicy\n", process.stderr
+    code = "from flowrl.policies import Policy; Policy.from_checkpoint('r', trust=True)"
+    process = run_python(code, tmp_path)
+    assert "or Algorithm.from_checkpoint(…, trust=True).get_policy())" in process.stderr
+
+
+def test_errors_of_a_training_environment_say_where_it_failed(cli, tmp_path):
+    (tmp_path / "wrong_env.py").write_text(
+        textwrap.dedent(
+            """
+            from flowrl.envs import register_env
+            import gymnasium as gym
+            import numpy as np
+
+            class Wrong(gym.Env):
+                observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+                action_space = gym.spaces.Discrete(2)
+
+                def reset(self, *, seed=None, options=None):
+                    self.steps = 0
+                    return np.zeros(2, np.float32), {}
+
+                def step(self, action):
+                    self.steps += 1
+                    size = 3 if self.steps == 7 else 2
+                    return np.zeros(size, np.float32), 1.0, False, False, {}
+
+            register_env("FlowrlWrongLater-v0", lambda context: Wrong())
+            """
+        )
+    )
+    code, _, err = cli("train", "a2c", "--env", "wrong_env:FlowrlWrongLater-v0", "--run-dir", "r")
+    assert code in (1, 2)
+    assert "flowrl: env: an observation does not fit the space" in err
+    assert "raised by sub-environment" in err
+    assert "while worker 0 was sampling" in err
+    assert "Traceback" not in err

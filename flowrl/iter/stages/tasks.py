@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from flowrl.iter import ray_health
 from flowrl.iter.errors import OnError, Retry, note_origin
+from flowrl.iter.ray_runtime import register_modules
 from flowrl.iter.recovery import original_error
 from flowrl.iter.stage import NOT_READY, Stage, function_title
 from flowrl.iter.stages.function_stage import FunctionStage
@@ -72,6 +73,7 @@ class ForEachConcurrent(FunctionStage):
         if self._remote_fn is None:
             import ray
 
+            register_modules()
             remote_fn: Any = ray.remote(_call)
             self._fn_ref = ray.put(self.fn)
             self._remote_fn = remote_fn.options(max_retries=0, **self._resources)

@@ -196,8 +196,8 @@ class Filter(FunctionStage):
             is_own = type(self.fn).__module__.startswith("flowrl.")
             if self._num_dropped == MANY_DROPPED and not is_own:
                 log.warning(
-                    "%s has dropped %d items in a row; a plan whose items are all dropped has no "
-                    "result and does not end", self, MANY_DROPPED,
+                    "%s, chained at %s, has dropped %d items in a row; a plan whose items are all "
+                    "dropped has no result and does not end", self, self.line, MANY_DROPPED,
                 )  # fmt: skip
 
 
