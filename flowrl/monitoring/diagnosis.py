@@ -70,7 +70,7 @@ def diagnose(activity: Activity, facts: PlanFacts) -> Diagnosis:
 
 
 def _idle(largest: Finding, facts: PlanFacts) -> Finding:
-    """Nothing takes much time, as while workers start."""
+    """Report that nothing takes much time, as while workers start."""
     advice = "`explain()` of the plan shows which stages wait."
     if facts.num_workers:
         advice = "Workers may still have been starting: train longer."
@@ -100,11 +100,12 @@ def _restarts(activity: Activity, facts: PlanFacts) -> Finding | None:
     restarts = activity.counters.get("num_shard_restarts", 0)
     if restarts < MIN_RESTARTS:
         return None
-    failing = [worker.index for worker in activity.workers if worker.restarts]
-    who = f"Worker {failing[0]} fails" if len(failing) == 1 else "Workers fail"
+    # a worker that has not returned a fragment since its restart is not among the others
+    failing = [w.index for w in activity.workers if w.restarts and w.restarts >= restarts]
+    who = f"Worker {failing[0]} fails" if failing else "Workers fail"
     return Finding(
         "worker_restarts",
-        f"Worker {failing[0]}" if len(failing) == 1 else "workers",
+        f"Worker {failing[0]}" if failing else "workers",
         1.0,
         f"{who} repeatedly: {restarts} restarts in {activity.seconds:.0f} s. The errors are "
         "in the log: most often the environment raises or needs too much memory.",
@@ -146,7 +147,7 @@ def _no_episodes(activity: Activity, facts: PlanFacts) -> Finding | None:
 
 
 def _threads(activity: Activity, facts: PlanFacts) -> Finding | None:
-    """The processes together have more threads than there are cores."""
+    """Report that the processes together have more threads than there are cores."""
     wait = _cpu_wait(activity)
     threads = facts.num_cores if facts.num_threads is None else facts.num_threads
     processes = max(facts.num_workers, 1)
@@ -208,8 +209,8 @@ def _slow_worker(activity: Activity, facts: PlanFacts) -> Finding | None:
 
 
 def _silent_worker(activity: Activity, facts: PlanFacts) -> Finding | None:
-    """A worker that returns nothing although others return several fragments, as one that hangs in
-    an asynchronous plan."""
+    """Report a worker that returns nothing although others return several fragments, as one that
+    hangs in an asynchronous plan."""
     if any(worker.restarts for worker in activity.workers):
         return None
     silent = [worker.index for worker in activity.workers if not worker.fragments]
@@ -227,7 +228,7 @@ def _silent_worker(activity: Activity, facts: PlanFacts) -> Finding | None:
 
 
 def _garbage_collection(activity: Activity, facts: PlanFacts) -> Finding | None:
-    """Garbage collection in workers or in this process."""
+    """Report garbage collection in workers or in this process."""
     seconds = [worker.usage.get("gc_s", 0.0) for worker in activity.workers]
     shares = [one.share_of(gc_s) for one, gc_s in zip(activity.workers, seconds, strict=True)]
     share = max(shares, default=0.0) if facts.num_workers else 0.0
@@ -263,7 +264,7 @@ def _callbacks_of(workers: Iterable[WorkerActivity]) -> dict[str, float]:
 
 
 def _queue(activity: Activity, facts: PlanFacts) -> Finding | None:
-    """A queue of a learner thread that is too small, or so large that batches are old."""
+    """Report a queue of a learner thread that is too small, or so large that batches are old."""
     enqueues, dequeues = activity.stages_of("enqueue"), activity.stages_of("dequeue")
     if facts.queue_size is None or not enqueues or not dequeues:
         return None

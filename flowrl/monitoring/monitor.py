@@ -112,8 +112,8 @@ class Monitor:
         return since is not None and not self._num_working and time.monotonic() - since > IDLE_S
 
     def update(self, result: Mapping[str, Any]) -> None:
-        """Note the newest result of the plan."""
-        self._result = result
+        """Note the newest result of the plan, which callbacks may change afterwards."""
+        self._result = {**result, "env_runners": dict(result.get("env_runners", {}))}
 
     def _take_snapshot(self) -> Snapshot:
         outside_s, since = self._outside_s, self._outside_since
@@ -138,10 +138,12 @@ class Monitor:
         if last is None:
             return
         window = activity_between(self._snapshots[0], snapshot)
+        added = self._growth_bytes()
         if not window.has_finished_work:  # fragments or updates take longer than the window
             assert self._first is not None
             window = activity_between(self._first, snapshot)
-        window.usage["rss_bytes_added"] = self._growth_bytes()
+            added = 0.0  # of this longer window, it is not known
+        window.usage["rss_bytes_added"] = added
         window.stalled_s = self._stalled_s(last, snapshot)
         self.diagnosis = diagnose(window, self._facts)
         assert self._counted is not None

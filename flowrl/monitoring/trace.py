@@ -8,6 +8,7 @@ sampling. Arrows connect the sampling of a fragment with the training on it.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections import deque
@@ -20,11 +21,14 @@ from flowrl.monitoring.activity import kind_of, operator_name
 from flowrl.ops.concurrency import DequeueStage
 from flowrl.whole_files import write_whole
 
+log = logging.getLogger("flowrl")
+
 MIN_SPAN_S = 20e-6  # shorter pulls of a stage are left out
 MAX_EVENTS = 200_000
 MAX_OVERHEAD = 0.01  # maximum share of the time that recording takes
 MAX_RECORD_S = 1e-4  # maximum seconds that recording one pull takes
-MAX_READ_S = 1e-4  # maximum seconds that reading the clocks takes
+MAX_READ_S = 1e-4  # seconds that reading the clocks takes, if nothing interrupts it
+MAX_READS = 10
 ARROW_S = 1e-6  # between the end of an arrow and the end of the span that it points to
 BURST_S = 5e-3  # seconds of recording between two pauses; all stages pause together, so spans nest
 DRIVER, LEARNER, FIRST_WORKER = 1, 2, 10  # thread ids
@@ -76,10 +80,13 @@ def clock_offset() -> float:
     The processor may go to another process between two reads, for milliseconds; such reads are
     repeated.
     """
-    while True:
+    reads = []
+    for _ in range(MAX_READS):
         before, since_1970, after = time.perf_counter(), time.time(), time.perf_counter()
+        reads.append((after - before, since_1970 - before))
         if after - before < MAX_READ_S:
-            return since_1970 - before
+            break
+    return min(reads)[1]
 
 
 class Tracer:
@@ -189,6 +196,9 @@ class Tracer:
         """
         oldest = max((event.end for event in self._events), default=0.0) - self._seconds
         kept = [event for event in self._events if event.end >= oldest]
+        if len(kept) == MAX_EVENTS:
+            shown = max(event.end for event in kept) - min(event.begin for event in kept)
+            log.warning("trace_s: %s has the last %d events, of %.1f s", path, MAX_EVENTS, shown)
         starts, ends = ({one.arrow for one in kept if one.phase == phase} for phase in "sf")
         kept = [one for one in kept if not one.arrow or one.arrow in starts & ends]
         names = [

@@ -25,7 +25,7 @@ class GrowingFile:
         """
         try:
             file = open(self._path, "rb")  # noqa: SIM115
-        except FileNotFoundError:
+        except (FileNotFoundError, PermissionError):
             return False, []
         with file:
             status = os.fstat(file.fileno())

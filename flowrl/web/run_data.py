@@ -28,6 +28,7 @@ TABLE = (
     "training_iteration", "timesteps_total", "episode_reward_mean", "episode_len_mean",
     "time_total_s", "timers/env_steps_per_s",
 )  # fmt: skip
+_ENDS = ("ended", "failed", "killed")  # kinds of events
 _EVENT_COUNTERS = {  # counter -> kind and text of an event
     "num_shard_restarts": ("restart", "restart of a worker"),
     "num_learner_restarts": ("restart", "restart of a learner"),
@@ -125,14 +126,15 @@ class RunData:
         activities = self._activities
         newest = activities[-1] if activities else None
         result = self._last_result
+        events = self._events(activities, running)
         return {
             "name": self.name,
-            "path": str(self.path),
             "running": running,
+            "end": _end(events),
             "iteration": result.get("training_iteration", 0),
             "env_steps": result.get("timesteps_total", 0),
             "return": _finite(result.get("episode_reward_mean")),
-            "diagnosis": newest.diagnosis if newest else result.get("diagnosis", ""),
+            "diagnosis": newest.diagnosis if newest else self._diagnosis(running),
             "metrics": self.metrics(),
             "curves": {metric: self.curve(metric, most) for metric in metrics},
             "activity": _shown(newest.to_json()) if newest else None,
@@ -149,8 +151,14 @@ class RunData:
             "versions": _text(self.path / "versions.json"),
             "plan": _text(self.path / "plan.txt"),
             "source": _text(self.path / "plan.py"),
-            "events": self._events(activities, running),
+            "events": events,
         }
+
+    def _diagnosis(self, running: bool) -> str:
+        """Return the diagnosis of the newest result; that of a short run only while it trains,
+        because it announces a measurement."""
+        text = str(self._last_result.get("diagnosis") or "")
+        return "" if text.startswith("Nothing was measured") and not running else text
 
     def _lag_counts(self) -> list[list[int]]:
         """Return (lag in updates, number of fragments), of the last results."""
@@ -198,19 +206,28 @@ def _shown(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _end(events: Iterable[dict[str, Any]]) -> str:
+    """Return how a run ended: "killed", "failed: " with the error, or "ended".
+
+    Args:
+        events: the newest first.
+    """
+    last = next((event for event in events if event["kind"] in _ENDS), None)
+    if last is None:
+        return "ended"
+    return f"failed: {last['text']}" if last["kind"] == "failed" else str(last["kind"])
+
+
 def _history(activities: Sequence[Activity]) -> dict[str, Any]:
     """Return the figures of each stage over time, by its id."""
     shown = _thinned(list(activities), MAX_HISTORY)
     stages: dict[str, dict[str, list[float]]] = {}
     for activity in shown:
         for stage in activity.stages:
-            values = stages.setdefault(
-                str(stage.id), {"busy": [], "waiting": [], "blocked": [], "rate": []}
-            )
+            values = stages.setdefault(str(stage.id), {"busy": [], "waiting": [], "blocked": []})
             values["busy"].append(stage.busy)
             values["waiting"].append(stage.waiting)
             values["blocked"].append(stage.blocked)
-            values["rate"].append(stage.items / activity.seconds)
     return {"time": [activity.time for activity in shown], "stages": stages}
 
 

@@ -318,6 +318,10 @@ def test_problems_come_before_bottlenecks():
     both = [worker(1, restarts=1), worker(2, restarts=2)]
     found = first(activity(WAITING, workers=both, counters=counters), facts())
     assert found.text.startswith("Workers fail repeatedly: 3 restarts in 10 s")
+    # another worker has restarted twice and returned nothing since
+    one = [worker(1, restarts=1), worker(2)]
+    found = first(activity(WAITING, workers=one, counters=counters), facts())
+    assert found.text.startswith("Workers fail repeatedly: 3 restarts in 10 s")
     endless = activity(WAITING, workers=TWO_WORKERS, episodes_total=0, env_steps_total=80_000)
     assert "No episode has ended in 10,000 steps" in first(endless, facts()).text
     for other in (facts(samples=False), facts(horizon=20_000)):
@@ -603,31 +607,43 @@ class PausingOperator:
         return batch
 
 
-@pytest.mark.parametrize("hangs", ["environment", "operator"])
-def test_hanging_environment_is_diagnosed(hangs, monkeypatch):
+@pytest.fixture
+def activities(monkeypatch):
+    """A function that trains a plan with monitoring, and returns what it measured."""
     monkeypatch.setattr("flowrl.monitoring.monitor.INTERVAL_S", 0.2)
     monkeypatch.setattr("flowrl.monitoring.monitor.WINDOW_S", 1.0)
 
-    def plan(workers, config):
-        batches = ParallelRollouts(workers).for_each(PausingOperator())
-        if hangs == "environment":
+    def measure(slow_step, *operators):
+        def plan(workers, config):
             batches = ParallelRollouts(workers)
-        return StandardMetricsReporting(batches, workers, config)
+            for operator in operators:
+                batches = batches.for_each(operator)
+            return StandardMetricsReporting(batches, workers, config)
 
-    slow_step = 1500 if hangs == "environment" else None
-    seen = []
-    config = PPOConfig(
-        env=Pausing, env_config={"slow_step": slow_step}, rollout_fragment_length=200, seed=0
-    )
-    with config.build(plan=plan) as algorithm:
-        algorithm.monitor.listeners.append(seen.append)
-        while algorithm.train()["timesteps_total"] < 2500:
-            pass
-    longest = max(one.stalled_s for one in seen)
-    assert (longest > 1.5) == (hangs == "environment")
+        seen = []
+        config = PPOConfig(
+            env=Pausing, env_config={"slow_step": slow_step}, rollout_fragment_length=200, seed=0
+        )
+        with config.build(plan=plan) as algorithm:
+            algorithm.monitor.listeners.append(seen.append)
+            while algorithm.train()["timesteps_total"] < 2500:
+                pass
+        return seen
+
+    return measure
+
+
+def test_hanging_environment_is_diagnosed(activities):
+    seen = activities(1500)
+    assert max(one.stalled_s for one in seen) > 1.5
     texts = [one.diagnosis for one in seen if one.stalled_s]
     assert all(text.startswith("Sampling has returned nothing for") for text in texts)
     assert all(text.endswith("If an environment hangs, set env_step_timeout_s.") for text in texts)
+
+
+def test_time_in_an_operator_is_no_hanging_environment(activities):
+    seen = activities(None, PausingOperator())
+    assert max(one.stalled_s for one in seen) < 2.5  # the operator takes 4 s
 
 
 def test_workers_are_measured_after_a_pause_once_they_have_returned_fragments():

@@ -1,9 +1,11 @@
 """The trace of a run: spans, arrows and labels as Chrome trace events."""
 
+import itertools
 import json
 import time
 from collections import Counter
 from datetime import datetime
+from types import SimpleNamespace
 
 import pytest
 
@@ -179,3 +181,19 @@ def test_trace_that_cannot_be_written_is_logged(tmp_path, caplog):
     with PPO("CartPole-v1", **SMALL, trace_s=5.0) as algorithm:
         algorithm.learn(64, run_dir=tmp_path / "r", progress=False)
     assert "trace.json" in caplog.text
+
+
+def test_trace_of_fewer_seconds_than_wanted_is_logged(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("flowrl.monitoring.trace.MAX_EVENTS", 10)
+    with PPO("CartPole-v1", **SMALL, trace_s=100.0) as algorithm:
+        algorithm.learn(256, run_dir=tmp_path / "r", progress=False)
+    assert "trace_s: " in caplog.text
+    assert "trace.json has the last 10 events" in caplog.text
+
+
+def test_slow_clocks_are_read_a_limited_number_of_times(monkeypatch):
+    reads = itertools.count()
+    clock = SimpleNamespace(perf_counter=lambda: float(next(reads)), time=time.time)
+    monkeypatch.setattr("flowrl.monitoring.trace.time", clock)
+    clock_offset()
+    assert next(reads) == 20

@@ -39,11 +39,13 @@ async function loadConfigs() {
 }
 
 async function refresh() {
+  let problem = "the server does not answer";
   try {
     await load();
+    problem = "the page cannot show the run";
     show();
   } catch (error) {
-    at("status").textContent = `the server does not answer (${error.message})`;
+    at("status").textContent = `${problem} (${error.message})`;
   }
 }
 
@@ -52,7 +54,7 @@ function show() {
   document.title = `${data.name} – flowrl`;
   const steps = `iteration ${short(data.iteration)}, ${short(data.env_steps)} env steps`;
   const mean = data.return === null ? "" : `, return ${short(data.return)}`;
-  at("status").textContent = `${data.running ? "running" : "ended"}: ${steps}${mean}`;
+  at("status").textContent = `${data.running ? "running" : data.end}: ${steps}${mean}`;
   at("diagnosis").textContent = data.diagnosis;
   if (activity) {
     drawPlan(at("graph"), activity, state.selected, select);
@@ -60,7 +62,8 @@ function show() {
     showWorkers(activity);
     showParts(activity);
   } else {
-    at("graph").textContent = "The plan has not been measured yet.";
+    at("graph").textContent = data.running ? "The plan has not been measured yet."
+      : "The run ended before its plan was measured.";
   }
   showCurves();
   drawHistogram(at("lags"), data.lags);
@@ -140,14 +143,14 @@ function showCurves() {
     metrics.value = state.metric;
   }
   const weight = Number(at("smoothing").value);
-  const lines = state.curves.map((curve, i) => ({ label: state.runs[i].name, x: curve.x,
+  const lines = state.curves.slice(0, state.runs.length).map((curve, i) => ({ label: state.runs[i].name, x: curve.x,
     y: smoothed(curve.y, weight), color: COLORS[i % COLORS.length], number: i }))
     .filter((line) => line.x.length && !state.hidden.has(line.number));
   drawLines(at("curve"), lines);
   if (state.runs.length > 1 && !at("shown-runs").children.length) {
     at("shown-runs").replaceChildren(...state.runs.map((run, i) => {
       const box = element("input", { type: "checkbox" });
-      box.checked = true;
+      box.checked = !state.hidden.has(i);
       box.addEventListener("change", () => {
         state.hidden[box.checked ? "delete" : "add"](i);
         showCurves();
