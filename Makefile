@@ -44,7 +44,9 @@ lint: .venv/installed-test
 	$(BIN)/mypy
 
 docs: .venv/installed-test
+	@echo "== build the documents (about 60 s)"
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build
+	@echo "== open docs/_build/index.html"
 
 docs-test: .venv/installed-test
 	$(BIN)/pytest --dist loadfile docs README.md

@@ -1,7 +1,9 @@
-"""The error that invalid settings raise, notes of errors, and the check that an optional package is
-installed."""
+"""The error that invalid settings raise, notes of errors, and how to install optional packages."""
 
+import shlex
+from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
 
 DISTRIBUTION = "flowrl-dataflow"
 """The name to install flowrl by."""
@@ -12,12 +14,21 @@ class ConfigError(ValueError):
 
 
 def install_hint(feature: str, extra: str) -> str:
-    """Return a message that says how to install the packages that a feature needs.
+    """Return a message that says how to install the packages that a feature needs."""
+    return f"{feature} needs the extra {extra}: {install_command(extra)}"
 
-    >>> print(install_hint("log_to=['wandb']", "wandb"))
-    log_to=['wandb'] needs the extra wandb: pip install "flowrl-dataflow[wandb]"
-    """
-    return f'{feature} needs the extra {extra}: pip install "{DISTRIBUTION}[{extra}]"'
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra: from the clone that this package is in, with the
+    tested versions, or else from the package index."""
+    clone = Path(__file__).resolve().parents[1]
+    constraints = clone / "constraints.txt"
+    if not constraints.is_file():
+        return f'pip install "{DISTRIBUTION}[{extra}]"'
+    with suppress(OSError):  # the current folder was removed
+        if Path.cwd() == clone:
+            return f"pip install -c constraints.txt -e '.[{extra}]'"
+    return shlex.join(["pip", "install", "-c", str(constraints), "-e", f"{clone}[{extra}]"])
 
 
 def check_installed(module: str, feature: str, extra: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import math
 import os
 import time
 from pathlib import Path
@@ -12,6 +13,11 @@ from typing import Any
 
 READ_INTERVAL_S = 0.5  # a reading is used again for this time
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+# files with the processor time of a container per period, and the period [us]: cgroups 2 and 1
+_CPU_QUOTAS = (
+    ("/sys/fs/cgroup/cpu.max",),
+    ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
+)
 
 
 class ProcessUsage:
@@ -95,7 +101,19 @@ def _own_memory_file(pid: int) -> int:
 
 
 def num_cores() -> int:
-    """Return the number of processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Return the number of processors that this process may use, with the limit of a container
+    rounded up."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = (os.cpu_count() or 1) if affinity is None else len(affinity(0))
+    return math.ceil(min(cores, _cpu_quota()))
+
+
+@functools.cache
+def _cpu_quota() -> float:
+    """Return the number of processors that the container may use; infinity without a limit."""
+    for files in _CPU_QUOTAS:
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            quota, period = map(float, " ".join(Path(file).read_text() for file in files).split())
+            if quota > 0:  # -1: no limit
+                return quota / period
+    return math.inf

@@ -50,7 +50,8 @@ def _is_type(part: Any) -> bool:
 
 def _explain(cls: type[Settings], error: ValidationError) -> str:
     lines = []
-    alternatives: dict[str, list[str]] = {}  # setting -> types that the members of its union expect
+    # (setting, value) -> types that the members of the setting's union expect
+    alternatives: dict[tuple[str, str], list[str]] = {}
     for problem in error.errors():
         path = ".".join(str(part) for part in problem["loc"] if not _is_type(part))
         if problem["type"] == "extra_forbidden":
@@ -66,7 +67,7 @@ def _explain(cls: type[Settings], error: ValidationError) -> str:
             message = problem["msg"].removeprefix("Value error, ")
             message = message[:1].lower() + message[1:]
             got = f" (got {problem['input']!r})"
-            branches = alternatives.setdefault(path, [])
+            branches = alternatives.setdefault((path, got), [])
             if branches:
                 lines.remove(f"{path}: {', or '.join(branches)}{got}")
                 message = message.removeprefix("input should be ")
@@ -383,12 +384,13 @@ class Settings(BaseModel):
             return
         if isinstance(value, dict) and _is_record(type(self), name):
             value = self.updated(**{name: value})[name]  # it changes only what it names
-        before = dict(vars(self))
+        before, chosen_before = dict(vars(self)), set(self.model_fields_set)
         token = _without_checks.set(contains_search(value) or contains_search(self))
         try:
             super().__setattr__(name, value)
         except ValidationError as error:
             vars(self).update(before)  # checks of several settings run after the assignment
+            self.model_fields_set.intersection_update(chosen_before)
             raise ConfigError(_explain(type(self), error)) from None
         finally:
             _without_checks.reset(token)

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import suppress
 from pathlib import Path
+
+_NOT_SUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
+
+
+def sync(file: int) -> None:
+    """Wait until an open file or folder is on disk, as far as its file system supports that.
+
+    Raises:
+        OSError: it cannot be written, for example because the disk is full.
+    """
+    try:
+        os.fsync(file)
+    except OSError as error:
+        if error.errno not in _NOT_SUPPORTED:
+            raise
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -20,6 +36,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
     try:
         with open(temporary, "xb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            sync(file.fileno())  # else a power failure after the renaming leaves an empty file
         os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):

@@ -123,11 +123,13 @@ def result_of(
     and when the training was run.
 
     Raises:
-        ValueError: no episode has ended.
+        ValueError: no episode has ended, or the score is not finite.
     """
     curve = outcome.curve
     if not curve:
         raise ValueError(f"{row.name}: no episode has ended within {row.env_steps:,} env steps")
+    if not math.isfinite(outcome.score):
+        raise ValueError(f"{row.name}: the mean return of the evaluation is {outcome.score}")
     full = [point for point in curve if point[3] >= WINDOW]
     first = None
     if row.threshold is not None:

@@ -24,29 +24,31 @@ PACKAGES = (
 
 
 def install(folder: Path) -> None:
-    """Create a virtual environment with Stable-Baselines3, unless the folder has it.
-
-    It has the same versions of torch, gymnasium and the environments as the running interpreter.
+    """Create a virtual environment with Stable-Baselines3, unless the folder has it with the same
+    versions of torch, gymnasium and the environments as the running interpreter.
 
     Raises:
         ConfigError: the environment cannot be created, or a package cannot be installed.
     """
-    if (folder / "ready").exists():
-        return
-    print(f"installing Stable-Baselines3 into {folder} …", flush=True)
+    torch = f"torch=={installed_version('torch')}"
     packages = [
         f"{name}=={installed}" for name in PACKAGES if (installed := installed_version(name))
     ]
+    ready, wanted = folder / "ready", "\n".join([torch, *REQUIREMENTS, *packages])
+    if ready.exists() and ready.read_text(encoding="utf-8") == wanted:
+        return
+    ready.unlink(missing_ok=True)
+    print(f"installing Stable-Baselines3 into {folder} …", flush=True)
     commands = [
         [sys.executable, "-m", "venv", str(folder)],
-        [*_pip(folder), f"torch=={installed_version('torch')}"],
+        [*_pip(folder), torch],
         [*_pip(folder), *REQUIREMENTS, *packages],
     ]
     for command in commands:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode:
             raise ConfigError(f"benchmark: {' '.join(command)} failed:\n{done.stdout}")
-    (folder / "ready").touch()
+    ready.write_text(wanted, encoding="utf-8")
 
 
 def _pip(folder: Path) -> list[str]:

@@ -115,6 +115,14 @@ def reject_settings(command: str, run: str, arguments: Sequence[str]) -> None:
                 "another one with the same spaces, use Python: "
                 f"Algorithm.from_checkpoint({run!r}, {change}).{method}"
             )
+        fixed = ("num_workers", "num_envs_per_worker", "vectorization_mode")
+        if command == "resume" and name in fixed:
+            raise ConfigError(
+                f"{flag}: flowrl resume keeps this setting, because each worker and environment "
+                "continues from its own state. To train the policies of the run with another "
+                "value, use Python: build a new algorithm, and call its "
+                f"restore_policies({run!r})"
+            )
         if name == "config" or algorithms_with(name.split(".")[0]):
             from flowrl.policies.json_codec import text_of_changes
 

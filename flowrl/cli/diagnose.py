@@ -14,7 +14,7 @@ from flowrl.data.checkpoint import list_checkpoints
 from flowrl.errors import ConfigError
 from flowrl.monitoring.activity import Activity, StageActivity, WorkerActivity
 from flowrl.trainer.runs.activity_log import read_activities
-from flowrl.trainer.runs.saved_run import is_in_use, read_events
+from flowrl.trainer.runs.saved_run import is_in_use, read_config, read_events
 
 _PARTS = ("env_step_s", "reset_s", "inference_s", "collection_s", "postprocess_s", "weights_s")
 
@@ -33,12 +33,24 @@ def diagnose_command(arguments: list[str]) -> int:
         if not (run_dir / "config.json").exists():
             raise ConfigError(f"diagnose: {run_dir} is not a run directory: it has no config.json")
         raise ConfigError(
-            f"diagnose: {run_dir} has no measurements: it ended less than two seconds after its "
-            "first fragment, its first fragment is not complete (if an environment hangs, set "
-            f"env_step_timeout_s), or its setting monitor is off. {_state_of(run_dir)}"
+            f"diagnose: {run_dir} has no measurements: {_why_not_measured(run_dir)}. "
+            f"{_state_of(run_dir)}"
         )
     print(printable(f"{_state_of(run_dir)}\n{format_activity(activities[-1])}"))
     return 0
+
+
+def _why_not_measured(run_dir: Path) -> str:
+    """Return why a run has no measurements."""
+    if not read_config(run_dir)[0].get("monitor", True):
+        return "its setting monitor is off"
+    results = run_dir / "result.json"
+    if results.exists() and results.stat().st_size:
+        return "it has not been measured for two seconds: train for ten seconds or more"
+    return (
+        "its first result is not complete (if an environment hangs, set env_step_timeout_s), or it "
+        "ended before"
+    )
 
 
 def _state_of(run_dir: Path) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import sys
+import textwrap
 from pathlib import Path
 
 import flowrl
@@ -32,10 +33,15 @@ def printable(text: object) -> str:
 def print_failure(error: BaseException) -> None:
     """Print an error with the user's part of its traceback, if there is one, and its notes.
 
-    Invalid settings are printed as one line.
+    A ConfigError is printed without a traceback.
     """
     if isinstance(error, ConfigError):
+        from flowrl.iter.recovery import REMOTE_TRACEBACK
+
         print(f"flowrl: {printable(error)}", file=sys.stderr)
+        for note in getattr(error, "__notes__", []):
+            if not note.startswith(REMOTE_TRACEBACK):
+                print(textwrap.indent(printable(note), "  "), file=sys.stderr)
         return
     import traceback
 

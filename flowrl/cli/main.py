@@ -11,11 +11,11 @@ import gc
 import io
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import flowrl
 from flowrl.cli.arguments import Parser
-from flowrl.cli.display import print_failure, printable
+from flowrl.cli.display import print_failure
 from flowrl.errors import ConfigError
 from flowrl.setting_values import nearest
 from flowrl.settings import imported
@@ -100,11 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"flowrl: {_unknown_command(name, arguments[1:])}", file=sys.stderr)
         return 2
     try:
-        exit_code: int = imported(_COMMANDS[name])(arguments[1:])
-        sys.stdout.flush()  # raises here, not at exit, if the reader of the output has closed it
-        return exit_code
+        return _call(imported(_COMMANDS[name]), arguments[1:])
     except ConfigError as error:
-        print(f"flowrl: {printable(error)}", file=sys.stderr)
+        print_failure(error)
         return 2
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -116,6 +114,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print_failure(error)
         return 1
+
+
+def _call(command: Callable[[list[str]], int], arguments: list[str]) -> int:
+    """Return the exit code of a command; raise BrokenPipeError here, not at the exit of the
+    interpreter, if the reader of the output has closed it."""
+    try:
+        exit_code = command(arguments)
+    except SystemExit:  # after --help
+        sys.stdout.flush()
+        raise
+    sys.stdout.flush()
+    return exit_code
 
 
 def _unknown_command(name: str, rest: list[str]) -> str:

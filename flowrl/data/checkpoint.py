@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 import re
 import secrets
 import shutil
@@ -299,7 +300,7 @@ def _checkpoint_folders(run_dir: Path) -> list[Path]:
 
 def is_run_dir(path: Path | str) -> bool:
     """Return whether a path is a run directory."""
-    return "://" not in str(path) and (Path(path).expanduser() / "config.json").is_file()
+    return "://" not in str(path) and os.path.isfile(Path(path).expanduser() / "config.json")
 
 
 def run_dir_of(checkpoint: Path | str) -> Path | None:
@@ -320,10 +321,10 @@ def resolve_checkpoint(path: Path | str) -> Path | str:
         CheckpointError: the folder contains no checkpoint.
     """
     folder = Path(path).expanduser()
-    if "://" in str(path) or (folder / MANIFEST).exists():
+    if "://" in str(path) or os.path.exists(folder / MANIFEST):
         return path
     in_tune_folder = folder / "algorithm"
-    if (in_tune_folder / MANIFEST).exists():
+    if os.path.exists(in_tune_folder / MANIFEST):
         return in_tune_folder
     run_checkpoints = list_checkpoints(folder)
     if run_checkpoints:

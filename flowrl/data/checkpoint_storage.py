@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from flowrl.whole_files import sync
+
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be read; the message names the file and the defect."""
@@ -73,7 +75,7 @@ class LocalStorage:
         with open(self.path / name, "wb") as file:
             size_and_hash = _write_chunks(name, chunks, file)
             file.flush()
-            os.fsync(file.fileno())
+            sync(file.fileno())
         return size_and_hash
 
     def publish(self, name: str, data: bytes) -> None:
@@ -89,15 +91,18 @@ class LocalStorage:
 
     def _sync(self) -> None:
         for path in (self.path, self.path.parent):
-            folder = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            with contextlib.suppress(PermissionError):  # the folder may not be read
+                folder = os.open(path, os.O_RDONLY)
+                try:
+                    sync(folder)
+                finally:
+                    os.close(folder)
 
     def read(self, name: str) -> Any:
         path = self.path / name
-        if path.is_symlink() or not path.is_file():
+        if path.is_symlink():
+            raise CheckpointError(f"{path}: is a symbolic link: copy the file itself")
+        if not path.is_file():
             raise CheckpointError(f"{path}: file not found")
         try:
             with open(path, "rb") as file:

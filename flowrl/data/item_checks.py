@@ -41,5 +41,8 @@ def how_to_get_a_batch(item: Any) -> str:
     if isinstance(item, tuple) and len(item) == 2 and is_batch(item[1]):
         return "chain .for_each(CountRollouts(workers)) after .zip_with_source()"
     if isinstance(item, list) and item and is_batch(item[0]):
-        return "chain .combine(ConcatBatches(…)) instead of .batch(n)"
+        return (
+            "chain .combine(ConcatBatches(…)) instead of .batch(n), or return the batch instead of "
+            "a list of it"
+        )
     return "make sure that the operator before it returns the batch"

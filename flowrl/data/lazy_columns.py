@@ -57,9 +57,10 @@ class LazyColumn:
         Raises:
             RuntimeError: the worker that holds the rows is gone.
         """
+        compute = self._compute  # another thread may be the first to set `_array`
         if self._array is None:
-            assert self._compute is not None
-            self._array = self._compute()
+            assert compute is not None
+            self._array = compute()
             self._compute = None
         return self._array
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import mmap
 import os
@@ -60,6 +61,8 @@ class MemmapArrays:
         try:
             os.posix_fallocate(file.fileno(), first * array.strides[0], count * array.strides[0])
         except OSError as error:
+            if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):
+                return  # the file system cannot reserve space
             megabytes = count * array.strides[0] / 1e6
             raise OSError(
                 error.errno,

@@ -20,8 +20,8 @@ from flowrl.policies.checkpoint_loading import describe_policy
 from flowrl.policies.code_references import code_path
 from flowrl.policies.json_codec import config_to_json, space_from_json
 from flowrl.policies.policy import Policy
-from flowrl.sampling.worker_calls import env_steps_in
 from flowrl.sampling.worker_set import WorkerSet
+from flowrl.sampling.worker_states import env_steps_in
 from flowrl.trainer.config import AlgorithmConfig
 
 
@@ -77,20 +77,24 @@ def load_sampling_state(
 
     Raises:
         KeyError, ValueError: they belong to other policies, workers or stages; the workers are
-            unchanged.
+            unchanged. After other errors, such as that of a worker, the policies are unchanged.
     """
     lost = int(state["env_steps_lost"])
     PlanMetrics.of(plan.metrics)  # checks its state, before another one is loaded
     plan.load_state_dict(state["plan"])
-    for name in ("num_env_steps_sampled", "num_env_steps_dropped") if lost else ():
-        plan.metrics.counters[name] += lost
     worker = workers.local_worker()
+    names = ["num_env_steps_sampled", "num_env_steps_dropped"]
+    if not worker.is_multi_agent:
+        names.append("num_agent_steps_sampled")
+    for name in names if lost else ():
+        plan.metrics.counters[name] += lost
     before = worker.state_dict()
     worker.load_state_dict(state["worker"])
     try:
         workers.load_state_dict(state["sampling"])
-    except Exception:
+    except BaseException:  # also an interrupt
         worker.load_state_dict(before)
+        workers.weight_sync.invalidate()
         raise
 
 
@@ -120,9 +124,10 @@ def loading_errors(
 
 
 def _differing_sampling(manifest: Mapping[str, Any], config: AlgorithmConfig) -> str | None:
-    """Describe a number of workers or environments that is not the one of a manifest."""
+    """Describe a number of workers or environments, or another way to step them, that is not the
+    one of a manifest."""
     saved = manifest.get("config", {}).get("values", {})
-    for name in ("num_workers", "num_envs_per_worker"):
+    for name in ("num_workers", "num_envs_per_worker", "vectorization_mode"):
         if name in saved and saved[name] != config[name]:
             return (
                 f"{name} is {config[name]}, in the checkpoint it is {saved[name]}, and each worker "

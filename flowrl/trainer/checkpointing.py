@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import tempfile
 import time
 from collections.abc import Mapping
@@ -226,12 +227,14 @@ class Checkpointing:
                     f"{type(self).__name__}: use {name}.from_checkpoint(path); for policies of the "
                     "same class, restore_policies(path) loads only these"
                 )
-            folder = Path(path).parent
-            run_dir = folder.parent if folder.name == "checkpoints" else "RUN_DIR"
+            folder, plan_setting = Path(path).parent, self.config.plan
+            command = ""
+            if folder.name == "checkpoints" and isinstance(plan_setting, str):
+                words = ["flowrl", "resume", str(folder.parent), "--plan", plan_setting]
+                command = f"`{shlex.join(words)}`, or in Python "
             raise OtherPlanError(
                 f"{path}: {self._other_plan(manifest.get('plan'))}. To load it anyway, use "
-                f"`flowrl resume {run_dir} --plan {self.config.plan}`, or in Python "
-                "restore(path, other_plan=True)"
+                f"{command}restore(path, other_plan=True)"
             )
         # a running plan cannot be rewound, so the state is loaded into a new one
         plan = self._plan_builder.build(self.workers)

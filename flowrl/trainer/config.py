@@ -320,8 +320,8 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
                 )
         if self.env_or_spaces() is None:
             raise ConfigError(
-                'env: no environment is set: .environment(env="CartPole-v1") in Python, '
-                "--env CartPole-v1 on the command line"
+                'env: no environment is set: PPO("CartPole-v1") or PPOConfig(env="CartPole-v1") in '
+                "Python, --env CartPole-v1 on the command line"
             )
         check_processes(self)
         check_rows(self)
@@ -453,7 +453,7 @@ def check_folder(output: str, setting: str = "output") -> None:
     if "://" in output:
         raise ConfigError(f"{setting}: must be a folder on this machine, got {output}")
     path = Path(output).expanduser().absolute()
-    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    existing = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise ConfigError(
             f"{setting}: {output} cannot be written: {existing} is not a writable folder"

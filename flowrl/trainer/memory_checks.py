@@ -30,9 +30,11 @@ def check_processes(config: Any) -> None:
     """
     if cluster_address(config.address) is not None or len(live_nodes()) > 1:
         return
-    for name in _PROCESSES:
-        number = config.get(name, 0)
+    numbers = {name: config.get(name, 0) for name in _PROCESSES}
+    for name, number in numbers.items():
         check_memory(number * PROCESS_BYTES, f"{name}={number}: processes")
+    together = ", ".join(f"{name}={number}" for name, number in numbers.items() if number)
+    check_memory(sum(numbers.values()) * PROCESS_BYTES, f"{together}: processes")
 
 
 def check_rows(config: Any, worker: RolloutWorker | None = None) -> None:

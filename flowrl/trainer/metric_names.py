@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Never
 
 import numpy as np
@@ -160,11 +160,19 @@ def _keys_of(result: dict[str, Any], name: str) -> list[str] | None:
     return keys
 
 
-def policy_of_statistic(name: str) -> str | None:
-    """Return the policy of a metric `learners/POLICY/…` or `info/learner/POLICY/…`, or None."""
+def policy_of_statistic(name: str, policies: Iterable[str]) -> str | None:
+    """Return the policy of a metric `learners/POLICY/…` or `info/learner/POLICY/…`, or None.
+
+    Args:
+        name: path of the metric.
+        policies: ids of the policies, which may contain slashes; if none fits, the id is the first
+            part of the rest of the name.
+    """
     for group in _LEARNER_GROUPS:
         if name.startswith(f"{group}/"):
-            return name.removeprefix(f"{group}/").split("/")[0]
+            rest = name.removeprefix(f"{group}/")
+            found = [pid for pid in policies if rest.startswith(f"{pid}/")]
+            return max(found, key=len, default=rest.split("/")[0])
     return None
 
 
@@ -200,7 +208,7 @@ def check_metric_name(name: Any, config: Any, setting: str) -> None:
         )
     if name in known:
         return
-    policy_id = policy_of_statistic(name)
+    policy_id = policy_of_statistic(name, policies)
     if policy_id in policies:
         return  # the policy's statistics are known after its first update
     if policy_id is not None:

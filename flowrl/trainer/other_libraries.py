@@ -140,6 +140,9 @@ def with_hints(method: Callable[P, T]) -> Callable[P, T]:
             unknown = [name for name in kwargs if name not in signature.parameters]
             # the constructor has **settings: keywords are never the problem
             name = unknown[0] if unknown and not _accepts_any_keyword(signature) else ""
+            if not args:  # called on the class
+                name = method.__name__
+                raise TypeError(f"{name}(): call it on an object: algo.{name}(…)") from None
             owner: Any = args[0] if isinstance(args[0], type) else type(args[0])
             hint = "" if name in hints else nearest(name, own)
             hint = hint or f" {hints[name if name in hints else '']}."

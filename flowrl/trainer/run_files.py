@@ -39,7 +39,7 @@ def load_yaml(file: Path) -> Any:
             self.checked.add(id(node))
             super().flatten_mapping(node)
 
-    number = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+")
+    number = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
     try:
         entries = yaml.load(file.read_text(encoding="utf-8"), Loader)

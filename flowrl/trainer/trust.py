@@ -41,14 +41,10 @@ def untrusted_code(config: AlgorithmConfig, passed: Collection[str] = ()) -> str
         return f"the plan file {plan}"
     evaluation = config.evaluation_config
     own_config = {} if "env_config" in passed else config.env_config
-    envs = [
-        ("env", config.env, own_config),
-        (
-            "evaluation_config",
-            evaluation.get("env", config.env),
-            evaluation.get("env_config", own_config),
-        ),
-    ]
+    envs = [("env", config.env, own_config)]
+    if {"env", "env_config"} & evaluation.keys():
+        env, env_config = config.env, evaluation.get("env_config", own_config)
+        envs.append(("evaluation_config", evaluation.get("env", env), env_config))
     for name, env, env_config in envs:
         if name not in passed and isinstance(env, str):
             try:

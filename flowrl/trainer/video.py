@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,13 @@ import numpy as np
 from gymnasium.error import DependencyNotInstalled
 
 from flowrl.envs.pettingzoo import wrap_pettingzoo
-from flowrl.envs.registry import EnvContext, EnvCreator, env_creator_for, env_id_of
+from flowrl.envs.registry import (
+    EnvContext,
+    EnvCreator,
+    creator_name,
+    env_creator_for,
+    takes_render_mode,
+)
 from flowrl.envs.validation import env_name
 from flowrl.errors import ConfigError, check_installed, install_hint
 
@@ -44,7 +50,8 @@ def check_video(setting: str, mode: str = "flowrl") -> None:
 class VideoRecorder:
     """Record the first episodes of one environment as folder/<name>-<episode>.mp4.
 
-    Environments created by id get render_mode="rgb_array"; others must return RGB arrays
+    Environments that are created by id, or by a class with the argument render_mode, get
+    render_mode="rgb_array"; others must return RGB arrays
     [height, width, 3] of uint8 from `render()`. An environment that renders no such frame after a
     reset raises ConfigError. If rendering fails later in an episode, recording stops with a warning
     and the episode continues.
@@ -92,17 +99,17 @@ class VideoRecorder:
         def recorded_step(action: Any) -> Any:
             result = step(action)
             if self._writer is not None:
-                self._stop_on_error(self._add_frame, env)
+                self._stop_on_error(partial(self._add_frame, env))
             return result
 
         env.reset, env.step = recorded_reset, recorded_step
         return env
 
     def _start_episode(self, env: Any) -> None:
-        self._finish_file()
+        self._stop_on_error(self._finish_file)
         if self._num_started < self.episodes:
             render_frame(env, self._setting)  # no frame at all is an error
-            self._stop_on_error(self._open_file, env)
+            self._stop_on_error(partial(self._open_file, env))
 
     def _open_file(self, env: Any) -> None:
         import imageio_ffmpeg
@@ -126,13 +133,13 @@ class VideoRecorder:
         assert self._writer is not None
         self._writer.send(frame)
 
-    def _stop_on_error(self, record: Any, env: Any) -> None:
+    def _stop_on_error(self, record: Callable[[], None]) -> None:
         """Record; on an error stop recording, not the evaluation."""
         try:
-            record(env)
+            record()
         except Exception as error:
             log.warning("video: recording of %s stopped: %r", self._path.name, error)
-            with suppress(OSError):  # such as a full disk: there is no file
+            with suppress(Exception):  # such as a full disk: there is no file
                 self._finish_file()
             _temporary(self._path).unlink(missing_ok=True)
             self._num_started = self.episodes
@@ -145,7 +152,7 @@ class VideoRecorder:
 
     def close(self) -> None:
         """Complete the current file and restore the environment's methods."""
-        self._finish_file()
+        self._stop_on_error(self._finish_file)
         env, self._env = self._env, None
         if env is not None:
             for name in ("reset", "step"):
@@ -194,23 +201,23 @@ def render_frame(env: Any, setting: str) -> np.ndarray:
 
 
 def _create_rendering(creator: EnvCreator, context: EnvContext, setting: str) -> Any:
-    """Return an environment; one that is created by its id gets render_mode="rgb_array".
+    """Return an environment; one that is created by its id, or by a class with the argument
+    render_mode, gets render_mode="rgb_array".
 
     Raises:
         ConfigError: its creation failed.
     """
-    env_id = env_id_of(creator)
-    if env_id is None or "render_mode" in context:
+    if "render_mode" in context or not takes_render_mode(creator):
         return wrap_pettingzoo(creator(context))
     context["render_mode"] = "rgb_array"
     try:
-        return creator(context)
+        return wrap_pettingzoo(creator(context))
     except ConfigError as error:
         if "render_mode" not in str(error):
             raise
         raise ConfigError(
-            f"{setting}: the environment {env_id} cannot be recorded: it has no argument "
-            "render_mode"
+            f"{setting}: the environment {creator_name(creator)} cannot be recorded: it has no "
+            "argument render_mode"
         ) from error
 
 

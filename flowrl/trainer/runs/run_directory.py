@@ -146,7 +146,8 @@ class RunDirectory:
             if list_checkpoints(self.path):
                 raise ConfigError(
                     f"run_dir: {self.path} contains a run: choose another folder, or continue the "
-                    f"run with `flowrl resume {shlex.quote(str(self.path))}`, in Python with "
+                    f"run with `flowrl resume {shlex.quote(str(self.path))}` (with --trust, if it "
+                    "uses code of your own), in Python with "
                     f"Algorithm.from_checkpoint({str(self.path)!r}).learn(…)"
                 )
         elif any(self.path.iterdir()):

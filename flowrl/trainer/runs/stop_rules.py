@@ -275,7 +275,7 @@ def has_metric(result: dict[str, Any], name: str, setting: str) -> bool:
     """
     if metric_value(result, name) is not None:
         return True
-    if policy_of_statistic(name) not in result["learners"]:
+    if policy_of_statistic(name, result["learners"]) not in result["learners"]:
         return False
     group = name.split("/")[0]
     metrics = flatten_result({group: result[group]})
