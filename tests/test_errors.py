@@ -2,7 +2,9 @@
 
 import importlib
 import re
+import shlex
 import sys
+from pathlib import Path
 
 import pytest
 from gymnasium import spaces
@@ -50,7 +52,7 @@ def learn_from(path):
 )
 def test_missing_package_is_reported_with_its_extra(use, feature, extra, tmp_path, monkeypatch):
     monkeypatch.setattr(errors, "find_spec", lambda module: None)
-    hint = re.escape(f'needs the extra {extra}: pip install "flowrl-dataflow[{extra}]"')
+    hint = re.escape(f"needs the extra {extra}: {errors.install_command(extra)}")
     with pytest.raises(ConfigError, match=f"{re.escape(feature)}.* {hint}"):
         use(tmp_path)
 
@@ -60,3 +62,16 @@ def test_missing_tune_is_reported_with_its_extra(monkeypatch):
     monkeypatch.delitem(sys.modules, "flowrl.tune", raising=False)
     with pytest.raises(ImportError, match=re.escape(install_hint("flowrl.tune", "tune"))):
         importlib.import_module("flowrl.tune")
+
+
+def test_extras_are_installed_from_the_clone_with_the_tested_versions(tmp_path, monkeypatch):
+    clone = Path(errors.__file__).resolve().parents[1]
+    monkeypatch.chdir(clone)
+    assert errors.install_command("web") == "pip install -c constraints.txt -e '.[web]'"
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(errors.install_command("web"))
+    assert words == ["pip", "install", "-c", f"{clone}/constraints.txt", "-e", f"{clone}[web]"]
+    monkeypatch.setattr(
+        errors, "__file__", str(tmp_path / "site-packages" / "flowrl" / "errors.py")
+    )
+    assert errors.install_command("web") == 'pip install "flowrl-dataflow[web]"'

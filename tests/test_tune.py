@@ -266,15 +266,27 @@ def test_tuner_accepts_only_dicts_and_config_objects():
         tune.Tuner(flowrl.tune.PPO, param_space=[("lr", 1e-3)])
 
 
+class ScoreIsRate(DefaultCallbacks):
+    """Reports the learning rate as the mean return."""
+
+    def on_train_result(self, *, algorithm, result, **kwargs):
+        result["episode_reward_mean"] = algorithm.config.lr
+
+
 @pytest.mark.slow
 def test_asha_stops_trials_early(tmp_path, ray_session):
-    config = ppo_config(lr=tune.grid_search([1e-4, 1e-3, 1e-2, 1e-1]))
+    rates = tune.grid_search([1e-1, 1e-2, 1e-3, 1e-4])  # the best one starts first
+    config = ppo_config(lr=rates, callbacks_class=ScoreIsRate)
     scheduler = ASHAScheduler(max_t=4, grace_period=1, reduction_factor=2)
-    results = fit(tmp_path, flowrl.tune.PPO, config, num_samples=1, scheduler=scheduler)
+    one_at_a_time = {"max_concurrent_trials": 1}
+    results = fit(
+        tmp_path, flowrl.tune.PPO, config, num_samples=1, scheduler=scheduler, **one_at_a_time
+    )
     assert not results.errors
     lengths = [r.metrics["training_iteration"] for r in results]
     assert len(lengths) == 4
     assert max(lengths) == 4
+    assert min(lengths) < 4
     assert [r.metrics["timesteps_total"] for r in results] == [64 * n for n in lengths]
     assert sorted(r.config["lr"] for r in results) == [1e-4, 1e-3, 1e-2, 1e-1]
 
@@ -302,6 +314,7 @@ def test_population_based_training_keeps_counters_and_changes_settings(tmp_path,
         time_attr="training_iteration",
         perturbation_interval=2,
         quantile_fraction=0.5,
+        synch=True,  # all trials have a score before the first ones are replaced
         hyperparam_mutations={"lr": tune.loguniform(1e-4, 1e-2)},
     )
     config = ppo_config(lr=tune.grid_search([1e-4, 1e-3, 1e-2, 1e-1]))
@@ -314,6 +327,7 @@ def test_population_based_training_keeps_counters_and_changes_settings(tmp_path,
         assert result.metrics["timesteps_total"] == 4 * 64
         learner = result.metrics["learners"]["default_policy"]
         assert learner["cur_lr"] == pytest.approx(result.config["lr"])
+    assert {result.config["lr"] for result in results} - {1e-4, 1e-3, 1e-2, 1e-1}
 
 
 class KillsItsProcessOnce(DefaultCallbacks):

@@ -83,7 +83,8 @@ def test_loss_matches_the_papers(dueling, double_q, space):
         space, THREE, {"dueling": dueling, "double_q": double_q, "gamma": 0.9, "seed": 0}
     )
     with torch.no_grad():  # make the networks differ
-        policy._target.vector.add_(0.3 * torch.randn(policy._target.vector.shape))
+        noise = torch.randn(policy._target.vector.shape, generator=torch.manual_seed(3))
+        policy._target.vector.add_(0.3 * noise)
     batch = rows(space=space)
     loss = float(policy.loss(policy.tensors(batch)).detach())
 
@@ -638,7 +639,8 @@ def test_categorical_kernel_gradient_equals_autograd(dueling):
 def test_distributional_policy_maximizes_the_mean_return():
     policy = DQNTorchPolicy(MASKED, THREE, {**C51, "dueling": True})
     with torch.no_grad():
-        policy.flat.vector.add_(0.3 * torch.randn(policy.flat.vector.shape))
+        noise = torch.randn(policy.flat.vector.shape, generator=torch.manual_seed(3))
+        policy.flat.vector.add_(0.3 * noise)
     obs = rows(50, space=MASKED)["obs"]
     best, _, _ = policy.compute_actions(obs, explore=False)
     with torch.no_grad():
@@ -674,7 +676,7 @@ def test_noisy_network_explores_only_if_asked(space, more):
 
 def test_noisy_layers_match_the_paper():
     layer = NoisyLinear(nn.Linear(4, 3), 0.5)
-    inputs = torch.randn(6, 4)
+    inputs = torch.randn(6, 4, generator=torch.manual_seed(3))
     assert layer.weight_sigma.unique().tolist() == [0.25]  # 0.5 / sqrt(4)
     torch.testing.assert_close(layer(inputs), inputs @ layer.weight.T + layer.bias)
     layer.resample(np.random.default_rng(5))
@@ -700,16 +702,12 @@ def test_noisy_networks_replace_only_the_default_exploration():
 
 
 def test_noisy_layers_add_a_bias_without_drawing_random_numbers():
-    before = torch.random.get_rng_state()
-    layer = NoisyLinear(nn.Linear(4, 3, bias=False), 0.5)
-    assert layer.bias.tolist() == [0, 0, 0]
-    torch.random.set_rng_state(before)
-    plain = nn.Linear(4, 3)
-    after = torch.random.get_rng_state()
-    torch.random.set_rng_state(before)
-    NoisyLinear(nn.Linear(4, 3), 0.5)
-    assert torch.equal(torch.random.get_rng_state(), after)  # only the linear layer drew numbers
-    assert plain.weight.shape == (3, 4)
+    for has_bias in (False, True):
+        linear = nn.Linear(4, 3, bias=has_bias)
+        before = torch.random.get_rng_state()
+        layer = NoisyLinear(linear, 0.5)
+        assert torch.equal(torch.random.get_rng_state(), before)
+        assert layer.bias.tolist() == ([0, 0, 0] if not has_bias else linear.bias.tolist())
 
 
 @pytest.mark.parametrize("dueling", [True, False])

@@ -129,6 +129,8 @@ def test_policy_lag_is_bounded_and_zero_in_bulk_sync(ray_session):
     with Asynchronous(small(num_workers=2, rollout_fragment_length=16)) as algorithm:
         results = [algorithm.train() for _ in range(8)]
         assert any(r["env_runners"]["policy_lag_max"] > 0 for r in results)
+        lags = [r["learners"]["default_policy"]["policy_lag_max"] for r in results]
+        assert max(lags) <= 1  # of the batches that were trained on
         last = results[-1]
         counters = algorithm.plan.metrics.counters
         assert last["num_env_steps_sampled"] == (

@@ -221,8 +221,11 @@ def test_unsupported_models_settings_and_batches_are_rejected():
     for invalid in cases:
         with pytest.raises(ConfigError, match=next(iter(invalid))):
             R2D2Config(**invalid)
-    for more in ({"num_framestacks": 2}, {"use_attention": True, "use_lstm": False}):
-        with pytest.raises(ConfigError):
+    for more, message in (
+        ({"num_framestacks": 2}, "not several observations at once"),
+        ({"use_attention": True, "use_lstm": False}, "burn_in needs use_lstm=True"),
+    ):
+        with pytest.raises(ConfigError, match=message):
             R2D2TorchPolicy(box, spaces.Discrete(2), {"model": {**SMALL, **more}})
     policy = R2D2TorchPolicy(box, spaces.Discrete(2), {"model": {**SMALL, "burn_in": 0}})
     rows = SampleBatch(

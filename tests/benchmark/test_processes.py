@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from flowrl.benchmark.processes import Processes, run_training
+from tests.processes import is_running
 
 CHILD = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"]
 SCRIPT = f"""
@@ -18,14 +19,6 @@ from flowrl.benchmark.processes import run_training
 
 run_training({CHILD!r})
 """
-
-
-def is_running(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def test_sigterm_ends_the_training():

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from gymnasium.envs.classic_control import CartPoleEnv
 
 from flowrl.algorithms.a2c import A2CConfig
 from flowrl.algorithms.a3c import A3CConfig
+from tests.processes import wait_until_ended
 
 
 class DisturbingCartPole(CartPoleEnv):
@@ -26,8 +28,9 @@ class DisturbingCartPole(CartPoleEnv):
     def step(self, action):
         self.num_steps += 1
         if self.disturb is not None and self.num_steps == 60:
-            with contextlib.suppress(FileExistsError), open(self.marker, "x"):
-                self.disturb()
+            with contextlib.suppress(FileExistsError), open(self.marker, "x") as file:
+                child = self.disturb()
+                file.write(str(child or ""))
         return super().step(action)
 
 
@@ -40,9 +43,11 @@ def end_process():
 
 
 def fork_a_child():
-    if not os.fork():
-        time.sleep(60)
+    child = os.fork()
+    if not child:
+        time.sleep(600)
         os._exit(0)
+    return child
 
 
 def print_a_flood():
@@ -99,7 +104,5 @@ def test_training_continues(ray_session, tmp_path, config_class, disturb, restar
         assert np.isfinite(result["episode_reward_mean"])
         get_pid = lambda worker: os.getpid()  # noqa: E731
         workers = algorithm.workers.foreach_worker(get_pid)[1:]
-    until = time.monotonic() + 30
-    while any(os.path.exists(f"/proc/{pid}") for pid in workers) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not [pid for pid in workers if os.path.exists(f"/proc/{pid}")]
+    child = Path(marker).read_text()
+    wait_until_ended([*workers, *map(int, filter(None, [child]))])

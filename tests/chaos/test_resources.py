@@ -33,7 +33,10 @@ SMALL_OBJECT_STORE = """
             self.steps += 1
             return self.observation_space.sample(), 1.0, self.steps % 50 == 0, False, {}
 
-    ray.init(num_cpus=2, object_store_memory=80_000_000, include_dashboard=False)
+    ray.init(
+        num_cpus=2, object_store_memory=80_000_000, include_dashboard=False,
+        _system_config={"automatic_object_spilling_enabled": False},
+    )
     config = IMPALAConfig(
         env=Frames, num_workers=2, rollout_fragment_length=100, train_batch_size=200, seed=1,
         model={"conv_filters": [[4, 8, 8]]}, monitor=False,

@@ -6,8 +6,9 @@ import json
 import os
 import re
 import shutil
-import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from flowrl.data.checkpoint import (
     write_checkpoint,
 )
 from flowrl.errors import ConfigError
+from flowrl.trainer.runs import run_directory
 from flowrl.trainer.runs.result_files import result_to_json
 from flowrl.trainer.runs.run_directory import RunDirectory
 from flowrl.trainer.runs.saved_run import last_intact_checkpoint, read_config, settings_to_json
@@ -93,13 +95,21 @@ def test_run_directory_with_other_files_or_in_use_is_rejected(cli, tmp_path):
     assert cli("train", "--resume", "r", "--stop-iters", "3")[0] == 0
 
 
-def test_run_starts_while_another_process_looks_at_its_directory(tmp_path):
+def test_run_starts_while_another_process_looks_at_its_directory(tmp_path, monkeypatch):
     folder = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_SH)
-    release = threading.Timer(0.1, os.close, [folder])
-    release.start()
+    waits = []
+
+    def sleep(seconds):
+        waits.append(seconds)
+        if len(waits) == 2:
+            os.close(folder)
+
+    monkeypatch.setattr(run_directory, "LOCK_WAIT_S", 60)
+    clock = SimpleNamespace(monotonic=time.monotonic, time=time.time, sleep=sleep)
+    monkeypatch.setattr(run_directory, "time", clock)
     RunDirectory(tmp_path).close()
-    release.join()
+    assert len(waits) == 2
 
 
 def test_run_that_failed_without_a_checkpoint_can_be_repeated(cli, tmp_path):

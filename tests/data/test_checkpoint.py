@@ -32,6 +32,7 @@ from flowrl.data.checkpoint import (
 from flowrl.data.checkpoint_storage import LocalStorage, digest, storage_of
 from flowrl.data.sequences import without_padding
 from flowrl.data.serialization import SMALL_BYTES
+from tests.comparisons import assert_same
 
 scalars = st.one_of(
     st.none(),
@@ -56,24 +57,6 @@ trees = st.recursive(
     ),
     max_leaves=8,
 )
-
-
-def assert_same(tree, expected):
-    assert type(tree) is type(expected)
-    if isinstance(tree, dict):
-        assert list(tree) == list(expected)
-        for key in tree:
-            assert_same(tree[key], expected[key])
-    elif isinstance(tree, (list, tuple)):
-        assert len(tree) == len(expected)
-        for leaf, expected_leaf in zip(tree, expected, strict=True):
-            assert_same(leaf, expected_leaf)
-    elif isinstance(tree, np.ndarray):
-        assert tree.dtype == expected.dtype
-        assert tree.shape == expected.shape
-        np.testing.assert_array_equal(tree, expected)
-    else:  # NaN differs from itself
-        assert tree == expected or (tree != tree and expected != expected)
 
 
 @settings(max_examples=60)

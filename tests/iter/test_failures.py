@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,6 +27,7 @@ from flowrl.iter import (
 )
 from flowrl.iter.recovery import ConstructorError, is_death, original_error
 from flowrl.iter.shard_stream import ShardRequest, ShardStream
+from tests.processes import wait_until_ended
 
 QUICK = Recovery(backoff_s=0.01)
 
@@ -196,7 +198,7 @@ def test_hanging_shard_is_replaced(ray_session, tmp_path, num_async):
     it = from_iterators([lambda: range(6), Hangs()], recovery=recovery)
     with it.gather_async(num_async=num_async) as stream:
         assert sorted(stream) == sorted([*range(6)] * 2)
-        assert stream.stats()[0]["restarts"] == 1
+        assert stream.stats()[0]["restarts"] >= 1  # more if a busy machine delays the other
 
 
 def test_back_off_doubles_with_each_death_whatever_its_cause(monkeypatch):
@@ -218,22 +220,31 @@ def test_back_off_doubles_with_each_death_whatever_its_cause(monkeypatch):
 @pytest.mark.slow
 def test_other_shards_continue_during_the_back_off_of_one(ray_session, tmp_path):
     marker = str(tmp_path / "died")
-    slow = Recovery(backoff_s=1.0)
+    slow = Recovery(backoff_s=3600, max_backoff_s=3600)
     it = from_iterators([lambda: iter(int, 1), Dies(4, 1, marker)], recovery=slow)
-    with it.gather_async().zip_with_source() as stream:
-        workers, started = [], time.monotonic()
-        while time.monotonic() - started < 0.8 or len(workers) < 10:
+    gather = it.gather_async()
+    dead = gather.stage.states[1]
+    with gather.zip_with_source() as stream:
+
+        def next_shard():
             sources, _ = next(stream)
-            workers.append(sources[0].shard)
-        assert workers.count(0) > 5
-        while workers.count(1) < 4:
-            sources, _ = next(stream)
-            workers.append(sources[0].shard)
+            return sources[0].shard
+
+        deadline, shards = time.monotonic() + 60, []
+        while dead.dead_incarnation is None:
+            shards.append(next_shard())
+            assert time.monotonic() < deadline
+        shards += [next_shard() for _ in range(200)]
+        assert shards.count(1) == 1
+        dead.restart_at = 0.0  # the back-off ends
+        while shards.count(1) < 4:
+            assert time.monotonic() < deadline
+            shards.append(next_shard())
 
 
 @pytest.mark.slow
 def test_stop_ends_all_actors_and_threads(ray_session):
-    threads = threading.active_count()
+    threads = set(threading.enumerate())
     stream = from_iterators([lambda: iter(int, 1)] * 2).repartition(2).gather_async(num_async=2)
     stream.take(3)
     (pool,) = stream.stage.shards.pools()
@@ -242,12 +253,9 @@ def test_stop_ends_all_actors_and_threads(ray_session):
     pids = ray_session.get([handle.apply.remote(lambda worker: os.getpid()) for handle in handles])
     assert len(set(pids)) == 4
     stream.stop()
-    deadline = time.monotonic() + 20
-    while any(map(is_alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(map(is_alive, pids))
+    wait_until_ended(pids)
     assert not stream.stage.waits()
-    assert threading.active_count() <= threads
+    assert not set(threading.enumerate()) - threads
     with pytest.raises(RuntimeError, match="was stopped"):
         next(stream)
 
@@ -277,12 +285,24 @@ def test_recreated_stream_does_not_raise_errors_again_that_were_raised_before():
     assert stream.reply(request).items == [4]
 
 
-def is_alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().split()[2] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends while it is read
-        return False
+def test_shard_collects_items_for_the_time_of_a_request(monkeypatch):
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("flowrl.iter.shard_stream.time", clock)
+
+    def takes_10_ms(item):
+        now[0] += 0.010
+        return item
+
+    steps = [("for_each", (takes_10_ms,), {}, "here")]
+    request = ShardRequest("s", steps, batch_ms=35)
+    stream = ShardStream(ParallelIteratorWorker(range(7)), request)
+    assert stream.reply(request).items == [0, 1, 2, 3]
+    last = stream.reply(request)
+    assert (last.items, last.end) == ([4, 5, 6], True)
+    single = ShardRequest("t", steps)
+    stream = ShardStream(ParallelIteratorWorker(range(7)), single)
+    assert stream.reply(single).items == [0]
 
 
 @pytest.mark.slow
@@ -363,7 +383,7 @@ def test_hanging_shard_is_detected_if_another_is_always_ready(ray_session, tmp_p
         deadline = time.monotonic() + 60
         while "back" not in {next(stream) for _ in range(20)}:
             assert time.monotonic() < deadline
-        assert stream.stats()[0]["restarts"] == 1
+        assert stream.stats()[0]["restarts"] >= 1  # more if a busy machine delays the other
 
 
 def test_partition_that_dies_continues_where_the_others_are(ray_session):

@@ -1,5 +1,8 @@
 """Journal: recorded observations come back in a replay, in their order."""
 
+import time
+from functools import partial
+
 import msgpack
 import pytest
 from hypothesis import given
@@ -100,12 +103,19 @@ def arrivals(make_plan, journal, n):
         return plan.take(n)
 
 
+def delayed(items, delay_s):
+    for item in items:
+        time.sleep(delay_s)
+        yield item
+
+
 def test_items_of_actors_arrive_in_the_recorded_order(ray_session, tmp_path):
-    def make_plan():
-        return from_iterators([range(20), range(20, 40)]).gather_async(num_async=2)
+    def plan_with(first_s, second_s):
+        makers = [partial(delayed, range(20), first_s), partial(delayed, range(20, 40), second_s)]
+        return lambda: from_iterators(makers).gather_async(num_async=2)
 
     writer = JournalWriter(tmp_path / "journal")
-    items = arrivals(make_plan, writer, 30)
+    items = arrivals(plan_with(0.0, 0.05), writer, 30)
     writer.flush()
-    for _ in range(2):
-        assert arrivals(make_plan, JournalReader(tmp_path / "journal"), 30) == items
+    for plan in (plan_with(0.0, 0.0), plan_with(0.05, 0.0)):
+        assert arrivals(plan, JournalReader(tmp_path / "journal"), 30) == items

@@ -33,6 +33,12 @@ def test_take_and_show_consume_items(capsys):
     it.show()
     assert capsys.readouterr().out == "3\n"
     assert it.take(5) == []
+    many = LocalIterator(range(100))
+    many.show(2)
+    assert capsys.readouterr().out == "0\n1\n"
+    many.show()
+    assert len(capsys.readouterr().out.splitlines()) == 20
+    assert next(many) == 22
 
 
 def test_nothing_runs_before_the_first_pull():

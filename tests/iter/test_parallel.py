@@ -295,6 +295,14 @@ def test_for_each_runs_as_ray_tasks(ray_session):
     with from_range(6, 2).for_each(slow, max_concurrency=2).gather_sync() as stream:
         assert sorted(stream) == [1, 2, 3, 4, 5, 6]
 
+    def num_cpus(x):
+        import ray
+
+        return ray.get_runtime_context().get_assigned_resources()["CPU"]
+
+    with LocalIterator(range(2)).for_each(num_cpus, resources={"num_cpus": 3}) as stream:
+        assert list(stream) == [3.0, 3.0]
+
     def bad(x):
         if x == 2:
             raise ValueError("two")
@@ -331,6 +339,7 @@ def test_tasks_do_not_block_an_async_sibling(ray_session, tmp_path):
     tasks = LocalIterator(range(3)).for_each(wait, max_concurrency=2)
     plan = tasks.union(LocalIterator(lambda: iter(str, 1)))
     assert plan.take(100) == [""] * 100
+    assert [stage["in_flight"] for stage in plan.stats() if "in_flight" in stage] == [2]
     gate.touch()
     results = []
     deadline = time.monotonic() + 30
@@ -575,7 +584,7 @@ def test_failed_task_is_retried_as_a_task(ray_session):
         assert list(stream) == []
     unpicklable = LocalIterator([1]).for_each(threading.Lock().locked, max_concurrency=2)
     for _ in range(2):
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match=r"cannot pickle|Could not serialize"):
             next(unpicklable)
 
 
@@ -584,13 +593,13 @@ def test_item_that_cannot_be_serialized_fails_like_other_items(ray_session):
     skipping = LocalIterator(items).for_each(str, max_concurrency=2, on_error=Skip())
     assert sorted(skipping) == ["1", "3"]
     raising = LocalIterator(items).for_each(str, max_concurrency=2)
-    with pytest.raises(TypeError) as caught:
+    with pytest.raises(TypeError, match="Could not serialize") as caught:
         raising.take(3)
     assert "chained at" in "".join(caught.value.__notes__)
     retrying = LocalIterator(items).for_each(str, max_concurrency=2, on_error=Retry(2))
     lost = []
     retrying.metrics.on_lost.append(lost.append)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="Could not serialize"):
         retrying.take(3)
     assert lost == [items[1]]
     with pytest.raises(ValueError, match="resources cannot contain max_retries"):

@@ -30,10 +30,15 @@ def test_signal_wakes_a_waiter():
     waiter.clear()
     waiter.wait([signal])  # returns at once: the signal was not subscribed to before
     waiter.clear()
-    threading.Timer(0.1, signal.fire).start()
-    started = time.monotonic()
+    fired = []
+
+    def fire():
+        fired.append(True)
+        signal.fire()
+
+    threading.Timer(0.1, fire).start()
     waiter.wait([signal])
-    assert time.monotonic() - started > 0.05
+    assert fired
 
 
 def test_signal_fired_before_the_wait_is_not_missed():
@@ -69,8 +74,9 @@ def test_one_wait_covers_refs_and_queues(ray_session, tmp_path):
     actor = ray_session.remote(num_cpus=0)(Gate).remote(gate)
     plan = Concurrently([from_actors([actor]).gather_async(), Dequeue(items)], mode="async")
     threading.Timer(0.3, items.put, ["queued"]).start()
-    threading.Timer(0.9, gate.touch).start()
-    assert plan.take(2) == ["queued", "served"]
+    assert plan.take(1) == ["queued"]
+    threading.Timer(0.3, gate.touch).start()
+    assert plan.take(1) == ["served"]
     ray_session.kill(actor)
 
 
@@ -96,9 +102,10 @@ def test_idle_plan_is_pulled_only_on_events(ray_session, tmp_path):
     pull = plan.stage.pull
     plan.stage.pull = lambda block: pulls.append(1) or pull(block)
     threading.Timer(2.5, items.put, ["late"]).start()
+    started = time.monotonic()
     assert next(plan) == "late"
     # the start, the first subscription, a liveness check each second, the arrival of the item
-    assert len(pulls) <= 9
+    assert len(pulls) <= 6 + time.monotonic() - started
     for actor in actors:
         ray_session.kill(actor)
 

@@ -44,6 +44,7 @@ from flowrl.ops import (
 from flowrl.policies import Policy, PolicySpec
 from flowrl.policies.returns import discounted_returns
 from flowrl.sampling import DefaultCallbacks
+from tests.processes import kill_actor
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -319,13 +320,7 @@ def test_checkpoint_is_loaded_while_a_worker_is_dead(tmp_path):
     with ddppo_config(wait_for_replaced_workers=True).build() as algorithm:
         algorithm.train()
         algorithm.save(tmp_path / "checkpoint")
-        import ray
-
-        worker = algorithm.workers.remote_workers()[0]
-        ray.kill(worker)
-        with contextlib.suppress(ray.exceptions.RayActorError):
-            while True:  # kill() returns before the actor is dead
-                ray.get(worker.apply.remote(id))
+        kill_actor(algorithm.workers.remote_workers()[0])
         algorithm.restore(tmp_path / "checkpoint")
         assert algorithm.train()["training_iteration"] == 2
 

@@ -401,10 +401,17 @@ def test_checkpoint_contains_the_queued_batches(tmp_path):
 
 
 class Slow:
-    """Takes 50 ms for each update."""
+    """An update takes 1 s of a clock that nothing else moves.
 
-    num_updates = 0
+    Args:
+        now: the time [s], in a list.
+        stats: called after each update.
+    """
+
     global_vars: dict = {}
+
+    def __init__(self, now, stats=lambda: None):
+        self.now, self.stats, self.seen = now, stats, []
 
     def start(self):
         pass
@@ -412,43 +419,48 @@ class Slow:
     stop = start
 
     def update(self, batch):
-        self.num_updates += 1
-        time.sleep(0.05)
+        self.now[0] += 1.0
+        self.seen.append(self.stats())
         return {}
 
 
-def test_learning_time_is_that_of_all_passes():
+@pytest.fixture
+def now(monkeypatch):
+    """The time [s] of learner threads, in a list."""
+    now = [0.0]
+    monkeypatch.setattr("flowrl.learners.thread.time.perf_counter", lambda: now[0])
+    return now
+
+
+def test_learning_time_is_that_of_all_passes(now):
     with a2c_config().build() as algorithm:
         [batch] = sample_batches(algorithm, 1)
         learner = LearnerThread(algorithm.workers, minibatch_buffer_size=2, num_sgd_iter=4)
-        learner.learner = Slow()
+        learner.learner = Slow(now, lambda: learner.stats()["learn_s"])
         learner.inqueue.put(batch)
         learner.start()
-        seen = []  # while it learns
-        while learner.outqueue.empty():
-            seen.append(learner.stats()["learn_s"])
-            time.sleep(0.005)
         result = learner.outqueue.get(timeout=60)
         learner.stop()
-    assert 0 < min(filter(None, seen)) < result.learn_s
-    assert max(seen) == pytest.approx(result.learn_s, rel=0.5)
-    assert learner.learner.num_updates == 4
-    assert result.learn_s >= 0.2
-    assert learner.stats()["learn_s"] == result.learn_s
+    assert learner.learner.seen == [1.0, 2.0, 3.0, 4.0]
+    assert result.learn_s == learner.stats()["learn_s"] == 4.0
 
 
-def test_time_with_a_full_queue_of_results_is_not_idle():
+def test_time_with_a_full_queue_of_results_is_not_idle(now):
     with a2c_config().build() as algorithm:
         batches = sample_batches(algorithm, 4)
         learner = LearnerThread(algorithm.workers, queue_size=2)
-        learner.learner = Slow()
+        learner.learner = Slow(now)
         learner.start()
         for batch in batches:
             learner.inqueue.put(batch)
-        time.sleep(0.5)  # two results wait, and nothing takes them
+        deadline = time.monotonic() + 60
+        while len(learner.learner.seen) < 2:  # two results wait, and nothing takes them
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        now[0] += 100.0
         results = [learner.outqueue.get(timeout=60) for _ in batches]
         learner.stop()
-    assert sum(result.idle_s for result in results) < 0.2
+    assert sum(result.idle_s for result in results) == 0
     assert learner.num_steps == 4
 
 

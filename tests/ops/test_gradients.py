@@ -184,7 +184,7 @@ def test_nonfinite_gradients_are_skipped_only_with_the_setting():
         assert info["default_policy"]["learner_stats"]["num_skipped_updates"] == 1
         for name, weight in weights(workers).items():
             np.testing.assert_array_equal(weight, before[name])
-        with pytest.raises(FloatingPointError):
+        with pytest.raises(FloatingPointError, match="not finite in it: advantages"):
             ComputeGradients(strict)(nonfinite)
 
 

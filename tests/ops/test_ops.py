@@ -361,6 +361,22 @@ def test_reports_follow_the_minimum_time(monkeypatch):
     assert [next(report)["timesteps_total"] for _ in range(3)] == [30, 60, 90]
 
 
+@pytest.mark.parametrize(
+    ("min_steps", "min_s", "reported"), [(10, 3, [30, 60]), (50, 3, [50, 100]), (50, 1, [50, 100])]
+)
+def test_reports_follow_both_minima(monkeypatch, min_steps, min_s, reported):
+    """A fragment of 10 env steps takes a second."""
+    seconds = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: next(seconds))
+    monkeypatch.setattr("flowrl.ops.report.time", clock)
+    workers = WorkerSet(lambda c: CountEnv(), ObservedValue, {"rollout_fragment_length": 10})
+    config = {
+        "min_sample_timesteps_per_iteration": min_steps, "min_time_s_per_iteration": min_s
+    }  # fmt: skip
+    report = StandardMetricsReporting(ParallelRollouts(workers), workers, config)
+    assert [next(report)["timesteps_total"] for _ in reported] == reported
+
+
 def test_operators_run_only_when_pulled(capsys):
     def debug_print(item):
         print("received", type(item).__name__)
@@ -674,14 +690,17 @@ def test_own_training_operators_are_counted_and_reported():
 
 
 @pytest.mark.parametrize(
-    ("stats", "error"),
-    [({"default_policy": {"x": "text"}}, TypeError), ({"other": {}}, KeyError)],
+    ("stats", "error", "message"),
+    [
+        ({"default_policy": {"x": "text"}}, TypeError, "the statistic 'x' of type str"),
+        ({"other": {}}, KeyError, "other"),
+    ],
 )
-def test_invalid_statistics_of_own_training_operators_are_rejected(stats, error):
+def test_invalid_statistics_of_own_training_operators_are_rejected(stats, error, message):
     def plan(workers, config):
         trained = ParallelRollouts(workers).for_each(Halve(workers, stats))
         return StandardMetricsReporting(trained, workers, config)
 
     config = A2CConfig(env="CartPole-v1", rollout_fragment_length=8, seed=0)
-    with config.build(plan=plan) as algorithm, pytest.raises(error):
+    with config.build(plan=plan) as algorithm, pytest.raises(error, match=message):
         algorithm.train()

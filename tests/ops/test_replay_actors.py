@@ -1,6 +1,5 @@
 """Replay buffers on actors: storing by reference, requests ahead, replacement of dead shards."""
 
-import contextlib
 import time
 
 import numpy as np
@@ -20,6 +19,7 @@ from flowrl.ops import (
 )
 from flowrl.replay import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer
 from flowrl.sampling import WorkerSet
+from tests.processes import kill_actor
 
 from ..sampling.fakes import CountEnv, Idle
 
@@ -87,16 +87,6 @@ def wait_until_stored(actors):
         actors._process_stored("draws")
         time.sleep(0.01)
     return rows_of(actors)
-
-
-def kill(shard):
-    """Kill an actor, and wait until it is dead."""
-    import ray
-
-    ray.kill(shard)
-    with contextlib.suppress(ray.exceptions.RayActorError):
-        while True:
-            ray.get(shard.stats.remote())
 
 
 def test_restored_shards_ignore_priorities_of_dead_ones():
@@ -171,7 +161,7 @@ def test_lost_rows_are_stored_again_before_the_next_draw(ray_session):
     with metrics_scope(MetricsContext()), Replay(actors=actors, num_async=1) as draw:
         next(store)
         wait_until_stored(actors)
-        kill(actors.started_shards()[0].actor)
+        kill_actor(actors.started_shards()[0].actor)
         with pytest.raises(RuntimeError, match="the replay buffer has nothing to draw: store mo"):
             next(draw)
         next(store)
@@ -230,7 +220,7 @@ def test_dead_shard_is_replaced(actors):
     for i in range(10):
         actors.add(rows(5, i))
     before = list(wait_until_stored(actors))
-    kill(actors.started_shards()[0].actor)
+    kill_actor(actors.started_shards()[0].actor)
     with metrics_scope(MetricsContext()) as metrics:
         for i in range(20):
             actors.add(rows(5, i))
@@ -238,7 +228,7 @@ def test_dead_shard_is_replaced(actors):
         assert metrics.counters["num_replay_shard_restarts"] == 1
         assert metrics.counters["num_replay_rows_lost"] == before[0]
     assert sum(rows_of(actors)) == 150 - before[0]
-    kill(actors.started_shards()[1].actor)
+    kill_actor(actors.started_shards()[1].actor)
     with metrics_scope(MetricsContext()) as metrics:
         drawn = [actors.receive_batches(actors.request_batches()) for _ in range(2)]
         assert [len(batches) for batches in drawn] == [1, 0]
@@ -278,7 +268,7 @@ def test_state_dict_replaces_a_dead_shard(ray_session):
         for i in range(8):
             actors.add(rows(5, i))
         wait_until_stored(actors)
-        kill(actors.started_shards()[0].actor)
+        kill_actor(actors.started_shards()[0].actor)
         actors.add(rows(5))
         actors.add(rows(5))
     state = actors.state_dict()  # a checkpoint is written outside of a pull
@@ -397,12 +387,13 @@ def test_dead_shard_is_replaced_only_once(actors):
     for i in range(8):
         actors.add(rows(5, i))
     wait_until_stored(actors)
+    kill_actor(actors.started_shards()[0].actor)
     requests = [actors.request_batches() for _ in range(4)]
-    kill(actors.started_shards()[0].actor)
+    assert [request.source.shard for request in requests] == [0, 1, 0, 1]
     with metrics_scope(MetricsContext()) as metrics:
-        for request in requests:
-            actors.receive_batches(request)
-        assert metrics.counters["num_replay_shard_restarts"] <= 1
+        found = [bool(actors.receive_batches(request)) for request in requests]
+        assert metrics.counters["num_replay_shard_restarts"] == 1
+    assert found == [False, True, False, True]
 
 
 @pytest.mark.slow
@@ -413,7 +404,7 @@ def test_priorities_of_rows_that_died_with_their_shard_are_dropped(actors):
     with metrics_scope(MetricsContext()):
         batches = [actors.receive_batches(actors.request_batches())[0] for _ in range(2)]
         late = actors.request_batches()
-        kill(actors.started_shards()[0].actor)
+        kill_actor(actors.started_shards()[0].actor)
         assert actors.receive_batches(actors.request_batches()) != []  # of shard 1
         assert actors.receive_batches(actors.request_batches()) == []  # replaces shard 0
         while rows_of(actors)[0] < 10:

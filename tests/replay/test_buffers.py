@@ -494,6 +494,10 @@ def test_invalid_first_batch_leaves_the_buffer_unchanged(make, columns, match):
     assert len(buffer) == buffer.num_added == 0
     buffer.add(batch)
     assert buffer.sample(20)["obs"][:, 1].max() < 3
+
+
+def test_state_of_another_kind_and_rows_without_rewards_are_rejected():
+    batch = FragmentStream(1, [5]).fragment(3, "plain")
     with pytest.raises(ValueError, match="kind="):
         ReplayBuffer(9, n_step=2).load_state_dict(PrioritizedReplayBuffer(9).state_dict())
     with pytest.raises(ValueError, match="no column rewards"):

@@ -195,6 +195,9 @@ def test_folder_that_cannot_be_created_is_rejected(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         ReplayBuffer(10, directory=tmp_path / "file" / "rows")
+
+
+def test_array_without_elements_needs_no_file(tmp_path):
     assert MemmapArrays(tmp_path).empty((3, 0), np.float32).shape == (3, 0)
 
 

@@ -5,7 +5,6 @@ import inspect
 import json
 import re
 import sys
-import time
 
 import gymnasium as gym
 import numpy as np
@@ -385,14 +384,11 @@ def test_invalid_settings_are_rejected_before_anything_starts(
     config, settings, message, monkeypatch
 ):
     monkeypatch.setattr(gym, "make", lambda *a, **k: pytest.fail("an environment was created"))
-    ray_before = sys.modules.get("ray")
-    start = time.process_time()
+    monkeypatch.setitem(sys.modules, "ray", None)  # an import of Ray raises an error
     with pytest.raises(ConfigError) as caught:
         config(**{"env": CARTPOLE, **settings}).build()
-    assert time.process_time() - start < 1  # CPU seconds
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert sys.modules.get("ray") is ray_before
 
 
 def test_policy_specs_survive_conversion_to_dict():

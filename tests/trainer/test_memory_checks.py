@@ -33,6 +33,11 @@ def small_machine(monkeypatch):
     [
         (PPOConfig, {"num_workers": 30}, "num_workers=30: processes: 3 GiB"),
         (PPOConfig, {"evaluation_num_workers": 30}, "evaluation_num_workers=30: processes"),
+        (
+            PPOConfig,
+            {"num_workers": 15, "evaluation_num_workers": 15},
+            "num_workers=15, evaluation_num_workers=15: processes",
+        ),
         (DQNConfig, {"num_replay_shards": 30}, "num_replay_shards=30: processes"),
         (PPOConfig, {"train_batch_size": 10**9}, "train_batch_size=1000000000: rows: 15 GiB"),
         (DQNConfig, {"replay_buffer_capacity": 10**9}, "replay_buffer_capacity=1000000000: rows"),

@@ -218,3 +218,9 @@ def test_env_steps_continue_after_a_checkpoint(algorithm, tmp_path):
     assert algorithm.env_steps == steps > before
     with PPO.from_checkpoint(algorithm.save(tmp_path / "checkpoint")) as restored:
         assert restored.env_steps == steps
+
+
+@pytest.mark.parametrize("method", ["train", "learn"])
+def test_method_that_is_called_on_the_class_says_so(method):
+    with pytest.raises(TypeError, match=rf"^{method}\(\): call it on an object: algo\.{method}"):
+        getattr(PPO, method)()

@@ -1,6 +1,5 @@
 """A run resumed from a checkpoint is identical to the uninterrupted run."""
 
-import contextlib
 import json
 import logging
 import os
@@ -15,7 +14,7 @@ import pytest
 from gymnasium import spaces
 
 from flowrl import Algorithm
-from flowrl.algorithms.a2c import A2CConfig
+from flowrl.algorithms.a2c import A2C, A2CConfig
 from flowrl.data.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
 from flowrl.envs import MultiAgentEnv, make_multi_agent
 from flowrl.envs.env_state import pack_actions, unpack_actions
@@ -34,25 +33,10 @@ from flowrl.ops import (
 from flowrl.policies import PolicySpec
 from flowrl.sampling import DefaultCallbacks
 from flowrl.sampling.rollout_worker import RolloutWorker
-from flowrl.sampling.worker_calls import env_steps_in
+from flowrl.sampling.worker_states import env_steps_in
 from flowrl.trainer.plan_settings import plan_config
-from tests.data.test_checkpoint import assert_same
-
-TIMES = ("time", "timers", "throughput", "sampler_", "diagnosis")
-
-
-def without_times(result):
-    """Return a flat copy of a result without its times."""
-    tree = json.loads(json.dumps(result, default=str))
-    return {k: v for k, v in flatten(tree) if not any(word in k for word in TIMES)}
-
-
-def flatten(tree, prefix=""):
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from flatten(value, f"{prefix}{key}/")
-        else:
-            yield f"{prefix}{key}", repr(value)
+from tests.comparisons import assert_same, without_times
+from tests.processes import kill_actor
 
 
 def weights(algorithm):
@@ -411,7 +395,7 @@ def test_failures_of_environments_are_counted_once(tmp_path, request, num_worker
     with config.build() as algorithm:
         first = failures(algorithm.train())
         if num_workers:  # the failures that a worker has reported remain when it dies
-            kill_and_wait(algorithm.workers.remote_workers()[0])
+            kill_actor(algorithm.workers.remote_workers()[0])
         path = algorithm.save(tmp_path)
         uninterrupted = failures(algorithm.train())
     with config.build() as algorithm:
@@ -422,15 +406,6 @@ def test_failures_of_environments_are_counted_once(tmp_path, request, num_worker
             assert resumed == uninterrupted or num_workers
 
 
-def kill_and_wait(actor):
-    import ray
-
-    ray.kill(actor)
-    with contextlib.suppress(ray.exceptions.RayActorError):
-        while True:  # kill() returns before the actor is dead
-            ray.get(actor.apply.remote(lambda worker: None))
-
-
 @pytest.mark.slow
 def test_dead_worker_loses_only_its_own_episodes(tmp_path, ray_session, caplog):
     config = A2CConfig(
@@ -438,7 +413,7 @@ def test_dead_worker_loses_only_its_own_episodes(tmp_path, ray_session, caplog):
     )
     with config.build() as algorithm:
         algorithm.train()
-        kill_and_wait(algorithm.workers.remote_workers()[0])
+        kill_actor(algorithm.workers.remote_workers()[0])
         with caplog.at_level(logging.WARNING, "flowrl"):
             algorithm.save(tmp_path / "c")
         assert "worker 1 returned no state" in caplog.text
@@ -467,7 +442,7 @@ def test_restoring_replaces_workers_that_have_died(tmp_path, ray_session, recrea
         path = algorithm.save(tmp_path)
         saved = algorithm.workers.state_dict()["remote"]
         dead = algorithm.workers.remote_workers()[0]
-        kill_and_wait(dead)
+        kill_actor(dead)
         algorithm.restore(path)
         assert (algorithm.workers.remote_workers()[0] is not dead) == recreate
         restored = algorithm.workers.state_dict()["remote"]
@@ -785,9 +760,12 @@ def test_failed_restore_does_not_change_the_run(tmp_path):
 def test_fragments_sampled_ahead_count_as_dropped_after_restore(tmp_path):
     config = A2CConfig(env="CartPole-v1", sample_async=True, train_batch_size=33, seed=1)
     with config.build() as algorithm:
-        algorithm.train()
-        time.sleep(0.3)  # meanwhile the sampler works ahead
         before = algorithm.train()
+        ready = algorithm.workers.local_worker().sampler._ready
+        deadline = time.monotonic() + 60
+        while not ready.full():  # the sampler works ahead
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         algorithm.save(tmp_path / "c")
     with config.build() as algorithm:
         algorithm.restore(tmp_path / "c")
@@ -821,3 +799,31 @@ def test_a_change_without_effect_is_rejected_if_policies_have_their_own_settings
         path = algorithm.save(tmp_path / "c")
     with pytest.raises(ConfigError, match=message):
         Algorithm.from_checkpoint(path, config={"lr": 1e-4})
+
+
+def test_other_way_to_step_the_environments_is_named(tmp_path):
+    config = A2CConfig(env="CartPole-v1", train_batch_size=40, num_envs_per_worker=2, seed=1)
+    for before, after in (("flowrl", "sync"), ("sync", "flowrl")):
+        path = tmp_path / before
+        with config.updated(vectorization_mode=before).build() as algorithm:
+            algorithm.train()
+            algorithm.save(path)
+        message = f"vectorization_mode is {after}, in the checkpoint it is {before}"
+        with pytest.raises(CheckpointError, match=message):
+            A2C.from_checkpoint(path, config={"vectorization_mode": after})
+
+
+def test_dropped_steps_count_as_steps_of_the_single_agent(tmp_path):
+    config = A2CConfig(env="CartPole-v1", sample_async=True, train_batch_size=40, seed=1)
+    with config.build() as algorithm:
+        algorithm.train()
+        ready = algorithm.workers.local_worker().sampler._ready
+        deadline = time.monotonic() + 60
+        while not ready.full():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        algorithm.save(tmp_path / "c")
+        algorithm.restore(tmp_path / "c")
+        result = algorithm.train()
+    assert result["counters"]["num_env_steps_dropped"] > 0
+    assert result["num_agent_steps_sampled"] == result["num_env_steps_sampled"]

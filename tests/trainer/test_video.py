@@ -1,5 +1,6 @@
 """Videos of evaluations: files, frames and errors."""
 
+import re
 import sys
 
 import gymnasium as gym
@@ -16,6 +17,7 @@ from flowrl import errors
 from flowrl.algorithms.a2c import A2CConfig
 from flowrl.cli.main import main
 from flowrl.envs import MultiAgentEnv
+from flowrl.errors import install_command
 from flowrl.policies import ConfigError
 from flowrl.trainer.evaluation import check_evaluation_env
 
@@ -234,6 +236,34 @@ def test_full_disk_stops_only_the_video(tmp_path, caplog, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_file_that_cannot_be_completed_stops_only_the_video(tmp_path, caplog, monkeypatch):
+    write_frames = imageio_ffmpeg.write_frames
+
+    def fail_at_the_end(*args, **kwargs):
+        writer = write_frames(*args, **kwargs)
+        try:
+            while True:
+                writer.send((yield))
+        finally:
+            writer.close()
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(imageio_ffmpeg, "write_frames", fail_at_the_end)
+    envs = []
+
+    def make_env(context):
+        envs.append(GrayFrames())
+        return envs[-1]
+
+    with a2c_config(env=make_env, max_num_env_restarts=0).build() as algorithm:
+        for episodes in (1, 3):
+            metrics = algorithm.evaluate(episodes=episodes, video_dir=tmp_path)
+            assert metrics["episodes"] == episodes
+    assert caplog.text.count("stopped: OSError(28") == 2
+    assert not list(tmp_path.iterdir())
+    assert not any({"reset", "step"} & vars(env).keys() for env in envs)
+
+
 def test_training_in_the_recorded_environment_is_not_recorded(tmp_path):
     shared = GrayFrames()
     config = a2c_config(env=lambda context: shared, evaluation_video_episodes=5)
@@ -300,6 +330,23 @@ def test_package_that_rendering_needs_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pygame", None)
     with (
         a2c_config(env="CartPole-v1").build() as algorithm,
-        pytest.raises(ConfigError, match=r'pip install "flowrl-dataflow\[video\]"'),
+        pytest.raises(ConfigError, match=re.escape(install_command("video"))),
     ):
         algorithm.evaluate(episodes=1, video_dir=tmp_path)
+
+
+class ModeOfArgument(GrayFrames):
+    """Renders frames only if it was created with render_mode="rgb_array"."""
+
+    def __init__(self, render_mode=None):
+        super().__init__()
+        self.render_mode = render_mode
+
+    def render(self):
+        return super().render() if self.render_mode == "rgb_array" else None
+
+
+def test_class_with_the_argument_render_mode_is_recorded(tmp_path):
+    with a2c_config(env=ModeOfArgument).build() as algorithm:
+        algorithm.evaluate(episodes=1, video_dir=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["evaluation-000000-0.mp4"]
