@@ -116,7 +116,12 @@ def reject_settings(command: str, run: str, arguments: Sequence[str]) -> None:
                 f"Algorithm.from_checkpoint({run!r}, {change}).{method}"
             )
         fixed = ("num_workers", "num_envs_per_worker", "vectorization_mode")
-        if command == "resume" and name in fixed:
+        if command == "evaluate" and name in fixed:
+            raise ConfigError(
+                f"{flag}: flowrl evaluate plays all episodes in this process; the setting does not "
+                "apply"
+            )
+        if name in fixed:
             raise ConfigError(
                 f"{flag}: flowrl resume keeps this setting, because each worker and environment "
                 "continues from its own state. To train the policies of the run with another "

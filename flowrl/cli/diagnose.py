@@ -46,7 +46,7 @@ def _why_not_measured(run_dir: Path) -> str:
         return "its setting monitor is off"
     results = run_dir / "result.json"
     if results.exists() and results.stat().st_size:
-        return "it has not been measured for two seconds: train for ten seconds or more"
+        return "its plan has run for less than two seconds: train for ten seconds or more"
     return (
         "its first result is not complete (if an environment hangs, set env_step_timeout_s), or it "
         "ended before"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from flowrl.whole_files import sync
+
+DISK_PROBLEMS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)  # what was written may be lost
 
 
 class CheckpointError(ValueError):
@@ -62,6 +65,16 @@ def storage_of(path: Path | str) -> Storage:
     return LocalStorage(Path(path).expanduser())
 
 
+@contextlib.contextmanager
+def _suppressed_unless(*numbers: int) -> Iterator[None]:
+    """Suppress OSErrors of the block, except those with these numbers."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in numbers:
+            raise
+
+
 class LocalStorage:
     """A folder on a local file system."""
 
@@ -91,10 +104,11 @@ class LocalStorage:
 
     def _sync(self) -> None:
         for path in (self.path, self.path.parent):
-            with contextlib.suppress(PermissionError):  # the folder may not be read
+            # some folders cannot be read, and some file systems cannot synchronize folders
+            with _suppressed_unless(*DISK_PROBLEMS):
                 folder = os.open(path, os.O_RDONLY)
                 try:
-                    sync(folder)
+                    os.fsync(folder)
                 finally:
                     os.close(folder)
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 log = logging.getLogger("flowrl")
-MIN_CLOSE_S = 10.0  # a simulator may need that to end
+MIN_CLOSE_S = 5.0  # a simulator may need that to end
 
 
 class CallLimits(NamedTuple):

@@ -437,18 +437,6 @@ def env_id_of(creator: EnvCreator) -> str | None:
     return None
 
 
-def takes_render_mode(creator: EnvCreator) -> bool:
-    """Return whether `env_config` may have the key `render_mode`: for an id, or a class with this
-    argument."""
-    if env_id_of(creator) is not None:
-        return True
-    if not isinstance(creator, partial) or creator.func is not _make_of_class:
-        return False
-    with suppress(TypeError, ValueError):  # some builtins have no signature
-        return "render_mode" in inspect.signature(creator.args[0]).parameters
-    return False
-
-
 def creator_name(creator: EnvCreator) -> str:
     """Return the name of what a creator makes, for messages.
 

@@ -78,10 +78,10 @@ class WorkerEnvironments:
                 episodes, so that the run does not repeat its first ones; 0: as in a new worker.
         """
         self.close()
-        self.seed_steps = num_steps
         purpose = ("resumed without episodes", num_steps) if num_steps else ()
         self._envs.set_seed(derive_seed(self._seed, *purpose) if purpose else self._seed)
         self._open()
+        self.seed_steps = num_steps
 
     def space_of(self, agent_id: AgentID, column: str) -> spaces.Space:
         """Return the space of an agent's `obs` or `actions`."""

@@ -30,6 +30,7 @@ _SAMPLERS = {
 
 _STATE: Fields = {
     "num_envs": Natural,
+    "seed_steps": Natural,
     "env_sampler": dict[str, Any] | None,
     "kind": str,
     "batch_mode": str,
@@ -238,7 +239,7 @@ class FragmentSampler:
         """Raise KeyError or ValueError if `load_state_dict` could not load a state."""
         num_envs, kind = self._envs.agent_envs.num_envs, self._kind()
         batch_mode = self._settings.batch_mode
-        check_state(state, _STATE, "sampling")
+        check_state({"seed_steps": 0, **state}, _STATE, "sampling")
         if not len(state["returned_steps"]) == len(state["reported_steps"]) == 2:
             raise ValueError("sampling: returned and reported steps must be two numbers each")
         if state["num_envs"] != num_envs:

@@ -98,33 +98,36 @@ class WorkerCalls:
         return answers
 
 
-def stop_workers(actors: Sequence[Any], spares: Any, placement: Any) -> None:
-    """Stop the actors of a WorkerSet and its spare processes, and release its placement."""
+def stop_workers(
+    actors: Sequence[Any], spares: Any, placement: Any, num_remaining: int = 0
+) -> None:
+    """Let workers close their environments, which may run servers or simulators, and kill them.
+
+    Workers that do not close them in time, because they hang or compute requests, are killed, too.
+
+    Args:
+        actors: the workers to stop.
+        spares: the spare processes of the WorkerSet, which are stopped, too; None keeps them.
+        placement: releases the resources.
+        num_remaining: number of the set's workers that continue.
+    """
     import ray
 
     if ray_health.is_ray_lost():
         return
     try:
         if ray.is_initialized():
-            spares.stop()
-            stop_actors(actors)
+            if spares is not None:
+                spares.stop()
+            try:
+                stops = [actor.apply.remote(RolloutWorker.stop) for actor in actors]
+                if stops:
+                    ray.wait(stops, num_returns=len(stops), timeout=STOP_TIMEOUT_S)
+            finally:
+                for actor in actors:
+                    ray.kill(actor)
     finally:
-        placement.release()
-
-
-def stop_actors(actors: Sequence[Any]) -> None:
-    """Let actors close their environments, which may run servers or simulators, and kill them.
-
-    Actors that do not close them in time, because they hang or compute requests, are killed anyway.
-    """
-    import ray
-
-    try:
-        stops = [actor.apply.remote(RolloutWorker.stop) for actor in actors]
-        ray.wait(stops, num_returns=len(stops), timeout=STOP_TIMEOUT_S)
-    finally:
-        for actor in actors:
-            ray.kill(actor)
+        placement.release(num_remaining)
 
 
 def _is_in(actor: Any, actors: Sequence[Any]) -> bool:

@@ -26,9 +26,9 @@ from flowrl.sampling.rollout_pool import LocalRolloutPool, RolloutPool
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.spare_worker import SpareWorkers
 from flowrl.sampling.weight_sync import WeightSync, load_weights
-from flowrl.sampling.worker_calls import CALL_TIMEOUT_S, WorkerCalls, stop_actors, stop_workers
+from flowrl.sampling.worker_calls import CALL_TIMEOUT_S, WorkerCalls, stop_workers
 from flowrl.sampling.worker_config import WorkerConfig
-from flowrl.sampling.worker_states import check_worker_states, send_states
+from flowrl.sampling.worker_states import check_worker_states, highest, send_states
 
 T = TypeVar("T")
 
@@ -186,9 +186,9 @@ class WorkerSet:
             self._spares.start(self._worker_arguments(0))
 
     def _next_restart(self, index: int) -> None:
-        """Count a worker that follows others, whose random streams it does not repeat."""
-        past = self._past_restarts[index] if index < len(self._past_restarts) else 0
-        self.restart_counts[index] = max(self.restart_counts[index], past) + 1
+        """Give the next worker at an index a restart count that no earlier one had, so that it
+        repeats no random streams."""
+        self.restart_counts[index] = highest(self.restart_counts, self._past_restarts)[index] + 1
 
     def recreate(self, index: int) -> Any:
         """Return a new actor that replaces a failed remote worker."""
@@ -236,23 +236,22 @@ class WorkerSet:
         if self._remote is not None and count > before:
             self._placement.reserve(before, count - before)
         self.num_workers = count
-        known = len(self.restart_counts)
+        known = max(len(self.restart_counts), len(self._past_restarts))
+        self.restart_counts += [0] * (max(count, known) - len(self.restart_counts))
         for index in range(before, min(count, known)):
             self._next_restart(index)
-        self.restart_counts += [0] * (count - known)
         if self._loaded is not None:
             self._loaded = [*self._loaded, *[None] * (count - before)][:count]
+        if isinstance(self._pool, RolloutPool):
+            self._pool.resize(count)
         if self._remote is not None:
             for index in range(before, count):
                 self._remote.append(self._create_actor(index))
             self._start_spares()
             for index in range(count, before):
                 self._forget_worker(index)
-            stop_actors(self._remote[count:])
-            del self._remote[count:]
-            self._placement.release(self.num_workers)
-        if isinstance(self._pool, RolloutPool):
-            self._pool.resize(count)
+            removed, self._remote[count:] = self._remote[count:], []
+            stop_workers(removed, None, self._placement, count)
 
     def _forget_worker(self, index: int) -> None:
         """Drop the records of a removed worker; a new one may get its index."""
@@ -306,7 +305,7 @@ class WorkerSet:
             "local": self.local_worker().sampling_state_dict(),
             "remote": remote,
             "started": self._remote is not None or self._loaded is not None,
-            "restart_counts": list(self.restart_counts),
+            "restart_counts": highest(self.restart_counts, self._past_restarts),
             "num_configured": self._num_configured,
             "env_steps_by_worker": dict(self.env_steps_by_worker),
             "env_steps_of_removed_workers": self.env_steps_of_removed_workers,
@@ -321,6 +320,7 @@ class WorkerSet:
             KeyError, ValueError: the state belongs to another set of workers.
         """
         check_worker_states(state, self.local_worker(), self._num_configured)
+        self._loaded = None
         if len(state["remote"]) != self.num_workers:
             self._resize(len(state["remote"]))
         self.env_steps_by_worker = dict(state["env_steps_by_worker"])
@@ -335,7 +335,8 @@ class WorkerSet:
         self.weight_sync.update_all()
         self.num_episodes_restarted = self.local_worker().load_sampling_state_dict(state["local"])
         if not self._remote:
-            self.restart_counts, self._loaded = counts, list(state["remote"])
+            self.restart_counts = counts
+            self._loaded = list(state["remote"]) if has_started else None
             return
         self._past_restarts = counts
         for index in without_state:
@@ -349,7 +350,7 @@ class WorkerSet:
             self._loaded = None
 
     def _load_remote_states(self) -> None:
-        """Send the loaded states to the remote workers; after an error, the next call does."""
+        """Send the loaded states to the remote workers; after an error, they stay loaded."""
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             try:

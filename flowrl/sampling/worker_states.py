@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 from flowrl.iter import ray_health
@@ -19,6 +21,11 @@ _STATE: Fields = {
     "restart_counts": list[Natural], "num_configured": Natural,
     "env_steps_by_worker": dict[int, Natural], "env_steps_of_removed_workers": Natural,
 }  # fmt: skip
+
+
+def highest(counts: Sequence[int], others: Sequence[int]) -> list[int]:
+    """Return the higher one of two numbers at each index."""
+    return [max(pair) for pair in zip_longest(counts, others, fillvalue=0)]
 
 
 def check_worker_states(

@@ -13,7 +13,7 @@ from flowrl.sampling.rollout_worker import RolloutWorker
 
 PROCESS_BYTES = 100 << 20  # of a Ray actor, at least
 ROW_BYTES = 16  # of a row without observations, at least
-_PROCESSES = (
+PROCESSES = (
     "num_workers",
     "num_spare_workers",
     "evaluation_num_workers",
@@ -30,7 +30,7 @@ def check_processes(config: Any) -> None:
     """
     if cluster_address(config.address) is not None or len(live_nodes()) > 1:
         return
-    numbers = {name: config.get(name, 0) for name in _PROCESSES}
+    numbers = {name: config.get(name, 0) for name in PROCESSES}
     for name, number in numbers.items():
         check_memory(number * PROCESS_BYTES, f"{name}={number}: processes")
     together = ", ".join(f"{name}={number}" for name, number in numbers.items() if number)

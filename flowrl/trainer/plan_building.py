@@ -18,6 +18,7 @@ from flowrl.iter.ray_runtime import pickle_by_value
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.setting_values import equal_code
 from flowrl.trainer.config import AlgorithmConfig
+from flowrl.trainer.memory_checks import PROCESSES
 from flowrl.trainer.plan_files import load_plan, modules_of, plan_path
 
 Plan = LocalIterator[dict[str, Any]]
@@ -62,10 +63,10 @@ class PlanBuilder:
             self.sha256 = hashlib.sha256(plan_path(plan).read_bytes()).hexdigest()
         self._execution_plan = execution_plan or getattr(self.module, "execution_plan", None)
         module = self.module
-        if module is None and config.num_workers:
+        if module is None and any(config.get(name) for name in PROCESSES):
             module = sys.modules.get(getattr(self._execution_plan, "__module__", ""))
         if module is not None and getattr(module, "__file__", None) is not None:
-            pickle_by_value(modules_of(module))  # no worker can import a plan file
+            pickle_by_value(modules_of(module))  # other processes may be unable to import them
 
     def build(self, workers: WorkerSet) -> Plan:
         """Return a new plan.

@@ -145,13 +145,13 @@ def _import_from(folder: Path) -> None:
     _PLAN_FOLDERS[:] = [folder, *others]
     places = [sys.path.index(str(other)) for other in others]
     sys.path.insert(min(places, default=len(sys.path)), str(folder))
-    names = {path.stem for path in folder.glob("*.py")}
-    names |= {path.parent.name for path in folder.glob("*/__init__.py")}
+    names = {path.stem for path in folder.iterdir() if path.suffix == ".py" or path.is_dir()}
     for name in names - {"flowrl"}:
-        file = getattr(sys.modules.get(name), "__file__", None)
-        files = f"{name}.py", f"{name}/__init__.py"
-        of_others = {str(other / part) for other in others for part in files}
-        if file in of_others:
+        module: Any = sys.modules.get(name)
+        parts = f"{name}.py", f"{name}/__init__.py", name
+        of_others = {str(other / part) for other in others for part in parts}
+        # a package without __init__.py has paths, but no file
+        if of_others & {getattr(module, "__file__", None), *getattr(module, "__path__", ())}:
             for known in [n for n in sys.modules if n == name or n.startswith(f"{name}.")]:
                 del sys.modules[known]
 

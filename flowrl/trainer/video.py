@@ -17,9 +17,8 @@ from flowrl.envs.pettingzoo import wrap_pettingzoo
 from flowrl.envs.registry import (
     EnvContext,
     EnvCreator,
-    creator_name,
     env_creator_for,
-    takes_render_mode,
+    env_id_of,
 )
 from flowrl.envs.validation import env_name
 from flowrl.errors import ConfigError, check_installed, install_hint
@@ -50,8 +49,8 @@ def check_video(setting: str, mode: str = "flowrl") -> None:
 class VideoRecorder:
     """Record the first episodes of one environment as folder/<name>-<episode>.mp4.
 
-    Environments that are created by id, or by a class with the argument render_mode, get
-    render_mode="rgb_array"; others must return RGB arrays
+    Creators of environments get render_mode="rgb_array", if they accept it; otherwise the
+    environments must return RGB arrays
     [height, width, 3] of uint8 from `render()`. An environment that renders no such frame after a
     reset raises ConfigError. If rendering fails later in an episode, recording stops with a warning
     and the episode continues.
@@ -201,24 +200,33 @@ def render_frame(env: Any, setting: str) -> np.ndarray:
 
 
 def _create_rendering(creator: EnvCreator, context: EnvContext, setting: str) -> Any:
-    """Return an environment; one that is created by its id, or by a class with the argument
-    render_mode, gets render_mode="rgb_array".
+    """Return an environment. Its creator gets render_mode="rgb_array"; if that fails, and the
+    environment has no id, it is created without.
 
     Raises:
-        ConfigError: its creation failed.
+        ConfigError: its creation failed, or it is created by its id and has no such argument.
     """
-    if "render_mode" in context or not takes_render_mode(creator):
+    if "render_mode" in context:
         return wrap_pettingzoo(creator(context))
+    env_id, failure = env_id_of(creator), None
     context["render_mode"] = "rgb_array"
     try:
         return wrap_pettingzoo(creator(context))
-    except ConfigError as error:
-        if "render_mode" not in str(error):
+    except Exception as error:
+        if env_id is not None and not (isinstance(error, ConfigError) and _names_mode(error)):
             raise
+        failure = error
+    if env_id is not None:
         raise ConfigError(
-            f"{setting}: the environment {creator_name(creator)} cannot be recorded: it has no "
-            "argument render_mode"
-        ) from error
+            f"{setting}: the environment {env_id} cannot be recorded: it has no argument "
+            "render_mode"
+        ) from failure
+    del context["render_mode"]
+    return wrap_pettingzoo(creator(context))
+
+
+def _names_mode(error: Exception) -> bool:
+    return "render_mode" in str(error)
 
 
 def check_rendering(env: Any, context: EnvContext, setting: str) -> None:

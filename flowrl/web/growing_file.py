@@ -25,7 +25,7 @@ class GrowingFile:
         """
         try:
             file = open(self._path, "rb")  # noqa: SIM115
-        except (FileNotFoundError, PermissionError):
+        except OSError:  # it does not exist yet, or cannot be read; other runs are shown
             return False, []
         with file:
             status = os.fstat(file.fileno())

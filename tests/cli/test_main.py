@@ -112,6 +112,10 @@ def test_reader_that_closes_the_pipe_causes_no_traceback():
             ["resume", "r", "--num-workers", "0"],
             "--num-workers: flowrl resume keeps this setting, because each worker and environment",
         ),
+        (
+            ["evaluate", "r", "--num-workers=2"],
+            "flowrl evaluate plays all episodes in this process",
+        ),
         (["resume", "r", "--lr=0.1"], "--lr: flowrl resume uses the settings of the run; to "),
         (["resume", "r", "--checkpoint-frequency", "2"], "Algorithm.from_checkpoint('r', config={"),
         (["resume", "r", "--model.fcnet-hiddens", "2"], "--model.fcnet-hiddens: flowrl resume"),

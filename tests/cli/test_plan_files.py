@@ -57,16 +57,20 @@ def test_modules_of_two_plans_may_have_the_same_name(tmp_path, monkeypatch):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "same_name.py").write_text(f"NAME = {name!r}\n")
+        (tmp_path / name / "same_folder").mkdir()
+        (tmp_path / name / "same_folder" / "inner.py").write_text(f"NAME = {name!r}\n")
         plan = tmp_path / name / "plan.py"
         plan.write_text(
             "from flowrl.algorithms.a2c import A2CConfig\n"
-            "from same_name import NAME\n\n"
+            "from same_name import NAME\n"
+            "from same_folder import inner\n\n"
             "config = A2CConfig(env='CartPole-v1')\n\n\n"
             "def execution_plan(workers, config):\n    return NAME\n"
         )
         plans.append(str(plan))
     for plan, expected in [*zip(plans, ("one", "two"), strict=True), (plans[0], "one")]:
-        assert expected == load_plan(plan).NAME
+        module = load_plan(plan)
+        assert (expected, expected) == (module.NAME, module.inner.NAME)
 
 
 def test_only_modules_of_the_user_are_pickled_by_value(tmp_path, monkeypatch):

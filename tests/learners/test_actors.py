@@ -309,7 +309,7 @@ def test_learners_that_are_stopped_while_they_start_are_killed(monkeypatch):
             group.update(batch)
         stopping.join()
         assert group._actors == []
-        assert len(killed) == 2
+        assert len({repr(actor) for actor in killed}) == 2  # both threads may kill them
         for actor in killed:
             with pytest.raises(ray.exceptions.RayActorError):
                 ray.get(actor.set_learning_state.remote({}))

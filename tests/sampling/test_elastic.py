@@ -335,6 +335,7 @@ def test_loading_a_state_into_running_workers_repeats_no_episode():
         state["restart_counts"] = [0, 2]
         workers.load_state_dict(state)
         assert workers.restart_counts == [2, 0]  # the second worker is the same one
+        assert workers.state_dict()["restart_counts"] == [2, 2]
         before.append(workers.foreach_worker(_sample)[1:])
         workers.replace(1)
         assert workers.restart_counts == [2, 3]
