@@ -49,11 +49,10 @@ def check_video(setting: str, mode: str = "flowrl") -> None:
 class VideoRecorder:
     """Record the first episodes of one environment as folder/<name>-<episode>.mp4.
 
-    Creators of environments get render_mode="rgb_array", if they accept it; otherwise the
-    environments must return RGB arrays
-    [height, width, 3] of uint8 from `render()`. An environment that renders no such frame after a
-    reset raises ConfigError. If rendering fails later in an episode, recording stops with a warning
-    and the episode continues.
+    The creator of the environment gets render_mode="rgb_array", if it accepts that. `render()` must
+    return RGB arrays [height, width, 3] of uint8; if it returns no such frame after a reset, that
+    is a ConfigError. If rendering fails later in an episode, recording stops with a warning and the
+    episode continues.
 
     Args:
         folder: created if it does not exist.
@@ -208,25 +207,20 @@ def _create_rendering(creator: EnvCreator, context: EnvContext, setting: str) ->
     """
     if "render_mode" in context:
         return wrap_pettingzoo(creator(context))
-    env_id, failure = env_id_of(creator), None
     context["render_mode"] = "rgb_array"
     try:
         return wrap_pettingzoo(creator(context))
     except Exception as error:
-        if env_id is not None and not (isinstance(error, ConfigError) and _names_mode(error)):
+        env_id = env_id_of(creator)
+        if env_id is not None and isinstance(error, ConfigError) and "render_mode" in str(error):
+            raise ConfigError(
+                f"{setting}: the environment {env_id} cannot be recorded: it has no argument "
+                "render_mode"
+            ) from error
+        if env_id is not None:
             raise
-        failure = error
-    if env_id is not None:
-        raise ConfigError(
-            f"{setting}: the environment {env_id} cannot be recorded: it has no argument "
-            "render_mode"
-        ) from failure
     del context["render_mode"]
     return wrap_pettingzoo(creator(context))
-
-
-def _names_mode(error: Exception) -> bool:
-    return "render_mode" in str(error)
 
 
 def check_rendering(env: Any, context: EnvContext, setting: str) -> None:
