@@ -7,19 +7,19 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-_NOT_SUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
+_LOSSES = (errno.EIO, errno.ENOSPC, errno.EDQUOT)  # errors after which the content may be lost
 
 
 def sync(file: int) -> None:
-    """Wait until an open file or folder is on disk, as far as its file system supports that.
+    """Wait until an open file or folder is on disk, if its file system supports that.
 
     Raises:
-        OSError: it cannot be written, for example because the disk is full.
+        OSError: the content may be lost, for example because the disk is full.
     """
     try:
         os.fsync(file)
     except OSError as error:
-        if error.errno not in _NOT_SUPPORTED:
+        if error.errno in _LOSSES:
             raise
 
 

@@ -95,6 +95,8 @@ def reject_settings(command: str, run: str, arguments: Sequence[str]) -> None:
         run: path of the run.
         arguments: those that are no options of the command.
     """
+    from flowrl.trainer.checkpoint_saving import FIXED_SETTINGS
+
     method = {"resume": "learn(total_timesteps=…)", "evaluate": "evaluate()"}[command]
     for word in arguments:
         flag, _, value = word.partition("=")
@@ -115,13 +117,12 @@ def reject_settings(command: str, run: str, arguments: Sequence[str]) -> None:
                 "another one with the same spaces, use Python: "
                 f"Algorithm.from_checkpoint({run!r}, {change}).{method}"
             )
-        fixed = ("num_workers", "num_envs_per_worker", "vectorization_mode")
-        if command == "evaluate" and name in fixed:
+        if name in FIXED_SETTINGS and command == "evaluate":
             raise ConfigError(
                 f"{flag}: flowrl evaluate plays all episodes in this process; the setting does not "
                 "apply"
             )
-        if name in fixed:
+        if name in FIXED_SETTINGS:
             raise ConfigError(
                 f"{flag}: flowrl resume keeps this setting, because each worker and environment "
                 "continues from its own state. To train the policies of the run with another "

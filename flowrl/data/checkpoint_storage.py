@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,8 +14,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from flowrl.whole_files import sync
-
-DISK_PROBLEMS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)  # what was written may be lost
 
 
 class CheckpointError(ValueError):
@@ -65,16 +62,6 @@ def storage_of(path: Path | str) -> Storage:
     return LocalStorage(Path(path).expanduser())
 
 
-@contextlib.contextmanager
-def _suppressed_unless(*numbers: int) -> Iterator[None]:
-    """Suppress OSErrors of the block, except those with these numbers."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in numbers:
-            raise
-
-
 class LocalStorage:
     """A folder on a local file system."""
 
@@ -104,11 +91,10 @@ class LocalStorage:
 
     def _sync(self) -> None:
         for path in (self.path, self.path.parent):
-            # some folders cannot be read, and some file systems cannot synchronize folders
-            with _suppressed_unless(*DISK_PROBLEMS):
+            with contextlib.suppress(PermissionError):  # the folder may not be read
                 folder = os.open(path, os.O_RDONLY)
                 try:
-                    os.fsync(folder)
+                    sync(folder)
                 finally:
                     os.close(folder)
 

@@ -35,19 +35,14 @@ class ViewingPolicy(Protocol):
     def get_initial_state(self) -> list[np.ndarray]: ...
 
 
-def nontrivial_views(requirements: Mapping[str, ViewRequirement]) -> dict[str, ViewRequirement]:
-    """Return the views that differ from a column of the same name."""
-    return {
+def batch_views(requirements: Mapping[str, ViewRequirement]) -> dict[str, ViewRequirement]:
+    """Return the views that differ from a column of the same name. If `obs` is one of them, so is
+    `new_obs`, which shows one timestep later what `obs` shows."""
+    views = {
         name: view
         for name, view in requirements.items()
         if view.shift != 0 or (view.data_col or name) != name or view.agents is not None
     }
-
-
-def batch_views(requirements: Mapping[str, ViewRequirement]) -> dict[str, ViewRequirement]:
-    """Return the views of `nontrivial_views`, and that of `new_obs` if the view of `obs` is one of
-    them: it shows one timestep later what `obs` shows."""
-    views = nontrivial_views(requirements)
     if "obs" in views and "new_obs" not in views:
         shifts = [shift + 1 for shift in views["obs"].shifts]
         shift = shifts if views["obs"].is_window else shifts[0]

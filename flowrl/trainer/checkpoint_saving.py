@@ -45,6 +45,11 @@ def manifest_of(
     }
 
 
+FIXED_SETTINGS = ("num_workers", "num_envs_per_worker", "vectorization_mode")
+"""Settings that a resumed run keeps, because each worker and environment continues from its own
+state."""
+
+
 def sampling_state_of(workers: WorkerSet, plan: LocalIterator[Any]) -> dict[str, Any]:
     """Return the states of the plan and of sampling, which belong together.
 
@@ -127,7 +132,7 @@ def _differing_sampling(manifest: Mapping[str, Any], config: AlgorithmConfig) ->
     """Describe a number of workers or environments, or another way to step them, that is not the
     one of a manifest."""
     saved = manifest.get("config", {}).get("values", {})
-    for name in ("num_workers", "num_envs_per_worker", "vectorization_mode"):
+    for name in FIXED_SETTINGS:
         if name in saved and saved[name] != config[name]:
             return (
                 f"{name} is {config[name]}, in the checkpoint it is {saved[name]}, and each worker "

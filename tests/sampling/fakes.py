@@ -46,6 +46,20 @@ class CountEnv(gym.Env):
         )
 
 
+class DrawEnv(CountEnv):
+    """Observes (random number of the episode, step)."""
+
+    number = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.number = self.np_random.integers(10**6)
+        return self.observe(), {}
+
+    def observe(self):
+        return np.array([self.number, self.steps], np.float32)
+
+
 class WrongEnv(CountEnv):
     """Returns `wrong` as observation, reward or flag of its step number `at`."""
 

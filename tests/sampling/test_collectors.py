@@ -8,7 +8,7 @@ from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.policies import ConfigError, ViewRequirement
 from flowrl.sampling import MultiAgentEpisode, RolloutWorker, SampleCollector, SimpleListCollector
 
-from .fakes import CountEnv, Idle, ObservedValue
+from .fakes import CountEnv, DrawEnv, Idle, ObservedValue
 
 
 def policy(cls=ObservedValue):
@@ -320,21 +320,9 @@ def test_all_episodes_begin_again_if_one_of_a_collector_cannot_be_dropped():
     assert resumed.sample()["t"].tolist() == [0, 0, 1, 1, 2, 2]
 
 
-class SeededEnv(CountEnv):
-    """Observes a number from the random generator of each episode."""
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.number = self.np_random.integers(10**6)
-        return self.observe(), {}
-
-    def observe(self):
-        return np.array([getattr(self, "number", 0), self.steps], np.float32)
-
-
 def test_run_without_saved_episodes_does_not_repeat_its_first_ones():
     def make_worker():
-        return collecting_worker(lambda context: SeededEnv(20), MinimalCollector)
+        return collecting_worker(lambda context: DrawEnv(20), MinimalCollector)
 
     first = make_worker()
     numbers = set(first.sample()["obs"][:, 0])

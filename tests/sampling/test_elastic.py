@@ -3,7 +3,6 @@
 import contextlib
 import time
 
-import numpy as np
 import pytest
 
 from flowrl.algorithms.a2c import A2CConfig
@@ -15,7 +14,7 @@ from flowrl.ops import ParallelRollouts
 from flowrl.sampling import RolloutWorker, WorkerSet, worker_set
 from flowrl.sampling.worker_states import env_steps_in
 
-from .fakes import CountEnv, Idle
+from .fakes import CountEnv, DrawEnv, Idle
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -309,18 +308,6 @@ def test_stop_closes_the_environments_of_remote_workers(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
 
 
-class Draws(CountEnv):
-    """Observes a random number of the episode."""
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.number = self.np_random.integers(10**6)
-        return self.observe(), {}
-
-    def observe(self):
-        return np.array([getattr(self, "number", 0), self.steps], np.float32)
-
-
 def _sample(worker):
     batch = worker.sample()
     return batch["eps_id"].tolist(), batch["obs"][:, 0].tolist()
@@ -328,7 +315,7 @@ def _sample(worker):
 
 def test_loading_a_state_into_running_workers_repeats_no_episode():
     config = {"rollout_fragment_length": 4, "seed": 1}
-    with WorkerSet(lambda context: Draws(2), Idle, config, num_workers=2) as workers:
+    with WorkerSet(lambda context: DrawEnv(2), Idle, config, num_workers=2) as workers:
         before = [workers.foreach_worker(_sample)[1:]]
         state = workers.state_dict()
         state["remote"][0] = None  # this worker did not answer

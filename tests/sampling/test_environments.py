@@ -29,7 +29,7 @@ from flowrl.setting_values import equal
 from tests.extras import require_extra
 from tests.processes import kill_actor
 
-from .fakes import CountEnv, Idle
+from .fakes import CountEnv, DrawEnv, Idle
 
 
 def test_only_creators_from_an_env_id_have_one():
@@ -563,7 +563,7 @@ def test_foreach_env_of_a_worker_set_returns_a_list_per_worker(ray_session, capl
         assert "worker 1 did not call the function of foreach_env" in caplog.text
 
 
-class DrawsAndFails(CountEnv):
+class DrawsAndFails(DrawEnv):
     """Observes a random number of the episode; the first environments fail in their third step."""
 
     num_created = 0
@@ -571,14 +571,6 @@ class DrawsAndFails(CountEnv):
     def __init__(self):
         super().__init__(length=5, fail_at=(0, 3) if DrawsAndFails.num_created < 2 else None)
         DrawsAndFails.num_created += 1
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.number = self.np_random.integers(10**6)
-        return self.observe(), {}
-
-    def observe(self):
-        return np.array([getattr(self, "number", 0), self.steps], np.float32)
 
 
 def test_vector_environment_that_replaces_a_failed_one_is_seeded():
