@@ -537,6 +537,31 @@ def test_setting_of_one_policy_that_the_plan_reads_for_all_policies(plan, name, 
     assert problem.line.endswith(f"{plan}.py:{problem.line.rpartition(':')[2]}")
 
 
+@pytest.mark.parametrize(
+    "own",
+    [
+        PPOConfig(rollout_fragment_length=8),
+        PPOConfig(explore=False),
+        PPOConfig(evaluation_interval=3),
+        {"evaluation_interval": 3},  # in a mapping, a setting of the workers is an error
+    ],
+    ids=["fragment", "explore", "evaluation", "mapping"],
+)
+def test_settings_of_the_run_in_the_config_of_one_policy_have_no_effect(own):
+    ((name, value),) = own.items() if isinstance(own, dict) else [(n, own[n]) for n in own.diff()]
+    config = PPOConfig(
+        **{**SMALL, "sgd_minibatch_size": 0},
+        policies={"a": PolicySpec(config=own)},
+        policy_mapping_fn=lambda *args, **kwargs: "a",
+    )
+    with config.build(plan="ppo") as algorithm:
+        (problem,) = check_plan(algorithm.plan.stage, algorithm.workers)
+    assert problem.text == (
+        f"policies: {name}={value!r} in the config of 'a' has no effect: the run has one value "
+        "for all policies. Set it in the config of the run"
+    )
+
+
 def test_flags_for_one_policy_are_the_only_settings_that_are_checked():
     flags = ["--policies.dqn.config.lr", "5e-4"]
     _, config = parse_plan_run("ppo_dqn", flags)

@@ -68,8 +68,9 @@ def unused_settings_of_policies(plan: CheckedPlan) -> Iterator[PlanProblem]:
     for policy_id, spec in specs_of(config.policies).items():
         policy = plan.policies.get(policy_id)
         if policy is not None and isinstance(policy.config, PolicyConfig):
-            given = _settings_in(spec.config) & set(_settings_of_algorithm(policy.config))
-            names = [name for name in sorted(given) if policy.config[name] != config.get(name)]
+            own = {*_settings_of_algorithm(policy.config), *_settings_of_run(policy.config)}
+            given = sorted(_settings_in(spec.config) & own)
+            names = [name for name in given if policy.config[name] != config.get(name)]
             if names:
                 changed[policy_id] = names
     if not changed:
@@ -90,16 +91,23 @@ def unused_settings_of_policies(plan: CheckedPlan) -> Iterator[PlanProblem]:
         of_config = {name for name in found if not hasattr(policy, name)}
         of_config |= {"new_buffer"} if has_buffer else set()
         found |= _read_by_methods(of_config, type(policy.config)) | by_operators
+        of_run = set(_settings_of_run(policy.config))
         for name in names:
-            if name not in found:
-                yield PlanProblem(
-                    "unused_setting_of_policy",
-                    plan.end.line,
-                    f"policies: {name}={policy.config[name]!r} in the config of {policy_id!r} has "
-                    "no effect: the operators of the plan use one value for all policies. Set it "
-                    "in the config of the run, if the plan passes it on, or pass "
-                    f'config.for_policy("{policy_id}").{name} to the operator',
+            if name in (read if name in of_run else found):
+                continue
+            advice = "the run has one value for all policies. Set it in the config of the run"
+            if name not in of_run:
+                advice = (
+                    "the operators of the plan use one value for all policies. Set it in the "
+                    "config of the run, if the plan passes it on, or pass "
+                    f'config.for_policy("{policy_id}").{name} to the operator'
                 )
+            yield PlanProblem(
+                "unused_setting_of_policy",
+                plan.end.line,
+                f"policies: {name}={policy.config[name]!r} in the config of {policy_id!r} has no "
+                f"effect: {advice}",
+            )
 
 
 def _settings_in(config: Any) -> set[str]:
@@ -120,9 +128,21 @@ def _settings_in(config: Any) -> set[str]:
 def _settings_of_algorithm(config: Any) -> Iterator[str]:
     """Yield the settings that were set explicitly and that not every plan uses."""
     for name in sorted(config.model_fields_set):
-        classes = [cls for cls in type(config).__mro__ if name in getattr(cls, "model_fields", {})]
-        if name in _OF_PLANS or classes[-1].__module__.startswith("flowrl.algorithms."):
+        if name in _OF_PLANS or _module_of(name, config).startswith("flowrl.algorithms."):
             yield name
+
+
+def _settings_of_run(config: Any) -> Iterator[str]:
+    """Yield the settings of the workers and of the run that were set explicitly."""
+    for name in sorted(config.model_fields_set):
+        if _module_of(name, config) in ("flowrl.sampling.worker_config", "flowrl.trainer.config"):
+            yield name
+
+
+def _module_of(name: str, config: Any) -> str:
+    """Return the module of the class that declares a setting."""
+    classes = [cls for cls in type(config).__mro__ if name in getattr(cls, "model_fields", {})]
+    return classes[-1].__module__
 
 
 def _lines_of(plan: CheckedPlan) -> dict[str, set[int]]:
