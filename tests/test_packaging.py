@@ -258,3 +258,9 @@ def test_citation_has_the_required_fields():
     (paper,) = citation["references"]
     assert paper["type"] == "conference-paper"
     assert paper["identifiers"][0]["value"] == "arXiv:2011.12719"
+
+
+def test_extras_are_in_the_reference():
+    page = (ROOT / "docs/reference/extras.md").read_text()
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == set(EXTRAS) - {"dev", "docs"}

@@ -438,12 +438,15 @@ class LocalIterator(Generic[T]):
             raise ValueError("this is not the result of state_dict() of a plan")
         stage_states, shared_states = state["stages"], state["shared"]
         if set(by_name) != set(stage_states):
-            missing = sorted(set(by_name) - set(stage_states))
-            extra = sorted(set(stage_states) - set(by_name))
+            new, missing = set(by_name) - set(stage_states), set(stage_states) - set(by_name)
+            differences = [
+                f"{whose} has the stages {', '.join(sorted(names))}"
+                for whose, names in (("only this plan", new), ("only the saved one", missing))
+                if names
+            ]
             raise ValueError(
-                f"the saved state is of another plan: it lacks the stages {missing} and has "
-                f"{extra}. Restore it with the same plan, and with the same settings that add "
-                "stages, such as output"
+                f"the saved state is of another plan: {'; '.join(differences)}. Restore it with "
+                "the same plan, and with the same settings that add stages, such as output"
             )
         shared = _shared_states(by_name)
         if set(shared) != set(shared_states):

@@ -384,6 +384,18 @@ def test_restored_plan_continues_where_it_was_saved(in_process):
             assert first_items + list(second) == expected
 
 
+def test_state_of_a_plan_with_other_stages_is_rejected_with_their_names():
+    def plan():
+        return from_items([1, 2, 3, 4], 2, in_process=True).gather_sync()
+
+    with plan().batch(1) as saved, plan().shuffle(2, seed=1) as other:
+        names = "only this plan has the stages shuffle.*; only the saved one has the stages batch"
+        with pytest.raises(ValueError, match=names):
+            other.load_state_dict(saved.state_dict())
+        with pytest.raises(ValueError, match="another plan: only the saved one has the stages"):
+            plan().load_state_dict(saved.state_dict())
+
+
 def test_state_with_another_number_of_shards_is_rejected_and_changes_nothing():
     def plan(num_shards):
         return from_items([1, 2, 3, 4, 5, 6], num_shards, in_process=True).gather_sync().batch(1)
