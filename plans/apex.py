@@ -39,5 +39,5 @@ def execution_plan(workers, config):
     )
     all_three = Concurrently([store, replay, learned], mode="async", output_indexes=[2])
     return StandardMetricsReporting(
-        all_three, workers, config, selected_workers=config.greedy_workers()
+        all_three, workers, config, selected_workers=config.greedy_workers
     )

@@ -24,6 +24,7 @@ from flowrl.ops.train_on_workers import TrainOnWorkersStage
 from flowrl.sampling import WorkerSet
 from flowrl.trainer.plan_files import load_plan, shipped_plans
 from flowrl.trainer.plan_settings import plan_config
+from tests.learner_threads import held_batches
 
 PLANS = list(shipped_plans())
 OFFLINE = ("bc", "cql", "marwil")  # these need files: see test_marwil.py, test_cql.py
@@ -82,7 +83,9 @@ def waiting_rows(plan, policy_id):
         if getattr(stage, "learner_thread", None) is not None:
             # replayed batches have batch_indexes
             fresh = [
-                batch for batch in stage.learner_thread.batches() if "batch_indexes" not in batch
+                batch
+                for batch in held_batches(stage.learner_thread)
+                if "batch_indexes" not in batch
             ]
             rows += sum(batch.steps_by_policy().get(policy_id, 0) for batch in fresh)
         if isinstance(fn, SelectExperiences) and isinstance(stage.parents[0], DuplicateChild):

@@ -47,13 +47,18 @@ class A3CConfig(A2CConfig):
             )
         if self.stale_policy == "wait" and self.max_policy_lag is None:
             raise ValueError('stale_policy="wait" needs a max_policy_lag')
-        requests = self.max_requests_in_flight_per_worker
-        min_lag, max_lag = requests - 1, self.max_policy_lag
-        if self.stale_policy == "drop" and max_lag is not None and max_lag < min_lag:
+        requests, max_lag = self.max_requests_in_flight_per_worker, self.max_policy_lag
+        in_flight = max(self.num_workers, 1) * requests
+        if self.stale_policy != "drop" or max_lag is None:
+            return self
+        # the weights of a gradient lack the updates with those that are in flight with it
+        if max_lag < requests - 1 or 2 * (max_lag + 1) < in_flight:
             raise ValueError(
                 f"max_policy_lag={max_lag} would drop most gradients: with "
-                f"max_requests_in_flight_per_worker={requests} their weights are at least "
-                f"{min_lag} updates old. Set max_requests_in_flight_per_worker=1, or increase "
+                f"num_workers={self.num_workers} and "
+                f"max_requests_in_flight_per_worker={requests}, {in_flight} gradients are in "
+                f"flight, and their weights are usually {in_flight - 1} updates old. Set "
+                'stale_policy="wait" or max_requests_in_flight_per_worker=1, or increase '
                 "max_policy_lag"
             )
         return self

@@ -30,13 +30,16 @@ class APEXConfig(DQNConfig, AsyncLearnerConfig):
     max_weight_sync_delay: NonNegativeInt = 400
     """Env steps that a worker samples between two updates of its weights."""
 
-    def greedy_workers(self) -> list[int]:
-        """Return the indices of the last third of the workers, which explore least.
+    def greedy_workers(self, num_workers: int) -> range | None:
+        """Return the indices of the workers whose episodes the plan reports: the last third, which
+        explores least; None, for all, if all workers explore equally.
 
-        The plan reports only their episodes.
+        Args:
+            num_workers: present number of workers.
         """
-        workers = max(self.num_workers, 1)
-        return list(range(workers - max(workers // 3, 1), workers))
+        if self.exploration_config.type != "PerWorkerEpsilonGreedy":
+            return None
+        return range(num_workers - max(num_workers // 3, 1), num_workers)
 
     def build(self, plan: PlanSource | None = None) -> APEX:
         return self._build(plan)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-from functools import cache
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -68,30 +67,31 @@ class CQLConfig(SACSettings, OfflineConfig):
         Raises:
             ConfigError: `input_` is not set.
         """
-        return self.recorded(workers, COLUMNS, _clip_actions)
+        return self.recorded(workers, COLUMNS, _ClipActions())
 
     def build(self, plan: PlanSource | None = None) -> CQL:
         return self._build(plan)
 
 
-def _clip_actions(rows: SampleBatch) -> SampleBatch:
-    """Return the columns that the loss reads; clip continuous actions to [-1, 1], as they were
+class _ClipActions:
+    """Returns the columns that the loss reads; clips continuous actions to [-1, 1], as they were
     clipped for the environment. One warning is logged if they rarely are in this range."""
-    columns = {name: rows[name] for name in COLUMNS}
-    actions = columns["actions"]
-    if isinstance(actions, np.ndarray) and actions.dtype.kind == "f":
-        clipped = columns["actions"] = actions.clip(-1.0, 1.0)
-        if (clipped != actions).mean() > 0.2:
-            _warn_of_clipped_actions()
-    return SampleBatch(columns)
 
+    _has_warned = False
 
-@cache  # once
-def _warn_of_clipped_actions() -> None:
-    log.warning(
-        "more than a fifth of the recorded actions are outside of [-1, 1], and clipped: convert "
-        "actions in the bounds of the environment to this range before they are written"
-    )
+    def __call__(self, rows: SampleBatch) -> SampleBatch:
+        columns = {name: rows[name] for name in COLUMNS}
+        actions = columns["actions"]
+        if isinstance(actions, np.ndarray) and actions.dtype.kind == "f":
+            clipped = columns["actions"] = actions.clip(-1.0, 1.0)
+            if (clipped != actions).mean() > 0.2 and not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "more than a fifth of the recorded actions are outside of [-1, 1], and "
+                    "clipped: convert actions in the bounds of the environment to this range "
+                    "before they are written"
+                )
+        return SampleBatch(columns)
 
 
 class CQLTorchPolicy(SACTorchPolicy):

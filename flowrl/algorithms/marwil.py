@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from functools import cache
 from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
@@ -72,14 +71,7 @@ class MARWILConfig(OfflineConfig):
         columns = ["obs", "actions"]
         if self.beta:
             columns += ["rewards", "terminateds", "truncateds", "unroll_id"]
-        return self.recorded(workers, columns, self._prepare_rows)
-
-    def _prepare_rows(self, rows: SampleBatch) -> SampleBatch:
-        """Return the columns that the loss reads, with discounted returns if `beta` is set."""
-        columns = {"obs": rows["obs"], "actions": rows["actions"]}
-        if self.beta:
-            columns["value_targets"] = returns_of(rows, self.gamma)
-        return SampleBatch(columns)
+        return self.recorded(workers, columns, _PrepareRows(self.beta, self.gamma))
 
     def build(self, plan: PlanSource | None = None) -> MARWIL:
         return self._build(plan)
@@ -104,18 +96,42 @@ class BCConfig(MARWILConfig):
         return self._build(plan)
 
 
+class _PrepareRows:
+    """Returns the columns that the loss reads, with discounted returns if `beta` is set; logs one
+    warning if most trajectories are cut."""
+
+    def __init__(self, beta: float, gamma: float):
+        self._beta, self._gamma = beta, gamma
+        self._has_warned = False
+
+    def __call__(self, rows: SampleBatch) -> SampleBatch:
+        columns = {"obs": rows["obs"], "actions": rows["actions"]}
+        if self._beta:
+            columns["value_targets"] = returns_of(rows, self._gamma)
+            self._warn_if_most_are_cut(rows)
+        return SampleBatch(columns)
+
+    def _warn_if_most_are_cut(self, rows: SampleBatch) -> None:
+        ends, lasts = _ends_of(rows)
+        if not self._has_warned and 2 * (lasts & ~ends).sum() > (lasts | ends).sum():
+            self._has_warned = True
+            log.warning(
+                "most of the recorded trajectories end with a fragment, not with an episode, so "
+                'their returns lack later rewards: record with batch_mode="complete_episodes"'
+            )
+
+
 def returns_of(rows: SampleBatch, gamma: float) -> np.ndarray:
     """Return the discounted sum [rows] of the rewards from each row to the end of its trajectory.
 
     Consecutive rows of one `unroll_id` are consecutive steps. A trajectory that was not recorded up
-    to its end has no rewards after its last row; one warning is logged if most are cut.
+    to its end has no rewards after its last row.
 
     Raises:
         OfflineDataError: the rows of a trajectory are not consecutive.
     """
     unrolls = np.asarray(rows["unroll_id"])
-    ends = np.asarray(rows["terminateds"], bool) | np.asarray(rows["truncateds"], bool)
-    lasts = np.append(unrolls[1:] != unrolls[:-1], True)
+    ends, lasts = _ends_of(rows)
     firsts = np.append(True, lasts[:-1])
     open_ids = unrolls[lasts & ~ends]  # of trajectories that were cut
     ids, counts = np.unique(unrolls[firsts], return_counts=True)
@@ -125,20 +141,17 @@ def returns_of(rows: SampleBatch, gamma: float) -> np.ndarray:
             f"the rows with unroll_id {divided[0]} are not consecutive, so their returns are "
             "unknown: sort the rows by unroll_id and t before they are written"
         )
-    ends = ends | lasts
-    if 2 * len(open_ids) > ends.sum():
-        _warn_of_cut_trajectories()
     rewards = np.asarray(rows["rewards"], np.float32)[:, None]
-    returns = discounted_returns(rewards, ends[:, None], np.zeros(1, np.float32), gamma)
+    cuts = (ends | lasts)[:, None]
+    returns = discounted_returns(rewards, cuts, np.zeros(1, np.float32), gamma)
     return returns[:, 0]
 
 
-@cache  # once
-def _warn_of_cut_trajectories() -> None:
-    log.warning(
-        "most of the recorded trajectories end with a fragment, not with an episode, so their "
-        'returns lack later rewards: record with batch_mode="complete_episodes"'
-    )
+def _ends_of(rows: SampleBatch) -> tuple[np.ndarray, np.ndarray]:
+    """Return which rows end an episode, and which are the last rows of their `unroll_id`."""
+    unrolls = np.asarray(rows["unroll_id"])
+    ends = np.asarray(rows["terminateds"], bool) | np.asarray(rows["truncateds"], bool)
+    return ends, np.append(unrolls[1:] != unrolls[:-1], True)
 
 
 class MARWILTorchPolicy(TorchPolicy):
@@ -180,7 +193,7 @@ class MARWILTorchPolicy(TorchPolicy):
             return -logp.mean()
         values = self.model.value_function()
         advantages = (batch["value_targets"] - values).detach()
-        square = float(advantages.square().mean())
+        square = self.learner.mean_of_rows(advantages.square())
         self._squares.append((square, len(advantages)))
         scaled = advantages / (self._next_mean_square(square) ** 0.5 + 1e-8)
         weights = torch.exp((self.config.beta * scaled).clamp(max=MAX_EXPONENT))
@@ -189,6 +202,10 @@ class MARWILTorchPolicy(TorchPolicy):
         self.stats |= {"policy_loss": policy_loss.detach(), "vf_loss": vf_loss.detach()}
         self.stats["mean_weight"] = weights.mean()
         return policy_loss + self.config.vf_coeff * vf_loss
+
+    def loss_without_rows(self) -> None:
+        if self.config.beta:
+            self._squares.append((self.learner.mean_of_rows(torch.empty(0)), 1))
 
     def _next_mean_square(self, square: float) -> float:
         """Return `mean_square` after an update with this mean of A^2."""
@@ -217,11 +234,11 @@ class MARWILTorchPolicy(TorchPolicy):
         self._squares = []
 
     def _update_mean_square(self) -> None:
+        if not self._squares:  # a subclass replaces the loss
+            return
         rows = sum(count for _, count in self._squares)
-        square = sum(value * count for value, count in self._squares) / rows if rows else None
-        square = self.learner.mean_over_group(square)
-        if square is not None:
-            self.mean_square = self._next_mean_square(square)
+        square = sum(value * count for value, count in self._squares) / rows
+        self.mean_square = self._next_mean_square(square)
         self._squares = []
 
     def get_state(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from flowrl.settings import (
 )
 from flowrl.trainer.config import AlgorithmConfig, check_folder
 
+SHARED_SETTINGS = ("train_batch_size", "learning_starts", "training_intensity", "replay_mode")
 REPLAY_ACTOR_SETTINGS = ("num_replay_shards", "replay_buffer_shards_colocated_with_driver")
 
 
@@ -135,8 +136,9 @@ class OffPolicyConfig(AlgorithmConfig):
             policies: ids of the policies whose rows are stored; None for all policies.
 
         Raises:
-            ConfigError: a setting that only replay actors use is set. Later, when the first rows of
-                a policy are stored: the algorithm of the policy does not learn from replay.
+            ConfigError: a setting that only replay actors use is set, or policies have different
+                settings of the common buffer. Later, when the first rows of a policy are stored:
+                the algorithm of the policy does not learn from replay.
         """
         ids = policies or specs_of(self.policies)
         configs = [self, *(self.for_policy(policy_id) for policy_id in ids if self.policies)]
@@ -155,6 +157,7 @@ class OffPolicyConfig(AlgorithmConfig):
         self, policies: Collection[str] | None, shard: int = 0, num_shards: int = 1
     ) -> MultiAgentReplayBuffer:
         """Create the replay buffer of a plan, or one shard of it."""
+        self._check_shared_settings(policies)
 
         def make(policy_id: str) -> ReplayBuffer:
             config = self.for_policy(policy_id) if self.policies is not None else self
@@ -163,19 +166,6 @@ class OffPolicyConfig(AlgorithmConfig):
                     f"policy {policy_id!r} has a {type(config).__name__}, which does not learn "
                     "from replay: leave its rows out (SelectExperiences)"
                 )
-            for name in (
-                "train_batch_size",
-                "learning_starts",
-                "training_intensity",
-                "replay_mode",
-            ):
-                value, common_value = getattr(config, name), getattr(self, name)
-                if name in config.model_fields_set and value != common_value:
-                    raise ConfigError(
-                        f"policy {policy_id!r} has {name}={value!r}, but the replay buffer that it "
-                        f"shares with other policies has {common_value!r}: create a separate "
-                        f"buffer (config.for_policy({policy_id!r}).replay_buffer([{policy_id!r}]))"
-                    )
             return config.new_buffer(policy_id, shard, num_shards)
 
         return MultiAgentReplayBuffer(
@@ -187,17 +177,42 @@ class OffPolicyConfig(AlgorithmConfig):
             mode=self.replay_mode,
         )
 
-    def rows_per_train_batch(self) -> int:
-        """Return the maximum number of rows of one policy in a train batch."""
-        return self.train_batch_size
+    def _check_shared_settings(self, policies: Collection[str] | None) -> None:
+        """Check that no policy has another value of a setting of the common buffer.
+
+        Raises:
+            ConfigError: a policy has one.
+        """
+        if self.policies is None:
+            return
+        for policy_id in policies or specs_of(self.policies):
+            config = self.for_policy(policy_id)
+            for name in SHARED_SETTINGS if isinstance(config, OffPolicyConfig) else ():
+                value, common_value = getattr(config, name), getattr(self, name)
+                if name in config.model_fields_set and value != common_value:
+                    raise ConfigError(
+                        f"policy {policy_id!r} has {name}={value!r}, but the replay buffer that it "
+                        f"shares with other policies has {common_value!r}: create a separate "
+                        f"buffer (config.for_policy({policy_id!r}).replay_buffer([{policy_id!r}]))"
+                    )
 
     def replay_actors(
         self, policies: Collection[str] | None = None
     ) -> ReplayActors | MultiAgentReplayBuffer:
         """Create the replay buffer of a plan as `num_replay_shards` shards on Ray actors, or in
-        this process if there are none."""
+        this process if there are none.
+
+        Raises:
+            ConfigError: see `replay_buffer`; or a setting needs actors.
+        """
         if self.num_replay_shards == 0:
+            if not self.replay_buffer_shards_colocated_with_driver:
+                raise ConfigError(
+                    "replay_buffer_shards_colocated_with_driver=False needs num_replay_shards of "
+                    "at least 1: leave it out"
+                )
             return self._new_multi_agent_buffer(policies)
+        self._check_shared_settings(policies)  # before the actors start
         ids = policies or specs_of(self.policies)
         return ReplayActors(
             lambda shard: self._new_multi_agent_buffer(policies, shard, self.num_replay_shards),

@@ -100,10 +100,12 @@ class OfflineConfig(AlgorithmConfig):
         if self.input_.startswith(MINARI):
             check_installed("minari", f"input_={self.input_!r}", extra="minari")
             self._open(MinariDataset, self.input_.removeprefix(MINARI))
-        elif not Path(self.input_).expanduser().exists():
+        elif "://" in self.input_:
+            raise ConfigError(f"input_: must be a folder on this machine, got {self.input_}")
+        elif not (folder := Path(self.input_).expanduser()).exists():
             env = f" --env {self.env}" if isinstance(self.env, str) else ""
             raise ConfigError(
-                f"input_: there is no {Path(self.input_).absolute()}. To record experience, set "
+                f"input_: there is no {folder.absolute()}. To record experience, set "
                 f"`output` in a run that samples: flowrl train ppo{env} --output experience"
             )
         else:

@@ -308,10 +308,11 @@ class SampleBatch(Columns):
         Raises:
             ValueError: the batches differ in padding, or only some have sequences.
         """
-        batches = [batch for batch in batches if batch.count]
+        batches = list(batches)
         for batch in batches:
             if not isinstance(batch, SampleBatch):
                 return batch.concat_samples(batches)
+        batches = [batch for batch in batches if batch.count]
         if len(batches) < 2:
             return batches[0].copy(shallow=True) if batches else SampleBatch()
         first = batches[0]

@@ -18,6 +18,7 @@ from flowrl.learners.learner import (
     PolicyUpdate,
     ProcessGroupError,
     Updates,
+    check_no_target_networks,
     select_rows,
     trainable_policies,
     update_policies,
@@ -119,6 +120,7 @@ class LearnOnWorker:
 
     def bound_to(self, worker: RolloutWorker) -> LearnOnWorker:
         """Return a copy of this operator that is bound to a worker."""
+        check_no_target_networks(worker, self._policies)
         bound = copy.copy(self)
         bound._worker = worker
         return bound

@@ -11,6 +11,7 @@ import numpy as np
 
 from flowrl.data import Batch, MultiAgentBatch, SampleBatch
 from flowrl.data.item_checks import check_batch
+from flowrl.errors import add_note
 from flowrl.iter import Source
 from flowrl.learners.gradients import Gradients
 from flowrl.policies.learning.epochs import checked_numbers
@@ -237,7 +238,12 @@ def update_policies(
         lags = policy_lags(policy_id, policy.version, sources)
         if on_learn is not None:
             on_learn(policy, batch, callback_stats)
-        stats = policy.learn_on_minibatches(batch, passes, size)
+        try:
+            stats = policy.learn_on_minibatches(batch, passes, size)
+        except Exception as error:
+            before = f"; {', '.join(updates)} learned from it before" if updates else ""
+            add_note(error, f"policy {policy_id!r} learned from the batch{before}")
+            raise
         updates[policy_id] = PolicyUpdate(
             {**stats, **callback_stats},
             batch.count,
@@ -297,6 +303,28 @@ def select_rows(
             else policy_id in policies
         )
     }
+
+
+def check_no_target_networks(worker: RolloutWorker, policies: Collection[str] | None) -> None:
+    """Check that a remote worker trains no policy with a target network.
+
+    Remote workers receive weights, not target networks, and UpdateTargetNetwork updates only the
+    local policies.
+
+    Args:
+        worker: any worker; the local one may train such policies.
+        policies: see `trainable_policies`.
+
+    Raises:
+        TypeError: a policy has a target network.
+    """
+    for policy_id, policy in trainable_policies(worker, policies).items():
+        if worker.worker_index and hasattr(policy, "update_target"):
+            raise TypeError(
+                f"policy {policy_id!r} is a {type(policy).__name__}, which has a target network, "
+                "and remote workers would never receive its updates: train it with TrainOneStep, "
+                "or with num_workers=0"
+            )
 
 
 def trainable_policies(

@@ -107,10 +107,6 @@ class MinibatchBuffer:
         """Remove a batch and its remaining passes."""
         self._batches = deque(entry for entry in self._batches if entry[0] is not batch)
 
-    def batches(self) -> list[Batch]:
-        """Return the batches in the buffer."""
-        return [batch for batch, _ in self._batches]
-
     def state_dict(self) -> dict[str, Any]:
         return {"batches": [[batch, remaining] for batch, remaining in self._batches]}
 
@@ -396,12 +392,6 @@ class LearnerThread:
             "learner_idle_s": self._total_idle_s,
             "learner_idle": round(self._total_idle_s / total, 3) if total else 0.0,
         }
-
-    def batches(self) -> list[Batch]:
-        """Return all batches held: waiting, in use, or learned from but not yet dequeued."""
-        with self.workers.local_worker().lock:
-            waiting = [*queued_items(self.inqueue), *self._minibatches.batches()]
-            return [*waiting, *(result.batch for result in queued_items(self.outqueue))]
 
     # -- state -----------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ REQUIRED_COLUMNS = (
 )  # fmt: skip
 METHODS = ("is", "wis")
 ROWS_AT_A_TIME = 1024  # for which likelihoods are computed
-MIN_LOG_RATIO = -1e4  # of actions that the evaluated policy never takes
+MIN_LOG_RATIO = -1e30  # of actions that the evaluated policy never takes; unlikely ones have more
 
 
 def estimate(

@@ -10,7 +10,12 @@ from typing import ClassVar, Literal
 from flowrl.data import Batch
 from flowrl.iter import LocalIterator, Source, _get_shared_metrics
 from flowrl.learners.gradients import Gradients
-from flowrl.learners.learner import LocalLearner, check_policy_ids, compute_gradients
+from flowrl.learners.learner import (
+    LocalLearner,
+    check_no_target_networks,
+    check_policy_ids,
+    compute_gradients,
+)
 from flowrl.ops.plan_metrics import Info, record_updates
 from flowrl.ops.rollout import CountRollouts, DropStale, check_lag
 from flowrl.ops.staleness import StalenessLimit
@@ -69,6 +74,7 @@ class ComputeGradientsOnWorker:
 
     def bound_to(self, worker: RolloutWorker) -> ComputeGradientsOnWorker:
         """Return the operator for one worker."""
+        check_no_target_networks(worker, self.policies)
         return ComputeGradientsOnWorker(self.policies, worker)
 
     def __call__(self, batch: Batch) -> Gradients:
@@ -104,6 +110,8 @@ class AsyncGradients(LocalIterator[Gradients]):
         TypeError: `policies` is a string.
         ValueError: an option is invalid, `stale_policy="wait"` lacks a `max_policy_lag`, or the
             setting `output` is set.
+        TypeError (when pulled): a policy has a target network, which remote workers would not
+            update.
     """
 
     def __init__(

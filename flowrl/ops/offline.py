@@ -15,6 +15,7 @@ from flowrl.offline.parquet import OfflineDataError
 from flowrl.offline.parquet_writer import ParquetWriter
 from flowrl.offline.recorded_rows import rows_for_policy
 from flowrl.offline.sources import MinariSource, OfflineSource, ParquetSource
+from flowrl.ops.plan_metrics import record_sampled_steps
 from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.setting_values import check_int
 from flowrl.state_schema import Fields, Natural
@@ -215,11 +216,8 @@ class ReadStage(Stage):
         batch = call_in_stage(self, self._next_batch)
         self.items += 1
         policy_id = self.trained_policy_id()
-        counters = _get_shared_metrics().counters
-        counters["num_env_steps_sampled"] += batch.count
-        counters["num_agent_steps_sampled"] += batch.count
-        counters[f"num_agent_steps_sampled/{policy_id}"] += batch.count
-        self.workers.global_vars["timestep"] = counters["num_env_steps_sampled"]
+        agent_steps = {policy_id: batch.count}
+        record_sampled_steps(_get_shared_metrics(), self.workers, batch.count, agent_steps)
         if policy_id == DEFAULT_POLICY_ID:
             return batch
         return MultiAgentBatch({policy_id: batch}, batch.count)

@@ -195,6 +195,30 @@ class PlanMetrics:
         return {pid: entry for one in self.trainers.values() for pid, entry in one.info.items()}
 
 
+def record_sampled_steps(
+    context: MetricsContext, workers: Any, env_steps: int, agent_steps: dict[str, int]
+) -> None:
+    """Count sampled or recorded steps, and advance `global_vars["timestep"]`, which schedules
+    follow.
+
+    Other streams than the algorithm's plan have counters of their own, so the timestep only grows;
+    `Algorithm.train` sets it to the counter of its plan.
+
+    Args:
+        context: the metrics of the stream.
+        workers: the WorkerSet.
+        env_steps: env steps of the batch.
+        agent_steps: policy id -> agent steps.
+    """
+    counters = context.counters
+    counters["num_env_steps_sampled"] += env_steps
+    for policy_id, rows in agent_steps.items():
+        counters["num_agent_steps_sampled"] += rows
+        counters[f"num_agent_steps_sampled/{policy_id}"] += rows
+    steps = max(workers.global_vars["timestep"], counters["num_env_steps_sampled"])
+    workers.global_vars["timestep"] = steps
+
+
 def without_row_stats(entry: dict[str, Any]) -> dict[str, Any]:
     """Return an entry of `Info` without its values per row."""
     return {name: value for name, value in entry.items() if name != "row_stats"}

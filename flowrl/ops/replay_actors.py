@@ -33,6 +33,7 @@ log = logging.getLogger("flowrl")
 
 ADDS_IN_FLIGHT = 4  # maximum per shard; their batches stay in the object store
 UPDATES_KEPT = 64  # priority updates kept per shard until its next request
+MAX_DEATHS = 3  # of a shard that stores and returns nothing in between
 
 REPLAY_ORIGIN = "replay"
 
@@ -47,6 +48,7 @@ class ShardRecord:
         has_items: whether it has anything to draw, as of its last reply.
         node: id of its node, as of its last reply.
         restarts: how often its actor was replaced.
+        deaths: how often it died since it last stored or returned rows.
         pending_adds: batches that it has not stored yet, the oldest first.
         updates: priority updates that the next request sends.
     """
@@ -56,6 +58,7 @@ class ShardRecord:
     has_items: bool = False
     node: str | None = None
     restarts: int = 0
+    deaths: int = 0
     pending_adds: deque[_PendingAdd] = field(default_factory=deque)
     updates: list[Update] = field(default_factory=list)
 
@@ -64,7 +67,8 @@ class ReplayActors:
     """A replay buffer in shards on Ray actors, which start on first use.
 
     It sends references to fragments to random shards, and draws batches from the shards in turn. A
-    shard whose actor dies is replaced by an empty one; its rows count as `num_replay_rows_lost`.
+    shard whose actor dies is replaced by an empty one; its rows count as `num_replay_rows_lost`. A
+    shard that dies three times without storing or returning rows in between is an error.
 
     Args:
         make: shard number -> new MultiAgentReplayBuffer, whose own replay ratio is ignored.
@@ -151,14 +155,27 @@ class ReplayActors:
         return actor_class(ReplayShard).options(**options).remote(self.make_shard, index)
 
     def _replace_shard(self, index: int, error: BaseException) -> None:
-        """Replace a dead shard by an empty one and resend the batches that it had not stored."""
+        """Replace a dead shard by an empty one and resend the batches that it had not stored.
+
+        Raises:
+            RuntimeError: it has died too often.
+        """
         if self.journal is not None:
             self.journal.end(f"replay shard {index} died")
-        log.warning("replay shard %d died and is replaced by an empty one: %s", index, error)
         shard = self.shards[index]
+        shard.deaths += 1
+        if shard.deaths >= MAX_DEATHS:
+            raise RuntimeError(
+                f"replay shard {index} died {shard.deaths} times without storing or returning rows "
+                "in between; the last cause is above. If it lacks memory, reduce "
+                "replay_buffer_capacity, or increase num_replay_shards"
+            ) from error
+        log.warning("replay shard %d died and is replaced by an empty one: %s", index, error)
         self._count("num_replay_shard_restarts")
         self._count("num_replay_rows_lost", shard.rows)
-        self.shards[index] = ShardRecord(self._start_actor(index), restarts=shard.restarts + 1)
+        self.shards[index] = ShardRecord(
+            self._start_actor(index), restarts=shard.restarts + 1, deaths=shard.deaths
+        )
         for add in shard.pending_adds:
             self._send_batch(index, add.batch, add.node)
 
@@ -237,6 +254,7 @@ class ReplayActors:
                 try:
                     added: AddReply = fetch(adds[0].ref)
                     shard.rows, shard.has_items, bytes_received, shard.node = added
+                    shard.deaths = 0
                     count_bytes_between_nodes(bytes_received)
                 except ObjectLostError as error:  # its worker died
                     log.warning("a fragment was lost before it was stored: %s", error)
@@ -318,6 +336,7 @@ class ReplayActors:
             if not self._is_replaced(source):
                 shard = self.shards[index]
                 shard.rows, shard.has_items, shard.node = rows, has_items, node
+                shard.deaths = 0 if batches else shard.deaths
         except ObjectLostError as error:
             log.warning("batches of replay shard %d were lost: %s", index, error)
         except Exception as error:

@@ -6,7 +6,7 @@ import copy
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -30,6 +30,8 @@ from flowrl.settings import NonNegative, NonNegativeInt, Positive, Settings, set
 from flowrl.state_schema import Fields, Natural, check_state
 
 Result = dict[str, Any]
+SelectedWorkers = Collection[int] | Callable[[int], Collection[int] | None] | None
+"""Indices of workers, or a function that returns them for a number of workers; None for all."""
 
 MAX_REPORTED_AGENTS = 200  # each has a column in progress.csv, also if its id occurs only once
 
@@ -70,8 +72,8 @@ class StandardMetricsReporting(LocalIterator[Result]):
         workers: the WorkerSet.
         config: the algorithm's settings.
         selected_workers: indices (from 0) of the workers that the statistics of episodes cover, for
-            plans whose workers explore differently; None for all. The numbers of episodes always
-            include all workers.
+            plans whose workers explore differently, or a function that returns them for the present
+            number of workers; None for all. The numbers of episodes always include all workers.
 
     Raises:
         TypeError: `train_op` is not a LocalIterator, or `workers` not a WorkerSet.
@@ -85,7 +87,7 @@ class StandardMetricsReporting(LocalIterator[Result]):
         train_op: LocalIterator[Any],
         workers: WorkerSet,
         config: Any,
-        selected_workers: Collection[int] | None = None,
+        selected_workers: SelectedWorkers = None,
     ):
         if not isinstance(train_op, LocalIterator):
             raise TypeError(
@@ -229,16 +231,15 @@ class CollectMetrics:
     chained_with: ClassVar[str] = "for_each"
 
     def __init__(
-        self, workers: WorkerSet, window: int = 100, selected_workers: Collection[int] | None = None
+        self, workers: WorkerSet, window: int = 100, selected_workers: SelectedWorkers = None
     ):
+        self._select, self._workers = selected_workers, workers
         indices = range(max(workers.num_workers, 1))
-        unknown = sorted(set(selected_workers or ()) - set(indices))
+        unknown = sorted(set(self._selected_workers() or ()) - set(indices))
         if unknown:
             raise ValueError(
                 f"selected_workers: there is no worker {unknown[0]}, only {[*indices]}"
             )
-        self._selected = selected_workers
-        self._workers = workers
         self._window: deque[Sequence[Any]] = deque(maxlen=window)
         self._episodes_total = 0
         self._env_steps_reported = 0
@@ -321,14 +322,21 @@ class CollectMetrics:
         """Move the episodes of the selected workers that have ended since the last result to the
         window; return the number of ended episodes of all workers."""
         finished, plan.num_new_episodes = plan.num_new_episodes, 0
+        selected = self._selected_workers()
         self._window.extend(
             episode
             for worker, episode in plan.new_episodes
-            if self._selected is None or worker in self._selected
+            if selected is None or worker in selected
         )
         plan.new_episodes.clear()
         self._episodes_total += finished
         return finished
+
+    def _selected_workers(self) -> Collection[int] | None:
+        """Return the indices of the selected workers; None for all."""
+        if callable(self._select):
+            return self._select(max(self._workers.num_workers, 1))
+        return self._select
 
     def _episode_metrics(self, finished: int) -> Result:
         episodes = [EpisodeMetrics(*fields) for fields in self._window]

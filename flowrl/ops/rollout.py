@@ -15,7 +15,7 @@ from flowrl.iter import LocalIterator, ParallelIterator, Source, _get_shared_met
 from flowrl.iter.metrics import MetricsContext, count_bytes_between_nodes, current_metrics
 from flowrl.ops.aggregation import leave_in_store
 from flowrl.ops.offline import WriteParquet
-from flowrl.ops.plan_metrics import PlanMetrics
+from flowrl.ops.plan_metrics import PlanMetrics, record_sampled_steps
 from flowrl.ops.staleness import StalenessLimit
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.setting_values import check_int
@@ -180,13 +180,8 @@ class CountRollouts:
         batch = SampleBatch.concat_samples(item) if isinstance(item, list) else item
         batch.sources = sources
         metrics = _get_shared_metrics()
-        metrics.counters["num_env_steps_sampled"] += batch.env_steps()
-        for policy_id, rows in batch.steps_by_policy().items():
-            metrics.counters["num_agent_steps_sampled"] += rows
-            metrics.counters[f"num_agent_steps_sampled/{policy_id}"] += rows
-        # the rollouts may be those of another plan than the algorithm's, with its own counters
-        steps = max(self.workers.global_vars["timestep"], metrics.counters["num_env_steps_sampled"])
-        self.workers.global_vars["timestep"] = steps
+        agent_steps = batch.steps_by_policy()
+        record_sampled_steps(metrics, self.workers, batch.env_steps(), agent_steps)
         for source in sources:
             self._record_tags(source, metrics)
         if self._fetch_started is not None:

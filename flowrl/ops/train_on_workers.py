@@ -48,7 +48,8 @@ class TrainOnWorkers(LocalIterator[Any]):
 
     Raises:
         ValueError: a number is out of range, or the setting `output` is set.
-        TypeError (when pulled): a policy cannot learn in several processes.
+        TypeError (when pulled): a policy cannot learn in several processes, or has a target
+            network, which remote workers would not update.
         RuntimeError (when pulled): the workers' weights differ.
     """
 

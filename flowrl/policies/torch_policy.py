@@ -416,7 +416,8 @@ class TorchPolicy(Policy):
     def loss_without_rows(self) -> None:
         """Take part in the collective operations of `loss` when this process has no rows.
 
-        Needed if `loss` uses `learner.standardize` or `learner.mean_over_group`.
+        Needed if `loss` uses `learner.standardize`, `learner.mean_of_rows` or
+        `learner.mean_over_group`; with an empty tensor, or None.
         """
 
     def learn_on_minibatches(

@@ -340,6 +340,8 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         if self.config.log_to:
             self._loggers.start()
         self.plan.start(self.config.seed)
+        # another stream of the workers may have advanced it
+        self.workers.global_vars["timestep"] = self.env_steps
         if self.config.monitor:
             self.monitor.start()
 

@@ -296,13 +296,36 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
             )
         if self.checkpoint_score_attribute is None and self.checkpoint_score_order != "max":
             raise ValueError("checkpoint_score_order needs a checkpoint_score_attribute")
-        if self.sgd_minibatch_size > self.train_batch_size:
+        rows, units = self.rows_per_train_batch(), ""
+        if rows != self.train_batch_size:
+            units = f", with at most {rows} rows,"
+        if self.sgd_minibatch_size > rows:
             raise ValueError(
-                f"train_batch_size={self.train_batch_size} is smaller than "
+                f"train_batch_size={self.train_batch_size}{units} is smaller than "
                 f"sgd_minibatch_size={self.sgd_minibatch_size}: set sgd_minibatch_size to at most "
-                f"{self.train_batch_size}"
+                f"{rows}"
             )
         return self
+
+    def rows_per_train_batch(self) -> int:
+        """Return `train_batch_size` in rows of one policy, if it has another unit the maximum."""
+        return self.train_batch_size
+
+    def check_no_microbatches(self, reason: str) -> None:
+        """Check that no policy that learns has a `microbatch_size`.
+
+        Args:
+            reason: end of the message.
+
+        Raises:
+            ConfigError: a policy has one.
+        """
+        to_train = self.policies_to_train
+        for policy_id in specs_of(self.policies):
+            learns = to_train is None or callable(to_train) or policy_id in to_train
+            if learns and self.for_policy(policy_id).microbatch_size:
+                of_policy = "" if self.policies is None else f" of policy {policy_id!r}"
+                raise ConfigError(f"microbatch_size{of_policy}: {reason}")
 
     def check(self) -> None:
         """Check what a run needs: an environment, an existing plan, known metrics, writable

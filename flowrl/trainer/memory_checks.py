@@ -53,7 +53,7 @@ def check_rows(config: Any, worker: RolloutWorker | None = None) -> None:
         sizes = [_observation_bytes(p.observation_space) for p in worker.policy_map.values()]
         row, num_envs = row + max(sizes), worker.num_envs
     size, length = config.train_batch_size, config.rollout_fragment_length
-    check_memory(size * row, f"train_batch_size={size}: rows")
+    check_memory(config.rows_per_train_batch() * row, f"train_batch_size={size}: rows")
     if config.samples and length != "auto":
         what = f"rollout_fragment_length={length} with {num_envs} environments: rows"
         check_memory(length * num_envs * row, what)

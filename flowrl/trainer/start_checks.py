@@ -53,12 +53,13 @@ def check_start(config: AlgorithmConfig, workers: WorkerSet, stage: Stage) -> No
         stage: the last stage of its plan.
 
     Raises:
-        ConfigError: the rows do not fit into memory; a schedule is in percent, but
-            `total_timesteps` is unknown; an operator has a state that cannot be saved; the plan
-            yields no results, or has several reports; a plan that records or reads rows has a
-            policy whose rows cannot be recorded; or the environment of `evaluation_config` does not
-            fit.
+        ConfigError: recorded experience cannot be opened; the rows do not fit into memory; a
+            schedule is in percent, but `total_timesteps` is unknown; an operator has a state that
+            cannot be saved; the plan yields no results, or has several reports; a plan that records
+            or reads rows has a policy whose rows cannot be recorded; or the environment of
+            `evaluation_config` does not fit.
     """
+    config.check_input()
     policies = workers.local_worker().policy_map
     check_rows(config, workers.local_worker())
     _check_states(stage)

@@ -9,6 +9,7 @@ import pytest
 from flowrl.algorithms.a3c import A3CConfig
 from flowrl.algorithms.apex import APEXConfig
 from flowrl.algorithms.appo import APPOConfig
+from flowrl.algorithms.ddppo import DDPPOConfig
 from flowrl.algorithms.dqn import DQNConfig
 from flowrl.algorithms.impala import IMPALAConfig
 from flowrl.iter import MetricsContext, metrics_scope
@@ -23,14 +24,9 @@ from flowrl.ops import (
     TrainOneStep,
 )
 from flowrl.ops.plan_metrics import PlanMetrics
-from flowrl.policies import ConfigError
+from flowrl.policies import ConfigError, PolicySpec
 from flowrl.sampling.episode import EpisodeMetrics
-
-
-def learner_of(algorithm):
-    return next(
-        filter(None, (getattr(s, "learner_thread", None) for s in walk(algorithm.plan.stage)))
-    )
+from tests.learner_threads import learner_of
 
 
 @pytest.mark.parametrize("kind", [IMPALAConfig, APPOConfig])
@@ -102,9 +98,10 @@ def test_apex_settings_reach_the_plan():
     assert config.replay_actors().colocated
     distributed = config.updated(replay_buffer_shards_colocated_with_driver=False)
     assert not distributed.replay_actors().colocated
-    assert config.greedy_workers() == [5, 6]
-    assert collect._selected == [5, 6]
-    assert APEXConfig(env="CartPole-v1").greedy_workers() == [0]
+    assert collect._selected_workers() == range(5, 7)
+    assert config.greedy_workers(1) == range(1)
+    equal = config.updated(exploration_config={"type": "EpsilonGreedy"})
+    assert equal.greedy_workers(7) is None
 
 
 def test_a3c_rejects_sgd_settings_and_drops_stale_gradients():
@@ -128,6 +125,20 @@ def test_reported_means_cover_only_the_selected_workers():
         assert result["episodes_total"] == 4
         with pytest.raises(ValueError, match="there is no worker 3"):
             CollectMetrics(algorithm.workers, selected_workers=[3])
+
+
+def test_selected_workers_follow_the_number_of_workers():
+    config = APEXConfig(env="CartPole-v1", num_workers=6)
+    with config.build() as algorithm, metrics_scope(MetricsContext()) as metrics:
+        collect = CollectMetrics(algorithm.workers, selected_workers=config.greedy_workers)
+        add_episodes = PlanMetrics.of(metrics).add_episodes
+        for worker in range(6):
+            add_episodes(worker, [EpisodeMetrics(10.0 + worker, 10, 0)])
+        assert collect(None)["episode_reward_mean"] == 14.5  # of workers 4 and 5
+        algorithm.workers.remove(3)
+        add_episodes(0, [EpisodeMetrics(0.0, 10, 0)])
+        add_episodes(2, [EpisodeMetrics(41.0, 10, 0)])
+        assert collect(None)["episode_reward_mean"] == pytest.approx((14 + 15 + 41) / 3)
 
 
 class Slow(gymnasium.Wrapper):
@@ -170,8 +181,9 @@ def test_waiting_workers_never_exceed_the_policy_lag(ray_session, kind, max_lag)
 def test_waiting_rejects_settings_that_break_the_limit():
     wait = {"max_policy_lag": 4, "stale_policy": "wait"}
     for settings in (
-        {"replay_proportion": 0.5, "replay_buffer_num_slots": 2}, {"minibatch_buffer_size": 2},
-        {"broadcast_interval": 2}, {"sgd_minibatch_size": 10}, {"count_steps_by": "agent_steps"},
+        {"replay_proportion": 0.5, "replay_buffer_num_slots": 2}, {"broadcast_interval": 2},
+        {"minibatch_buffer_size": 2, "num_sgd_iter": 2}, {"sgd_minibatch_size": 10},
+        {"count_steps_by": "agent_steps"},
     ):  # fmt: skip
         with pytest.raises(ConfigError, match='stale_policy="wait" can guarantee max_policy_lag'):
             IMPALAConfig(**wait, **settings)
@@ -234,6 +246,38 @@ def test_lag_limit_that_drops_all_gradients_is_rejected():
         A3CConfig(max_policy_lag=0)
     assert A3CConfig(max_policy_lag=0, max_requests_in_flight_per_worker=1).max_policy_lag == 0
     assert A3CConfig(max_policy_lag=0, stale_policy="wait").max_policy_lag == 0
+    one = {"max_requests_in_flight_per_worker": 1}
+    with pytest.raises(ConfigError, match=r"8 gradients are in flight, .* usually 7 updates old"):
+        A3CConfig(num_workers=8, max_policy_lag=2, **one)
+    assert A3CConfig(num_workers=8, max_policy_lag=3, **one).max_policy_lag == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_learners": 1, "num_gpus": 1}, "num_learners and num_gpus: set only one"),
+        ({"minibatch_buffer_size": 2}, "minibatch_buffer_size above 1 needs num_sgd_iter"),
+    ],
+)
+def test_contradictory_settings_of_learners_are_rejected(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        IMPALAConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        IMPALAConfig(env="CartPole-v1", num_learners=2),
+        DDPPOConfig(env="CartPole-v1", num_workers=2),
+    ],
+)
+def test_microbatches_of_one_policy_in_several_processes_are_rejected_at_the_start(config):
+    policies = {"a": None, "b": PolicySpec(config={"microbatch_size": 8})}
+    config = config.updated(policies=policies, policy_mapping_fn=lambda *args, **kwargs: "a")
+    with pytest.raises(ConfigError, match="microbatch_size of policy 'b': "):
+        config.build()
+    with config.updated(policies_to_train=["a"]).build():
+        pass
 
 
 class Fails:

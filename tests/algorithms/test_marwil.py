@@ -12,7 +12,7 @@ from flowrl.algorithms.marwil import (
     BCConfig,
     MARWILConfig,
     MARWILTorchPolicy,
-    _warn_of_cut_trajectories,
+    _PrepareRows,
     returns_of,
 )
 from flowrl.data import SampleBatch
@@ -137,15 +137,18 @@ def random_batch(count=16):
 def test_most_returns_without_later_rewards_are_a_warning(caplog):
     rows = {"terminateds": np.zeros(6, bool), "truncateds": np.zeros(6, bool)}
     rows |= {"rewards": np.ones(6, np.float32), "unroll_id": np.arange(6) // 2}
+    rows |= {"obs": np.zeros((6, 4), np.float32), "actions": np.zeros(6, np.int64)}
     rows["terminateds"][[1, 3]] = True
-    _warn_of_cut_trajectories.cache_clear()
-    returns_of(SampleBatch(rows), 0.5)
+    prepare = _PrepareRows(beta=1.0, gamma=0.5)
+    prepare(SampleBatch(rows))
     assert not caplog.records
     rows["terminateds"][3] = False
     for _ in range(2):
-        returns_of(SampleBatch(rows), 0.5)
+        prepare(SampleBatch(rows))
     (record,) = caplog.records
     assert 'record with batch_mode="complete_episodes"' in record.getMessage()
+    _PrepareRows(beta=1.0, gamma=0.5)(SampleBatch(rows))  # of another run
+    assert len(caplog.records) == 2
 
 
 @pytest.mark.parametrize("beta", [0.0, 1.0, 3.0])
@@ -200,6 +203,30 @@ def test_moving_average_changes_once_per_update_however_rows_are_split():
     averages = [policy.mean_square for policy in policies]
     assert averages == pytest.approx([averages[0]] * 3)
     assert averages[0] != 100.0
+
+
+class Group:
+    """Stands for a process group whose processes have these squared advantages together."""
+
+    splits_rows = False
+
+    def __init__(self, squares):
+        self.squares = squares
+
+    def std_mean(self, values):
+        return torch.std_mean(self.squares)
+
+
+def test_gradients_of_shares_are_those_of_the_whole_batch():
+    settings = {"beta": 1.0, "seed": 0, "moving_average_sqd_adv_norm_update_rate": 1.0}
+    space = gym.spaces.Box(-1, 1, (4,), np.float32)
+    policy = MARWILTorchPolicy(space, gym.spaces.Discrete(2), settings)
+    batch = random_batch()
+    whole, _ = policy.compute_gradients(batch)
+    values = policy.model.compute_outputs({"obs": batch["obs"]})[1]
+    policy.learner.process_group = Group(torch.from_numpy(batch["value_targets"] - values) ** 2)
+    shares = [policy.compute_gradients(part)[0] for part in (batch[:8], batch[8:])]
+    np.testing.assert_allclose(np.mean(shares, 0), whole, rtol=1e-4, atol=1e-6)
 
 
 def test_moving_average_ignores_an_update_that_is_skipped():
@@ -262,7 +289,7 @@ def test_actions_with_larger_returns_become_more_likely():
 def test_missing_or_incompatible_data_is_rejected(recorded, tmp_path):
     with (
         small(BCConfig, tmp_path).build() as algorithm,
-        pytest.raises(OfflineDataError, match=r"there is no \.parquet file"),
+        pytest.raises(ConfigError, match=r"input_: .*: there is no \.parquet file"),
     ):
         algorithm.train()
     with pytest.raises(
@@ -290,7 +317,7 @@ def test_missing_or_incompatible_data_is_rejected(recorded, tmp_path):
     (tmp_path / "a.parquet").write_bytes(content[: len(content) // 2])
     with (
         small(BCConfig, tmp_path).build() as algorithm,
-        pytest.raises(OfflineDataError, match="cannot be read"),
+        pytest.raises(ConfigError, match=r"input_: .* cannot be read"),
     ):
         algorithm.train()
 

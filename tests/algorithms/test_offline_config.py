@@ -158,6 +158,16 @@ def test_validate_checks_that_the_input_exists(folder, tmp_path):
     with pytest.raises(ConfigError, match=r"input_: there is no /.*/none"):
         config.updated(input_=str(tmp_path / "none")).validate()
     config.updated(input_=str(folder)).validate()
+    with pytest.raises(ConfigError, match="must be a folder on this machine, got s3://bucket/e"):
+        config.updated(input_="s3://bucket/e").validate()
+
+
+def test_training_without_recorded_experience_says_how_to_record_some():
+    with BC("CartPole-v1", input_="~/no_such_folder") as algorithm:
+        with pytest.raises(ConfigError) as error:
+            algorithm.train()
+        assert "/no_such_folder. To record experience, set `output`" in str(error.value)
+        assert "~" not in str(error.value)
 
 
 def test_restored_algorithm_opens_its_input_only_to_train(folder, tmp_path):
@@ -172,7 +182,7 @@ def test_restored_algorithm_opens_its_input_only_to_train(folder, tmp_path):
     with BC.from_checkpoint(tmp_path / "c") as restored:
         assert restored.compute_single_action(np.zeros(3, np.float32)) in (0, 1)
         restored.save(tmp_path / "d")
-        with pytest.raises(OfflineDataError, match="there is no such folder"):
+        with pytest.raises(ConfigError, match=r"input_: there is no .*/data\. To record"):
             restored.train()
     shutil.copytree(folder, data)
     with BC.from_checkpoint(tmp_path / "d") as restored:  # saved before a file was opened
@@ -190,7 +200,7 @@ def test_input_policy_id_selects_the_recorded_policy(folder, tmp_path):
     message = r"only of 'left', 'right': set .*input_policy_id"
     with pytest.raises(ConfigError, match=message):
         config.validate()
-    with config.build() as algorithm, pytest.raises(OfflineDataError, match=message):
+    with config.build() as algorithm, pytest.raises(ConfigError, match=message):
         algorithm.train()
     obs = np.array([[0.9, 0, 0], [-0.9, 0, 0]], np.float32)
     for policy_id, expected in (("left", [1, 0]), ("right", [0, 1])):

@@ -181,6 +181,9 @@ def test_concat_skips_empty_batches():
     joined = concat_samples([batch_of(2), SampleBatch(), batch_of(3, 2)])
     assert joined["actions"].tolist() == [0, 1, 2, 3, 4]
     assert concat_samples([]).count == 0
+    empty = concat_samples([MultiAgentBatch({}, 0), MultiAgentBatch({}, 0)])
+    assert isinstance(empty, MultiAgentBatch)
+    assert (empty.count, empty.policy_batches) == (0, {})
 
 
 def test_concat_fills_missing_columns_with_zeros(caplog):

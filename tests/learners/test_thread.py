@@ -25,6 +25,7 @@ from flowrl.ops import (
     TrainOneStep,
 )
 from flowrl.ops.plan_metrics import PlanMetrics
+from tests.learner_threads import held_batches, learner_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,14 +45,6 @@ class ThreadedA2C(A2C):
         branches = [batches.for_each(Enqueue(learner)), Dequeue(learner)]
         trained = Concurrently(branches, mode="async", output_indexes=[1])
         return StandardMetricsReporting(trained, workers, config)
-
-
-def learner_of(algorithm):
-    from flowrl.iter.stage import walk
-
-    return next(
-        filter(None, (getattr(s, "learner_thread", None) for s in walk(algorithm.plan.stage)))
-    )
 
 
 def weights(algorithm):
@@ -182,7 +175,7 @@ def test_plan_with_learner_thread_trains_and_stops(num_workers):
         assert 0 <= stats["policy_lag_mean"] <= stats["policy_lag_max"] <= 8
         stages = algorithm.plan.stats()
         assert any("learner_idle" in stage for stage in stages), stages
-        queued = sum(batch.count for batch in learner_of(algorithm).batches())
+        queued = sum(batch.count for batch in held_batches(learner_of(algorithm)))
         sampled, trained = result["num_env_steps_sampled"], result["num_env_steps_trained"]
         assert trained == 6 * 32
         assert 0 <= sampled - trained - queued < 64  # rows not yet concatenated to a batch
@@ -234,7 +227,7 @@ def test_failed_batch_is_dropped_once():
             with pytest.raises(ZeroDivisionError):
                 next(stream)
             assert stream.metrics.counters["num_env_steps_dropped"] == batch.count
-            assert learner.batches() == []
+            assert held_batches(learner) == []
 
 
 def test_thread_that_ended_with_an_error_is_started_again(monkeypatch):
@@ -390,7 +383,7 @@ def test_checkpoint_contains_the_queued_batches(tmp_path):
         counters = dict(algorithm.plan.metrics.counters)
     with ThreadedA2C(a2c_config()) as algorithm:
         algorithm.restore(tmp_path / "c")
-        queued = sum(batch.count for batch in learner_of(algorithm).batches())
+        queued = sum(batch.count for batch in held_batches(learner_of(algorithm)))
         restored = algorithm.plan.metrics.counters
         dropped, trained = restored["num_env_steps_dropped"], restored["num_env_steps_trained"]
         assert trained == counters["num_env_steps_trained"]

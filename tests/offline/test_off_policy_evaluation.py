@@ -208,6 +208,18 @@ def test_weights_may_overflow_or_vanish(policy):
     assert results["wis"]["ess"] == 0
 
 
+def test_weights_of_unlikely_episodes_are_divided_by_their_mean(policy):
+    """The log-likelihood ratio of the whole episodes is about -100,000."""
+    policy.model.policy_head.weight.data.zero_()
+    policy.model.policy_head.bias.data[:] = torch.tensor([0.0, 100.0])
+    steps = 1000
+    episodes = [episode_batch(i, np.zeros(steps, np.int64), np.full(steps, i)) for i in (1, 3)]
+    results = estimate(policy, episodes, gamma=1.0)
+    assert results["wis"]["v_target"] == pytest.approx(2 * steps)
+    assert results["wis"]["ess"] == pytest.approx(2)
+    assert results["is"]["v_target"] < 1e-40
+
+
 def test_overflowing_weights_of_rewards_of_zero_do_not_give_nan(policy):
     steps = 3000
     policy.model.policy_head.weight.data.zero_()

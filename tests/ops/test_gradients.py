@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 
 from flowrl.algorithms.a2c import A2CConfig, A2CTorchPolicy
+from flowrl.algorithms.appo import APPOConfig, APPOTorchPolicy
+from flowrl.algorithms.dqn import DQNConfig, DQNTorchPolicy
 from flowrl.data import SampleBatch
 from flowrl.iter import MetricsContext, Source, metrics_scope
+from flowrl.learners.decentralized import LearnOnWorker
 from flowrl.ops import (
     ApplyGradients,
     AsyncGradients,
@@ -34,6 +37,17 @@ def metrics():
 
 def weights(workers):
     return workers.local_worker().policy.get_weights()
+
+
+@pytest.mark.parametrize("operator", [ComputeGradientsOnWorker(), LearnOnWorker(1, 0, None)])
+def test_remote_workers_do_not_train_policies_with_target_networks(operator):
+    settings = {"env": "CartPole-v1", "seed": 0}
+    for policy_class, config in ((APPOTorchPolicy, APPOConfig), (DQNTorchPolicy, DQNConfig)):
+        with WorkerSet("CartPole-v1", policy_class, config(**settings), num_workers=0) as workers:
+            operator.bound_to(workers.local_worker())
+            message = f"is a {policy_class.__name__}, which has a target network"
+            with pytest.raises(TypeError, match=message):
+                operator.bound_to(workers.new_worker(1))
 
 
 def test_average_gradient_equals_gradient_of_all_rows():

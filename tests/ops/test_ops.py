@@ -39,7 +39,9 @@ from flowrl.ops import (
 )
 from flowrl.ops.plan_metrics import MAX_EPISODES, PlanMetrics, record_updates
 from flowrl.ops.report import CollectMetrics
+from flowrl.policies import PolicySpec
 from flowrl.sampling import WorkerSet
+from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.state_schema import StateError
 
 from ..sampling.fakes import CountEnv, ObservedValue
@@ -286,6 +288,21 @@ def test_only_the_given_policies_learn():
         assert PlanMetrics.of(metrics).trainers["TrainOneStep"].learn.count == 1
         with pytest.raises(KeyError, match="ghost"):
             train(MultiAgentBatch({"ghost": rows(1)}, 1))
+
+
+class CannotLearn(ObservedValue):
+    def learn_on_batch(self, batch):
+        raise FloatingPointError("not finite")
+
+
+def test_error_of_a_policy_names_it_and_those_that_have_learned():
+    policies = {"a": PolicySpec(ObservedValue), "b": PolicySpec(CannotLearn)}
+    settings = {"policies": policies, "policy_mapping_fn": lambda *args, **kwargs: "a"}
+    workers = WorkerSet(lambda c: CountEnv(), None, WorkerConfig(**settings))
+    batch = MultiAgentBatch({"a": rows(2), "b": rows(2)}, 2)
+    with metrics_scope(MetricsContext()), pytest.raises(FloatingPointError) as error:
+        TrainOneStep(workers)(batch)
+    assert "policy 'b' learned from the batch; a learned from it before" in error.value.__notes__
 
 
 def test_two_training_operators_report_separately():

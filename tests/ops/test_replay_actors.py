@@ -309,6 +309,26 @@ def test_shard_that_is_killed_for_lack_of_memory_is_replaced(local_actors, monke
         assert metrics.counters["num_replay_shard_restarts"] == 1
 
 
+def test_shard_that_dies_again_and_again_is_an_error(local_actors, monkeypatch):
+    from ray.exceptions import OutOfMemoryError
+
+    def killed(ref):
+        raise OutOfMemoryError("Task was killed due to the node running low on memory")
+
+    with metrics_scope(MetricsContext()) as metrics:
+        local_actors.add(rows(5))
+        with monkeypatch.context() as patch:
+            patch.setattr("flowrl.ops.replay_actors.fetch", killed)
+            local_actors._process_stored("draws")
+            local_actors._process_stored("draws")
+            with pytest.raises(RuntimeError, match="replay shard 1 died 3 times") as error:
+                local_actors._process_stored("draws")
+        assert isinstance(error.value.__cause__, OutOfMemoryError)
+        assert metrics.counters["num_replay_shard_restarts"] == 2
+        assert sum(wait_until_stored(local_actors)) == 5
+        assert [shard.deaths for shard in local_actors.shards] == [0, 0]
+
+
 def test_errors_of_shards_have_their_own_type(ray_session):
     def make_shard(shard):
         return MultiAgentReplayBuffer(no_buffer, replay_batch_size=4)

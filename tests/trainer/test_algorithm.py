@@ -16,6 +16,7 @@ from flowrl.algorithms.dqn import DQNConfig
 from flowrl.algorithms.ppo import DEFAULT_CONFIG, PPO, PPOConfig, PPOTorchPolicy
 from flowrl.data import SampleBatch
 from flowrl.data.checkpoint import CheckpointError, read_manifest
+from flowrl.ops import ParallelRollouts
 from flowrl.policies import ConfigError
 from flowrl.sampling import RolloutWorker
 from flowrl.trainer.algorithm import Algorithm
@@ -160,6 +161,17 @@ def test_clip_param_follows_its_schedule():
     wide = policy.compute_gradients(batch)[1]["policy_loss"]
     policy.on_global_var_update({"timestep": 99})
     assert policy.compute_gradients(batch)[1]["policy_loss"] != wide
+
+
+@pytest.mark.parametrize("trains_before", [True, False])
+def test_schedules_do_not_follow_other_streams_of_the_workers(trains_before):
+    with ppo_config(lr=[(0, 1e-3), (640, 0.0)]).build() as algorithm:
+        if trains_before:
+            algorithm.train()
+        others = ParallelRollouts(algorithm.workers)
+        sum(batch.count for batch in others.take(20))
+        rates = [algorithm.train()["learners"]["default_policy"]["cur_lr"] for _ in range(2)]
+    assert rates == pytest.approx([9e-4, 8e-4] if trains_before else [1e-3, 9e-4])
 
 
 def results(config, n=3):

@@ -413,6 +413,12 @@ class TorchLearner:
             std, mean = torch.std_mean(values)
         return (values - mean) / (std + 1e-8)
 
+    def mean_of_rows(self, values: torch.Tensor) -> float:
+        """Return the mean of the values [B] of a minibatch, over all processes."""
+        if self.process_group is None:
+            return float(values.mean())
+        return float(self.process_group.std_mean(values)[1])
+
     def columns_read(self, batch: SampleBatch) -> set[str] | None:
         """Return the columns that the loss, `end_epoch` and `end_learning` read in a trial call.
 
