@@ -97,11 +97,7 @@ class OnPolicyPolicy(TorchPolicy):
     def learn_on_minibatches(
         self, batch: SampleBatch, num_sgd_iter: int = 1, sgd_minibatch_size: int = 0
     ) -> dict[str, float]:
-        if "batch_indexes" in batch and not self.config.allow_off_policy:
-            raise ConfigError(
-                f"{type(self).__name__} is an on-policy algorithm, but this batch was drawn from a "
-                "replay buffer: set allow_off_policy=True to allow this"
-            )
+        self._check_off_policy(batch)
         for name in _ONE_NUMBER_PER_ROW:
             column = dict.get(batch, name)  # not computed or fetched
             if column is not None and column.ndim != 1:
@@ -110,3 +106,19 @@ class OnPolicyPolicy(TorchPolicy):
                     f"number per row, [{batch.count}]"
                 )
         return super().learn_on_minibatches(batch, num_sgd_iter, sgd_minibatch_size)
+
+    def compute_gradients(self, batch: SampleBatch) -> tuple[np.ndarray, dict[str, float]]:
+        self._check_off_policy(batch)
+        return super().compute_gradients(batch)
+
+    def _check_off_policy(self, batch: SampleBatch) -> None:
+        """Check that a batch was not drawn from a replay buffer, unless `allow_off_policy` is set.
+
+        Raises:
+            ConfigError: it was.
+        """
+        if "batch_indexes" in batch and not self.config.allow_off_policy:
+            raise ConfigError(
+                f"{type(self).__name__} is an on-policy algorithm, but this batch was drawn from a "
+                "replay buffer: set allow_off_policy=True to allow this"
+            )

@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
 from flowrl.data.item_checks import check_batch
 from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
@@ -206,6 +208,7 @@ class ReadStage(Stage):
         self._pass_rng_state: dict[str, Any] = stream_state(self.rng)  # at the start of the pass
         # a part is read at once: a file, or a group of episodes of a Minari dataset
         self._parts: list[Any] = []  # still to read in this pass
+        self._pass_seed = 0  # of the orders of the parts' rows
         self._parts_read = 0  # in this pass
         self._passes_ended = 0  # in the running pull
         self._rows = SampleBatch()  # of the current part, shuffled
@@ -288,12 +291,15 @@ class ReadStage(Stage):
         self._pass_rng_state, self._parts_read = stream_state(self.rng), 0
         parts = self.source.parts()
         self._parts = [parts[i] for i in self.rng.permutation(len(parts))]
+        self._pass_seed = int(self.rng.integers(2**63))
 
     def _load_next_part(self) -> None:
         """Load the rows of the next part and shuffle them."""
         rows = self._read(self._parts.pop(0))
         self._parts_read += 1
-        self._rows, self._position = rows.take_rows(self.rng.permutation(rows.count)), 0
+        # a seed for each part, so that a restored stream reads only the last one again
+        order = np.random.default_rng((self._pass_seed, self._parts_read)).permutation(rows.count)
+        self._rows, self._position = rows.take_rows(order), 0
 
     def _read(self, part: Any) -> SampleBatch:
         """Read the rows of a part, check and prepare them."""
@@ -332,7 +338,7 @@ class ReadStage(Stage):
         self._loaded = {name: state[name] for name in ("pass_rng_state", "parts_read", "position")}
 
     def _restore_position(self, state: dict[str, Any]) -> None:
-        """Repeat the shuffled pass of a loaded state up to its position.
+        """Read the part of a loaded state again, and go to its position.
 
         Raises:
             OfflineDataError: there are fewer files than before.
@@ -341,11 +347,12 @@ class ReadStage(Stage):
         self._parts, self._parts_read, self._rows, self._position = [], 0, SampleBatch(), 0
         if state["parts_read"]:
             self._start_pass()
-        while self._parts_read < state["parts_read"]:
-            if not self._parts:
+            if len(self._parts) < state["parts_read"]:
                 raise OfflineDataError(
                     f"{self.source}: {state['parts_read']} files (or groups of episodes) were read "
-                    f"before this checkpoint, but there are only {self._parts_read} now"
+                    f"before this checkpoint, but there are only {len(self._parts)} now"
                 )
+            self._parts_read = state["parts_read"] - 1
+            del self._parts[: self._parts_read]
             self._load_next_part()
         self._position, self._loaded = state["position"], None

@@ -542,11 +542,13 @@ def test_on_policy_losses_reject_replayed_rows_by_default():
     config = {"rollout_fragment_length": 8, "seed": 0}
     worker = RolloutWorker("CartPole-v1", A2CTorchPolicy, config)
     drawn = worker.sample().with_columns(batch_indexes=np.arange(8))
-    with pytest.raises(ConfigError, match="drawn from a replay buffer: set allow_off_policy"):
-        worker.policy.learn_on_minibatches(drawn)
+    for learn in (worker.policy.learn_on_minibatches, worker.policy.compute_gradients):
+        with pytest.raises(ConfigError, match="drawn from a replay buffer: set allow_off_policy"):
+            learn(drawn)
     policy_spaces = worker.policy.observation_space, worker.policy.action_space
     off_policy = A2CTorchPolicy(*policy_spaces, {"allow_off_policy": True})
     assert off_policy.learn_on_minibatches(drawn)["total_loss"] != 0
+    assert off_policy.compute_gradients(drawn)[1]["total_loss"] != 0
     worker.stop()
 
 

@@ -159,6 +159,34 @@ class FailingSource:
         return rows
 
 
+class CountingSource(FailingSource):
+    """Counts the parts that are read."""
+
+    num_read = 0
+
+    def read(self, part):
+        self.num_read += 1
+        return SampleBatch(obs=np.arange(3) + 10 * part)
+
+
+def test_restored_stream_reads_only_the_last_part_again(monkeypatch):
+    monkeypatch.setattr("flowrl.ops.offline.rows_for_policy", lambda rows, policy: rows)
+    with A2CConfig(env="CartPole-v1", seed=1).build() as algorithm:
+        arguments = (algorithm.workers, 2, ["obs"], None, 3)
+        whole = ReadStage("Read", CountingSource(), *arguments)
+        batches = LocalIterator(whole, "read")
+        batches.take(4)  # of the third part
+        state = whole.state_dict()
+        expected = [batch["obs"].tolist() for batch in batches.take(8)]
+        other = ReadStage("Read", CountingSource(), *arguments)
+        other.load_state_dict(state)
+        first = LocalIterator(other, "read")
+        found = [next(first)["obs"].tolist()]
+        assert other.source.num_read <= 2
+        found += [batch["obs"].tolist() for batch in first.take(7)]
+    assert found == expected
+
+
 @pytest.mark.parametrize("restored", [False, True])
 @pytest.mark.parametrize("seed", range(6))  # of the order of the parts
 def test_each_pass_reads_every_row_once_although_a_read_fails(seed, restored, monkeypatch):
