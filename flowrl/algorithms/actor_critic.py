@@ -9,6 +9,7 @@ import torch
 from gymnasium import spaces
 from pydantic import model_validator
 
+from flowrl.algorithms.action_spaces import wrong_action_space
 from flowrl.algorithms.off_policy import OffPolicyConfig
 from flowrl.errors import ConfigError
 from flowrl.policies.action_scaling import is_bounded
@@ -175,7 +176,7 @@ class ActorCriticPolicy(TargetNetworkPolicy):
 
     def check_non_box_space(self, action_space: Any) -> None:
         """Raise ConfigError for a space that is not a Box, unless the algorithm supports it."""
-        raise ConfigError(f"{self.algorithm_name} is for Box actions, not {action_space}")
+        raise wrong_action_space(self.algorithm_name, "Box", action_space)
 
     # -- networks ----------------------------------------------------------------------------------
 

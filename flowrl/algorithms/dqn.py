@@ -17,6 +17,7 @@ import torch
 from gymnasium import spaces
 from pydantic import Field, FiniteFloat
 
+from flowrl.algorithms.action_spaces import wrong_action_space
 from flowrl.algorithms.off_policy import OffPolicyConfig
 from flowrl.errors import ConfigError
 from flowrl.policies.categorical_q import CategoricalQ
@@ -108,7 +109,7 @@ class DQNTorchPolicy(TargetNetworkPolicy):
 
     def __init__(self, observation_space: Any, action_space: Any, config: Any):
         if not isinstance(action_space, spaces.Discrete):
-            raise ConfigError(f"{self.algorithm_name} is for Discrete actions, not {action_space}")
+            raise wrong_action_space(self.algorithm_name, "Discrete", action_space)
         super().__init__(observation_space, action_space, config)
         self.check_views()
 

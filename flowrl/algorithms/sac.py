@@ -9,12 +9,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from gymnasium import spaces
 
+from flowrl.algorithms.action_spaces import wrong_action_space
 from flowrl.algorithms.actor_critic import (
     ActorCriticConfig,
     ActorCriticPolicy,
     ActorCriticSettings,
 )
-from flowrl.errors import ConfigError
 from flowrl.policies.config import ExplorationConfig
 from flowrl.policies.distributions import Categorical, SquashedGaussian
 from flowrl.policies.exploration import FORBIDDEN
@@ -67,9 +67,7 @@ class SACTorchPolicy(ActorCriticPolicy):
 
     def check_non_box_space(self, action_space: Any) -> None:
         if not isinstance(action_space, spaces.Discrete):
-            raise ConfigError(
-                f"{self.algorithm_name} is for Box and Discrete actions, not {action_space}"
-            )
+            raise wrong_action_space(self.algorithm_name, "Box and Discrete", action_space)
 
     def make_distribution(self) -> Any:
         if isinstance(self.action_space, spaces.Discrete):

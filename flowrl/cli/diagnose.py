@@ -30,8 +30,7 @@ def diagnose_command(arguments: list[str]) -> int:
     run_dir = parser.parse_args(arguments).run_dir.expanduser()
     activities = read_activities(run_dir)
     if not activities:
-        if not (run_dir / "config.json").exists():
-            raise ConfigError(f"diagnose: {run_dir} is not a run directory: it has no config.json")
+        read_config(run_dir)  # raises if it is no run directory
         raise ConfigError(
             f"diagnose: {run_dir} has no measurements: {_why_not_measured(run_dir)}. "
             f"{_state_of(run_dir)}"

@@ -336,6 +336,11 @@ def missing_package_error(error: Exception) -> ConfigError:
     extra = re.search(r"gymnasium\[(box2d|mujoco)\]", str(error))
     if extra is not None:
         return ConfigError(install_hint("env: this environment", extra.group(1)))
+    if "mujoco v2 and v3" in str(error):
+        return ConfigError(
+            "env: gymnasium has no MuJoCo environments of the versions 2 and 3 any more: use "
+            "version 5, such as Hopper-v5"
+        )
     if isinstance(error, ImportError):
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{Path(frame.filename).name}, line {frame.lineno}"

@@ -209,7 +209,7 @@ def test_invalid_usage_is_rejected(cli, tmp_path, arguments, message):
         (["train", "sac", "--q-model", '{"fcnet_hidden": [8]}'], "Did you mean 'fcnet_hiddens'?"),
         (["train", "bc"], "experience. To record experience, set `output`"),
         (["train", "bc", "--input_", "nowhere"], "nowhere. To record experience, set `output`"),
-        (["train", "dqn", "--env", "Pendulum-v1"], "DQN is for Discrete actions"),
+        (["train", "dqn", "--env", "Pendulum-v1"], "float32): use PPO, SAC or TD3"),
         (["train", "rainbow", "--num-replay-shards", "3"], "whose buffer is on actors"),
         (["train", "ppo", "--output", "s3://a/b"], "output: must be a folder"),
         (["train", "ppo", "--output", "/dev/null/x"], "output: /dev/null/x cannot be written"),

@@ -1,6 +1,7 @@
 """`flowrl resume`: schedules of a run with a larger limit, plans, older checkpoints."""
 
 import json
+import os
 import re
 import shutil
 
@@ -131,6 +132,18 @@ def test_folder_that_does_not_exist_is_named(cli):
     assert (code, err) == (
         2, "flowrl: nowhere is not a run directory: there is no such folder\n",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["resume", "evaluate", "diagnose"])
+def test_folder_of_runs_names_its_newest_run(cli, tmp_path, command):
+    for number, name in enumerate(("new", "old")):
+        file = tmp_path / "runs" / "ppo" / name / "config.json"
+        file.parent.mkdir(parents=True)
+        file.write_text("{}")
+        os.utime(file, (1000 - number, 1000 - number))
+    code, _, err = cli(command, "runs")
+    assert code == 2
+    assert err.endswith("it has no config.json. The newest run in it is runs/ppo/new\n")
 
 
 def test_run_of_a_plan_file_is_evaluated_with_a_file(cli, tmp_path):

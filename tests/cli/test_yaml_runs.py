@@ -47,7 +47,9 @@ def test_errors_of_an_environment_name_the_run(cli, tmp_path):
     (tmp_path / "x.yaml").write_text("a: {run: TD3, env: CartPole-v1}")
     code, _, err = cli("train", "x.yaml", "--run-dir", "r")
     assert code == 2
-    assert err.startswith("flowrl: x.yaml, a: TD3 is for Box actions, not Discrete(2)")
+    assert err.startswith(
+        "flowrl: x.yaml, a: TD3 is for Box actions, not Discrete(2): use PPO or DQN"
+    )
 
 
 def test_options_of_a_training_apply_to_every_run(cli, tmp_path):

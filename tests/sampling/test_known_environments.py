@@ -75,3 +75,8 @@ def test_missing_package_is_named_by_its_extra(env_id, module, extra, monkeypatc
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=rf"needs the extra {extra}: pip install"):
         env_creator_for(env_id)(EnvContext())
+
+
+def test_old_versions_of_mujoco_environments_name_the_present_one():
+    with pytest.raises(ConfigError, match="use version 5, such as Hopper-v5"):
+        PPO("Hopper-v2").train()

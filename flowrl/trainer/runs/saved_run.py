@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import math
 import os
 import shlex
@@ -61,6 +62,16 @@ def read_stop_rules(run_dir: Path) -> dict[str, Any]:
         raise ConfigError(f"{run_dir}: cannot read stop.json: {error}") from None
 
 
+def _other_run(folder: Path) -> str:
+    """Return a hint at the run that contains a folder, or at the newest run in it; or ""."""
+    parent = folder.resolve().parent
+    if (parent / "config.json").is_file():
+        return f". Did you mean {parent}?"
+    files = itertools.chain(folder.glob("*/config.json"), folder.glob("*/*/config.json"))
+    newest = max(files, key=lambda file: file.stat().st_mtime, default=None)
+    return "" if newest is None else f". The newest run in it is {newest.parent}"
+
+
 def read_config(run_dir: Path) -> tuple[dict[str, Any], list[str]]:
     """Return the settings of a run, without those that are code, and the names of those.
 
@@ -70,9 +81,7 @@ def read_config(run_dir: Path) -> tuple[dict[str, Any], list[str]]:
     file = run_dir / "config.json"
     if not file.is_file():
         reason = "it has no config.json" if run_dir.exists() else "there is no such folder"
-        parent = run_dir.resolve().parent
-        hint = f". Did you mean {parent}?" if (parent / "config.json").is_file() else ""
-        raise ConfigError(f"{run_dir} is not a run directory: {reason}{hint}")
+        raise ConfigError(f"{run_dir} is not a run directory: {reason}{_other_run(run_dir)}")
     try:
         settings = parse_json(file.read_text(encoding="utf-8"))
         code = [name for name, value in settings.items() if _contains_code(value)]

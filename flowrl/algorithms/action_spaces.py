@@ -1,0 +1,23 @@
+"""The error for an algorithm that does not support an action space."""
+
+from __future__ import annotations
+
+from gymnasium import spaces
+
+from flowrl.errors import ConfigError
+
+
+def wrong_action_space(algorithm: str, supported: str, space: spaces.Space) -> ConfigError:
+    """Return an error that names algorithms for the space.
+
+    Args:
+        algorithm: name of the algorithm.
+        supported: the spaces that it supports.
+        space: the action space.
+    """
+    others = "PPO"
+    if isinstance(space, spaces.Box):
+        others = "PPO, SAC or TD3"
+    elif isinstance(space, spaces.Discrete):
+        others = "PPO or DQN"
+    return ConfigError(f"{algorithm} is for {supported} actions, not {space}: use {others}")
