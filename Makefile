@@ -55,7 +55,10 @@ docs-serve: docs
 	$(BIN)/python -m http.server --directory docs/_build 8000
 
 bench: .venv/installed-test
-	for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py || exit 1; done
+	@echo "== all benchmarks, for several hours; benchmarks/NAME.py runs one"
+	@failed=; for name in $(BENCHMARKS); do echo "== $$name"; \
+		$(BIN)/python benchmarks/$$name.py || failed="$$failed $$name"; done; \
+		if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
 
 clean:
 	rm -rf .venv

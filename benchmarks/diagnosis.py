@@ -1,8 +1,7 @@
-"""Does the diagnosis of a run name its cause? 20 planted faults, and healthy runs.
+"""Does the diagnosis of a run name its cause? 20 planted faults.
 
 Each case builds a run with one fault, whose size and place depend on the seed, trains for ten
 seconds after the workers have started, and compares `Algorithm.diagnose()` with the planted cause.
-Healthy runs are compared with the timers of the operators, which are measured in another way.
 
     python benchmarks/diagnosis.py [--seeds 3] [--cases slow_step,leak]
 """
@@ -25,6 +24,7 @@ from flowrl.algorithms.ppo import PPOTorchPolicy
 from flowrl.envs.registry import EnvContext
 from flowrl.ops import ConcatBatches, ParallelRollouts, StandardMetricsReporting, TrainOneStep
 from flowrl.policies import Policy
+from flowrl.process_usage import num_cores
 from flowrl.sampling.callbacks import DefaultCallbacks
 
 SECONDS = 10.0
@@ -359,7 +359,7 @@ def endless_episodes(rng: Any) -> Case:
 
 
 def many_workers(rng: Any) -> Case:
-    settings = settings_of(rng) | {"num_workers": int(rng.integers(3, 5) * (os.cpu_count() or 2))}
+    settings = settings_of(rng) | {"num_workers": int(rng.integers(3, 5) * num_cores())}
     config = {"compute_s": rng.uniform(0.0002, 0.001)}
     return PPO(**settings, env_config=config), "too_many_workers", "share"
 

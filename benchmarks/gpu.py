@@ -26,7 +26,6 @@ import argparse
 import os
 import re
 import select
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -38,6 +37,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
+from peer_env import spread
 
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.algorithms.sac import SACConfig
@@ -256,8 +256,10 @@ def main() -> None:
     if torch.cuda.is_available():
         print(torch.cuda.get_device_name(), "PyTorch", torch.__version__, flush=True)
     columns = [*options.entries, *(["LeanRL"] if options.leanrl else [])]
-    print(f"\n| env steps/s | {' | '.join(columns)} | {columns[0]} / {columns[-1]} |")
-    print(f"|---|{'---:|' * (len(columns) + 1)}", flush=True)
+    others = columns[1:]
+    ratios = "".join(f" {columns[0]} / {other} |" for other in others)
+    print(f"\n| env steps/s | {' | '.join(columns)} |{ratios}")
+    print(f"|---|{'---:|' * (len(columns) + len(others))}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         if options.leanrl:
             prepare_leanrl(options.leanrl, folder)
@@ -271,12 +273,12 @@ def main() -> None:
                         workload, folder, options.leanrl_path, options.seconds, needs_gpu
                     )
                     rates["LeanRL"].append(peer)
-            medians = [statistics.median(values) for values in rates.values()]
-            figures = " | ".join(
-                f"{median:,.0f} ({min(values):,.0f}-{max(values):,.0f})"
-                for median, values in zip(medians, rates.values(), strict=True)
-            )
-            print(f"| {workload} | {figures} | {medians[0] / medians[-1]:.2f} |", flush=True)
+            figures = " | ".join(spread(values, 0) for values in rates.values())
+            first = rates[columns[0]]
+            cells = [
+                spread(a / b for a, b in zip(first, rates[other], strict=True)) for other in others
+            ]
+            print(f"| {' | '.join([workload, figures, *cells])} |", flush=True)
 
 
 if __name__ == "__main__":

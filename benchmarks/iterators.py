@@ -126,7 +126,6 @@ def bare_async(actors: list[Any], num_async: int, items: int) -> None:
         actor = flight.pop(ref)
         ray.get(ref)
         flight[actor.raw.remote()] = actor
-    ray.get(list(flight))
 
 
 def bare_sync(actors: list[Any], items: int) -> None:
@@ -139,6 +138,22 @@ def bare_sync(actors: list[Any], items: int) -> None:
 def read(stream: Any, items: int) -> None:
     for _ in range(items):
         next(stream)
+
+
+def read_new(make_stream: Callable[[], Any], items: int) -> None:
+    """Read the first items of a new stream, which starts without requests in flight."""
+    with make_stream() as stream:
+        read(stream, items)
+
+
+def drained(actors: list[Any], run: Callable[..., None], *args: Any) -> float:
+    """Return the seconds of a call; then wait, outside of this time, until the actors are idle, so
+    that no entry finds the replies or the remaining requests of the last one."""
+    import ray
+
+    elapsed = seconds(run, *args)
+    ray.get([actor.raw.remote() for actor in actors])
+    return elapsed
 
 
 def gathers(rounds: int) -> None:
@@ -155,21 +170,19 @@ def gathers(rounds: int) -> None:
         for gather, num_async in (("async", 1), ("async", 4), ("sync", 1)):
             shards = from_actors(actors)
             if gather == "async":
-                stream = shards.gather_async(num_async=num_async, next_request="before_item")
-                bare = partial(seconds, bare_async, actors, num_async, items)
+                make = partial(shards.gather_async, num_async=num_async, next_request="before_item")
+                bare = partial(drained, actors, bare_async, actors, num_async, items)
             else:
-                stream = shards.gather_sync()
-                bare = partial(seconds, bare_sync, actors, items)
-            stream.take(10)
-            times = run_alternately(
-                {"bare": bare, "flowrl": partial(seconds, read, stream, items)}, rounds
-            )
+                make = shards.gather_sync
+                bare = partial(drained, actors, bare_sync, actors, items)
+            entries = {"bare": bare, "flowrl": partial(drained, actors, read_new, make, items)}
+            run_alternately(entries, 1)  # warm-up
+            times = run_alternately(entries, rounds)
             figures = {name: [items / t for t in values] for name, values in times.items()}
             cells = " | ".join(f"{statistics.median(v):,.0f}" for v in figures.values())
             method = f"gather_{gather}" + (f"(num_async={num_async})" if gather == "async" else "")
             value = ratio(figures["flowrl"], figures["bare"])
             print(f"| {label} | {method} | {cells} | {value:.2f} |", flush=True)
-            stream.stop()
         for each in actors:
             ray.kill(each)
 

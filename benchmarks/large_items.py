@@ -66,15 +66,20 @@ def bare_fragments(actors: list[Any], items: int) -> None:
         actor = flight.pop(ref)
         touch(ray.get(ref)[0])
         flight[actor.raw.remote()] = actor
-    ray.get(list(flight))
 
 
 def flowrl_fragments(actors: list[Any], items: int) -> None:
-    with from_actors(actors).gather_async(num_async=IN_FLIGHT) as stream:
+    gather = from_actors(actors).gather_async
+    with gather(num_async=IN_FLIGHT, next_request="before_item") as stream:
         for _ in range(items):
             batch = next(stream)
             touch(batch["obs"])
         assert not batch["obs"].flags.owndata  # the memory belongs to Ray's object store
+
+
+def wait_until_idle(actors: list[Any]) -> None:
+    """Wait until the actors have served the requests that were in flight at the end of an entry."""
+    ray.get([actor.apply.remote(lambda source: None) for actor in actors])
 
 
 class Weights(Policy):
@@ -160,10 +165,12 @@ def main() -> None:
     }
     for entry in entries.values():
         entry()  # warm-up: touches the store's memory once
+        wait_until_idle(sources)
     for _ in range(options.rounds):
         for name, entry in entries.items():
             with ObjectStorePeak() as store:
                 figures[name].append(seconds(entry))
+            wait_until_idle(sources)
             peaks[name] = max(peaks.get(name, 0.0), store.peak_mb)
     for source in sources:
         ray.kill(source)

@@ -7,20 +7,24 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterable
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1] / ".peers"
 
 
 def peer_python(name: str, *requirements: str) -> Path:
-    """Return the interpreter of a peer's environment with torch 2.13.0 and the requirements."""
+    """Return the interpreter of a peer's environment with flowrl's version of torch and the
+    requirements."""
     folder = ROOT / name
     python, ready = folder / "bin" / "python", folder / "ready"
-    if not ready.exists() or ready.read_text() != " ".join(requirements):
+    torch = f"torch=={version('torch').partition('+')[0]}"  # without the build, such as +cpu
+    installed = " ".join([torch, *requirements])
+    if not ready.exists() or ready.read_text() != installed:
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        for packages in (["torch==2.13.0"], list(requirements)):
+        for packages in ([torch], list(requirements)):
             subprocess.run([str(python), "-m", "pip", "install", "-q", *packages], check=True)
-        ready.write_text(" ".join(requirements))
+        ready.write_text(installed)
     return python
 
 

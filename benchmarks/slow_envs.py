@@ -111,10 +111,12 @@ def main() -> None:
     if options.one:
         print(json.dumps(RUNS[options.one](options.computes)))
         return
+    from flowrl.process_usage import num_cores  # not in the environment of the peer
+
     python = sb3_python()
     pythons = {"flowrl": sys.executable, "Stable-Baselines3": python}
     lines = []
-    for kind, limit in (("waits", ENVS / STEP_S), ("computes", (os.cpu_count() or 1) / STEP_S)):
+    for kind, limit in (("waits", ENVS / STEP_S), ("computes", num_cores() / STEP_S)):
         flags = ["--computes"] if kind == "computes" else []
         results = run_alternately(__file__, pythons, options.rounds, *flags)
         ours, theirs = ([r["steps"] / r["seconds"] for r in runs] for runs in results.values())

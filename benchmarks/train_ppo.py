@@ -26,7 +26,7 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[variable] = "1"
 
 import numpy as np
-from peer_env import sb3_python
+from peer_env import sb3_python, spread
 
 BATCH, ENVS, MINIBATCH, EPOCHS = 4000, 8, 128, 10
 LR, GAMMA, LAMBDA, CLIP, GOAL, LIMIT = 3e-4, 0.99, 0.95, 0.2, 475.0, 300_000
@@ -240,12 +240,11 @@ def main() -> None:
     print(f"| | {' | '.join(columns)} | env steps to return 475 |")
     print("|---|---:|---:|---:|---:|---:|")
     for name in pythons:
+        rates = [a / b for a, b in zip(speed["flowrl"], speed[name], strict=True)]
+        times = [a / b for a, b in zip(seconds["flowrl"], seconds[name], strict=True)]
         print(
-            f"| {name} | {np.median(speed[name]):,.0f} "
-            f"| {np.median(speed['flowrl']) / np.median(speed[name]):.2f} "
-            f"| {np.median(seconds[name]):.1f} "
-            f"| {np.median(seconds['flowrl']) / np.median(seconds[name]):.2f} "
-            f"| {np.median(steps[name]):,.0f} |"
+            f"| {name} | {spread(speed[name], 0)} | {spread(rates)} | {spread(seconds[name], 1)} "
+            f"| {spread(times)} | {np.median(steps[name]):,.0f} |"
         )
 
 

@@ -84,7 +84,7 @@ def peer_run(library: str, plan: str, env: str, steps: int) -> dict[str, Any]:
     if plan == "td3":
         del extra_arguments["ent_coef"]
         assert isinstance(made.action_space, gym.spaces.Box)
-        scale = NOISE * (made.action_space.high - made.action_space.low) / 2
+        scale = np.full(made.action_space.shape, NOISE)  # of actions in [-1, 1]
         extra_arguments["action_noise"] = NormalActionNoise(np.zeros_like(scale), scale)
     model = {"sac": SAC, "td3": TD3}[plan](
         "MlpPolicy",

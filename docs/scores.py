@@ -45,7 +45,7 @@ def train(plan: str, seed: int) -> dict[str, Any]:
             ]
         config = json.loads((run_dir / "config.json").read_text())
     (reached,) = [line for line in done.stdout.splitlines() if line.startswith("reached: ")]
-    step = max(1, len(rows) // NUM_POINTS)
+    step = max(1, -(-len(rows) // NUM_POINTS))
     curve = [*rows[:-1:step], rows[-1]]
     return {
         "seed": seed,

@@ -17,7 +17,7 @@ from gymnasium import spaces
 import flowrl
 from flowrl.algorithms.offline_config import OfflineConfig
 from flowrl.benchmark.rows import rows_named, shipped_tables
-from flowrl.benchmark.summary import markdown, read_results, score_text
+from flowrl.benchmark.summary import LIBRARIES, markdown, read_results, score_text
 from flowrl.errors import ConfigError
 from flowrl.policies.policy_spec import PolicySpec
 from flowrl.sampling.policy_map import policy_class_and_config
@@ -229,7 +229,10 @@ def benchmark(table: str) -> str:
     missing = [row.name for row in all_rows if row not in rows]
     text = []
     if rows:
-        results = [result for row in rows for result in read_results(row, RESULTS)]
+        results = [
+            result for row in rows for library in LIBRARIES
+            for result in read_results(row, RESULTS, library)
+        ]  # fmt: skip
         places = sorted({f"{result['machine']} at commit {result['commit']}" for result in results})
         days = sorted({result["date"] for result in results})
         packages = ", ".join(f"{name} {n}" for name, n in results[-1]["versions"].items())

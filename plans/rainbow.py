@@ -15,9 +15,10 @@ from flowrl.ops import (
 config = DQNConfig(
     env="CartPole-v1",
     n_step=3,
-    # values of the distribution, from v_min to v_max: set these to the bounds of the discounted
-    # returns of your environment
     num_atoms=51,
+    # the bounds of the discounted returns of the environment
+    v_min=0.0,
+    v_max=100.0,
     noisy=True,
     exploration_config={"type": "EpsilonGreedy", "epsilon": 0.0},
 )

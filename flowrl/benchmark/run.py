@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import json
 import math
-import platform
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 from flowrl.benchmark.processes import run_training
+from flowrl.benchmark.provenance import (
+    Origin,
+    joined,
+    present_origin,
+    read_record,
+    write_record,
+)
 from flowrl.benchmark.rows import BenchmarkRow, rows_named
-from flowrl.benchmark.sb3 import PACKAGES, installed_version, train_sb3
+from flowrl.benchmark.sb3 import train_sb3
 from flowrl.data.checkpoint import list_checkpoints
 from flowrl.errors import ConfigError
-from flowrl.process_usage import num_cores
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.runs.saved_run import read_results
 from flowrl.whole_files import write_whole
@@ -29,10 +32,6 @@ from flowrl.whole_files import write_whole
 EVALUATION_EPISODES = 100
 WINDOW = 100  # training episodes of a mean return
 MAX_POINTS = 100  # of a learning curve
-CHECKOUT = Path(__file__).parents[2]
-RESULTS = "benchmarks/results"  # which benchmarks write themselves
-# packages whose versions are in a result, if they are installed
-VERSIONS = ("flowrl-dataflow", "torch", *PACKAGES)
 
 
 @dataclass(frozen=True)
@@ -44,14 +43,14 @@ class Outcome:
             number of these episodes, which is smaller at the start).
         score, score_std: of the returns of EVALUATION_EPISODES evaluation episodes.
         seconds: wall time of the training with its start, without the evaluation.
-        versions: package -> version.
+        origin: where, when and with which versions the training ran.
     """
 
     curve: list[tuple[int, float, float, int]]
     score: float
     score_std: float
     seconds: float
-    versions: dict[str, str]
+    origin: Origin
 
 
 def train_flowrl(row: BenchmarkRow, seed: int, run_dir: Path) -> Outcome:
@@ -67,17 +66,25 @@ def train_flowrl(row: BenchmarkRow, seed: int, run_dir: Path) -> Outcome:
     command = [sys.executable, "-m", "flowrl"]
     checksum = row.checksum()
     file = run_dir.with_name(f"{run_dir.name}.settings")
+    settings, origins = read_record(file)
+    has_ended = False
     if list_checkpoints(run_dir):
-        if file.exists() and file.read_text() != checksum:
+        if settings not in (None, checksum):
             raise ConfigError(
                 f"benchmark: {run_dir} is of a training with other settings: remove it to train "
                 "again, or choose another folder (--runs)"
             )
         command += ["resume", str(run_dir), "--trust"]
+        curve = learning_curve(run_dir)
+        has_ended = bool(curve) and curve[-1][0] >= row.env_steps
     else:
+        origins = []
         command += ["train", row.plan, "--env", row.env, "--seed", str(seed)]
         command += ["--stop-timesteps", str(row.env_steps), "--run-dir", str(run_dir)]
-    file.write_text(checksum)
+        command += ["--metrics-num-episodes-for-smoothing", str(WINDOW)]
+    if not has_ended:
+        origins = [*origins, present_origin()]
+    write_record(file, checksum, origins)
     started = time.perf_counter()
     run_training([*command, "--display", "none"])
     seconds = time.perf_counter() - started
@@ -93,7 +100,7 @@ def train_flowrl(row: BenchmarkRow, seed: int, run_dir: Path) -> Outcome:
         evaluation["episode_reward_mean"],
         evaluation["episode_reward_std"],
         seconds,
-        {name: number for name in VERSIONS if (number := installed_version(name))},
+        joined(origins),
     )
 
 
@@ -149,46 +156,9 @@ def result_of(
         "seconds_to_threshold": None if first is None else round(first[2], 1),
         "seconds": round(outcome.seconds, 1),
         "curve": [[steps, round(mean, 3), round(at, 1)] for steps, mean, at, _ in shown],
-        "date": date.today().isoformat(),
-        "machine": machine(),
-        "python": platform.python_version(),
         "settings": row.checksum(library),
-        "versions": outcome.versions,
-        "commit": commit(),
+        **outcome.origin,
     }
-
-
-def machine() -> str:
-    """Return the number of cores and the name of the processor."""
-    return f"{num_cores()} cores of {processor()}"
-
-
-def processor() -> str:
-    """Return the name of the processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def commit(root: Path = CHECKOUT) -> str | None:
-    """Return the commit of a checkout of flowrl, with `-dirty` if a file outside of RESULTS differs
-    from it; None outside of a checkout, or without git."""
-    if not (root / ".git").exists():
-        return None
-
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True)
-        return done.stdout.strip()
-
-    try:
-        head = git("rev-parse", "--short", "HEAD")
-        changed = git("diff", "--name-only", "HEAD", "--", ".", f":!{RESULTS}")
-    except OSError:
-        return None
-    return f"{head}-dirty" if changed else head or None
 
 
 def main() -> None:
@@ -196,7 +166,9 @@ def main() -> None:
     (row,) = rows_named([name], Path(tables))
     try:
         if library == "sb3":
-            outcome = Outcome(**train_sb3(row, int(seed), Path(run_dir), EVALUATION_EPISODES))
+            trained = train_sb3(row, int(seed), Path(run_dir), EVALUATION_EPISODES)
+            origin = {**present_origin(), "versions": trained.pop("versions")}
+            outcome = Outcome(**trained, origin=origin)
         else:
             outcome = train_flowrl(row, int(seed), Path(run_dir))
     except ConfigError as error:

@@ -7,8 +7,9 @@ import subprocess
 import pytest
 
 from flowrl.benchmark import sb3
+from flowrl.benchmark.provenance import commit, joined, present_origin
 from flowrl.benchmark.rows import BenchmarkRow, benchmark_rows, shipped_tables
-from flowrl.benchmark.run import Outcome, commit, learning_curve, result_of, train_flowrl
+from flowrl.benchmark.run import Outcome, learning_curve, result_of, train_flowrl
 from tests.extras import require_extra
 
 TABLES = """
@@ -32,15 +33,15 @@ def test_best_and_threshold_are_of_100_episodes():
         (300, 25.0, 3.0, 100),
         (400, 22.0, 4.0, 100),
     ]
-    result = result_of(row, 0, Outcome(curve, 21.0, 1.0, 5.0, {}))
+    result = result_of(row, 0, Outcome(curve, 21.0, 1.0, 5.0, present_origin()))
     assert (result["best"], result["steps_to_threshold"]) == (25.0, 300)
     assert result["seconds_to_threshold"] == 3.0
-    result = result_of(row, 0, Outcome(curve[:1], 21.0, 1.0, 5.0, {}))
+    result = result_of(row, 0, Outcome(curve[:1], 21.0, 1.0, 5.0, present_origin()))
     assert (result["best"], result["steps_to_threshold"]) == (None, None)
 
 
 @pytest.mark.slow
-def test_result_of_a_training(tmp_path):
+def test_result_of_a_training(tmp_path, monkeypatch):
     row = BenchmarkRow("t", "a2c", "CartPole-v1", 4096, {}, threshold=15.0)
     run_dir = tmp_path / "run"
     outcome = train_flowrl(row, 3, run_dir)
@@ -55,8 +56,10 @@ def test_result_of_a_training(tmp_path):
     assert result["seconds"] >= result["seconds_to_threshold"]
     never = BenchmarkRow("t", "a2c", "CartPole-v1", 4096, {}, threshold=1e9)
     assert result_of(never, 3, outcome)["steps_to_threshold"] is None
-    train_flowrl(row, 3, run_dir)  # its training has ended: nothing is repeated
+    monkeypatch.setattr("flowrl.benchmark.run.present_origin", lambda: {"commit": "later"})
+    repeated = train_flowrl(row, 3, run_dir)  # its training has ended: nothing is repeated
     assert learning_curve(run_dir) == curve
+    assert repeated.origin == outcome.origin
 
 
 @pytest.mark.slow
@@ -179,6 +182,21 @@ def test_rows_are_listed(cli):
     code, _, err = cli("benchmark", "clasic")
     assert code == 2
     assert "Did you mean 'classic'" in err
+
+
+def test_origins_of_a_continued_training_are_joined():
+    versions = {"torch": "2.13.0", "gymnasium": "1.4.0"}
+    first = {"date": "2026-01-01", "machine": "a", "python": "3.11", "commit": "1"}
+    first["versions"] = versions
+    second = {**first, "date": "2026-01-02", "commit": "2"}
+    second["versions"] = versions | {"torch": "2.14.0"}
+    assert joined([first]) == first
+    assert joined([first, first, second]) == {
+        **first,
+        "date": "2026-01-02",
+        "commit": "1 then 2",
+        "versions": versions | {"torch": "2.13.0 then 2.14.0"},
+    }
 
 
 def test_commit_is_that_of_the_checkout(tmp_path, monkeypatch):
