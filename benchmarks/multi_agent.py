@@ -83,7 +83,9 @@ class Flowrl:
         )
 
     def sample(self) -> int:
-        return self.worker.sample().agent_steps()
+        steps = self.worker.sample().agent_steps()
+        self.worker.get_metrics()  # as a plan does; otherwise, the worker keeps them
+        return steps
 
 
 class Bare:

@@ -227,7 +227,9 @@ class Worker:
         self.worker = RolloutWorker("CartPole-v1", PPOTorchPolicy, settings)
 
     def sample(self) -> int:
-        return self.worker.sample().count
+        count = self.worker.sample().count
+        self.worker.get_metrics()  # as a plan does; otherwise, the worker keeps them
+        return count
 
 
 def rate(act: Callable[[], Any], seconds: float) -> float:

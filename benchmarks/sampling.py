@@ -176,7 +176,9 @@ class Flowrl:
         )
 
     def sample(self) -> int:
-        return self.worker.sample().count
+        count = self.worker.sample().count
+        self.worker.get_metrics()  # as a plan does; otherwise, the worker keeps them
+        return count
 
 
 class Parts(gym.ObservationWrapper[dict[str, np.ndarray], int, np.ndarray]):
