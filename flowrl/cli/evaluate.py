@@ -62,6 +62,9 @@ def evaluate_command(arguments: list[str]) -> int:
             video = None if explore or options.video is None else options.video / run.name
             try:
                 metrics = algorithm.evaluate(options.episodes, explore, num_envs, video_dir=video)
+            except KeyboardInterrupt:
+                print(f"interrupted during the {name} episodes: no result", file=sys.stderr)
+                raise
             except Exception as error:
                 if options.render and _needs_pygame(error):
                     raise ConfigError(install_hint(f"--render {options.render}", "video")) from None

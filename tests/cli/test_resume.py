@@ -303,3 +303,15 @@ def test_resumed_run_replaces_only_what_it_recorded_itself(cli, tmp_path, caplog
     shutil.move(tmp_path / "r", tmp_path / "moved")
     resume("moved", 256)
     assert num_rows() == 256 + 128
+
+
+def test_interrupted_evaluation_says_so(cli, monkeypatch):
+    assert cli("train", "ppo", *SEEDED, "--stop-iters", "1", "--run-dir", "r")[0] == 0
+
+    def evaluate(algorithm, *args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flowrl.trainer.algorithm.Algorithm.evaluate", evaluate)
+    code, out, err = cli("evaluate", "r")
+    assert (code, out) == (130, "")
+    assert err == "interrupted during the greedy episodes: no result\n"
