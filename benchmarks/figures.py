@@ -8,7 +8,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from flowrl.benchmark.run import commit, machine
+from flowrl.benchmark.provenance import commit, machine
 
 RESULTS = Path(__file__).parent / "results"
 

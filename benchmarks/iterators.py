@@ -170,7 +170,7 @@ def gathers(rounds: int) -> None:
         for gather, num_async in (("async", 1), ("async", 4), ("sync", 1)):
             shards = from_actors(actors)
             if gather == "async":
-                make = partial(shards.gather_async, num_async=num_async, next_request="before_item")
+                make = partial(shards.gather_async, num_async=num_async)
                 bare = partial(drained, actors, bare_async, actors, num_async, items)
             else:
                 make = shards.gather_sync

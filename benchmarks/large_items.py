@@ -69,8 +69,7 @@ def bare_fragments(actors: list[Any], items: int) -> None:
 
 
 def flowrl_fragments(actors: list[Any], items: int) -> None:
-    gather = from_actors(actors).gather_async
-    with gather(num_async=IN_FLIGHT, next_request="before_item") as stream:
+    with from_actors(actors).gather_async(num_async=IN_FLIGHT) as stream:
         for _ in range(items):
             batch = next(stream)
             touch(batch["obs"])

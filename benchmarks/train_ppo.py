@@ -3,7 +3,7 @@
 All use the same settings: 8 environments x 500 steps, minibatch 128, 10 epochs, 2x64 tanh, lr 3e-4,
 gamma .99, lambda .95, clip .2. Measures env steps per second over 10 batches, and seconds from the
 first training call until the mean return of the last 100 episodes is 475. The entries run
-alternately; prints medians over the seeds.
+alternately; prints medians over the seeds, with the lowest and the highest value.
 
     python benchmarks/train_ppo.py [--seeds 3] [--no-sb3]
 
@@ -241,10 +241,13 @@ def main() -> None:
     print("|---|---:|---:|---:|---:|---:|")
     for name in pythons:
         rates = [a / b for a, b in zip(speed["flowrl"], speed[name], strict=True)]
-        times = [a / b for a, b in zip(seconds["flowrl"], seconds[name], strict=True)]
+        # of the rounds in which both have reached the goal
+        pairs = zip(seconds["flowrl"], seconds[name], strict=True)
+        times = [a / b for a, b in pairs if np.isfinite(a + b)]
+        cell = f"{spread(times)}, {len(times)} of {options.seeds}" if times else "never"
         print(
             f"| {name} | {spread(speed[name], 0)} | {spread(rates)} | {spread(seconds[name], 1)} "
-            f"| {spread(times)} | {np.median(steps[name]):,.0f} |"
+            f"| {cell} | {np.median(steps[name]):,.0f} |"
         )
 
 

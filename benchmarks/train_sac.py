@@ -144,7 +144,7 @@ def main() -> None:
     # these import flowrl, which the peers' environments lack
     from figures import Figures, measured_here
 
-    from flowrl.benchmark.run import processor
+    from flowrl.benchmark.provenance import processor
 
     packages = "stable-baselines3==2.9.2", f"gymnasium[mujoco]=={gym.__version__}"
     pythons = {

@@ -235,7 +235,8 @@ def benchmark(table: str) -> str:
         ]  # fmt: skip
         places = sorted({f"{result['machine']} at commit {result['commit']}" for result in results})
         days = sorted({result["date"] for result in results})
-        packages = ", ".join(f"{name} {n}" for name, n in results[-1]["versions"].items())
+        versions = read_results(rows[-1], RESULTS)[-1]["versions"]
+        packages = ", ".join(f"{name} {n}" for name, n in versions.items())
         text += [
             markdown(rows, RESULTS),
             f"{days[0]}{f' to {days[-1]}' if len(days) > 1 else ''}; {'; '.join(places)}; "

@@ -276,7 +276,7 @@ class _AlgorithmConfigFramework(TypedDict, total=False):
     numpy_gradients: bool
     """Compute gradients with numpy where that is faster than autograd: for the shipped losses of PPO, A2C, DQN, SAC and TD3 on fully connected networks. Results differ by rounding only, except that autograd refuses an update if the ratio of two probabilities overflows."""
     device: str
-    """Device of the network in processes that learn: "cpu", "cuda", "cuda:1"; "auto" uses the GPU, if there is one, for observations with images, and the CPU for others. Workers that only sample use the CPU."""
+    """Device of the network in processes that learn: "cpu", "cuda", "cuda:1"; "auto" uses the GPU, if there is one, for observations with images, and the CPU for others. Remote workers use the CPU, unless `num_gpus_per_worker` gives them a GPU."""
     cuda_graphs: bool
     """On a GPU, launch an update or a forward pass on images as one CUDA graph where its shapes stay the same: for the policies of PPO, A2C, DQN, SAC, TD3 and DDPG, not those that a user derives from them, on networks of flowrl and torch without recurrent states, noisy layers, dropout and BatchNorm. Results differ by rounding only."""
 

@@ -15,10 +15,7 @@ from flowrl.ops import (
 config = DQNConfig(
     env="CartPole-v1",
     n_step=3,
-    num_atoms=51,
-    # the bounds of the discounted returns of the environment
-    v_min=0.0,
-    v_max=100.0,
+    num_atoms=51,  # v_min and v_max: set them to the bounds of the discounted returns
     noisy=True,
     exploration_config={"type": "EpsilonGreedy", "epsilon": 0.0},
 )

@@ -12,7 +12,7 @@ from pydantic import Field
 from flowrl.algorithms.a2c import A2C, A2CConfig, A2CTorchPolicy
 from flowrl.settings import Count, NonNegativeInt, check_of_settings
 from flowrl.trainer.algorithm import PolicyClass
-from flowrl.trainer.config import PlanSetting, PlanSource
+from flowrl.trainer.config import PlanSetting, PlanSource, check_device_of_workers
 
 
 class A3CConfig(A2CConfig):
@@ -52,15 +52,20 @@ class A3CConfig(A2CConfig):
         if self.stale_policy != "drop" or max_lag is None:
             return self
         # the weights of a gradient lack the updates with those that are in flight with it
-        if max_lag < requests - 1 or 2 * (max_lag + 1) < in_flight:
+        least = max(requests - 1, (in_flight + 1) // 2 - 1)
+        if max_lag < least:
             raise ValueError(
                 f"max_policy_lag={max_lag} would drop most gradients: with "
                 f"num_workers={self.num_workers} and "
                 f"max_requests_in_flight_per_worker={requests}, {in_flight} gradients are in "
                 f"flight, and their weights are usually {in_flight - 1} updates old. Set "
-                'stale_policy="wait" or max_requests_in_flight_per_worker=1, or increase '
-                "max_policy_lag"
+                f'stale_policy="wait", or max_policy_lag to at least {least}'
             )
+        return self
+
+    @check_of_settings
+    def _check_device(self) -> Self:
+        check_device_of_workers(self, "A3C")
         return self
 
     def build(self, plan: PlanSource | None = None) -> A3C:

@@ -16,8 +16,10 @@ def wrong_action_space(algorithm: str, supported: str, space: spaces.Space) -> C
         space: the action space.
     """
     others = "PPO"
-    if isinstance(space, spaces.Box):
+    if algorithm == "CQL":
+        others = "BC or MARWIL"
+    elif isinstance(space, spaces.Box) and space.is_bounded():
         others = "PPO, SAC or TD3"
     elif isinstance(space, spaces.Discrete):
-        others = "PPO or DQN"
+        others = "PPO, DQN or SAC"
     return ConfigError(f"{algorithm} is for {supported} actions, not {space}: use {others}")

@@ -31,18 +31,15 @@ class AsyncLearnerConfig(AlgorithmConfig):
     def _check_learners(self) -> Self:
         if self.num_learners and self.num_gpus:
             raise ValueError("num_learners and num_gpus: set only one of the two")
+        on_actors = self.num_learners or self.num_gpus
+        if self.microbatch_size and on_actors and self.policies is None:
+            raise ValueError("microbatch_size: it needs num_learners=0 and num_gpus=0")
         if self.minibatch_buffer_size > 1 and self.num_sgd_iter == 1:
             raise ValueError(
                 "minibatch_buffer_size above 1 needs num_sgd_iter of at least 2: each train batch "
                 "is used only once"
             )
         return self
-
-    def check(self) -> None:
-        """Check also the settings of each policy; see AlgorithmConfig.check."""
-        super().check()
-        if self.num_learners or self.num_gpus:
-            self.check_no_microbatches("it needs num_learners=0 and num_gpus=0")
 
     def learner(self, workers: WorkerSet) -> LearnerThread:
         """Create the learner of a plan from these settings."""

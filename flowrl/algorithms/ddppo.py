@@ -5,12 +5,12 @@ The loss is PPO's; workers learn from their own samples and average their gradie
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from flowrl.algorithms.ppo import PPO, PPOConfig, PPOTorchPolicy
-from flowrl.settings import Count
+from flowrl.settings import Count, check_of_settings
 from flowrl.trainer.algorithm import PolicyClass
-from flowrl.trainer.config import PlanSetting, PlanSource
+from flowrl.trainer.config import PlanSetting, PlanSource, check_device_of_workers
 
 
 class DDPPOConfig(PPOConfig):
@@ -23,11 +23,16 @@ class DDPPOConfig(PPOConfig):
     """Env steps of each environment per round; "auto" makes one round of all workers a train
     batch."""
 
-    def check(self) -> None:
-        """Check also the settings of each policy; see AlgorithmConfig.check."""
-        super().check()
-        if self.num_workers:
-            self.check_no_microbatches("DD-PPO supports it only with num_workers=0")
+    @check_of_settings
+    def _check_microbatches(self) -> Self:
+        if self.microbatch_size and self.num_workers and self.policies is None:
+            raise ValueError("microbatch_size: DD-PPO supports it only with num_workers=0")
+        return self
+
+    @check_of_settings
+    def _check_device(self) -> Self:
+        check_device_of_workers(self, "DD-PPO")
+        return self
 
     def build(self, plan: PlanSource | None = None) -> DDPPO:
         return self._build(plan)

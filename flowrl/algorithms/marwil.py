@@ -204,6 +204,7 @@ class MARWILTorchPolicy(TorchPolicy):
         return policy_loss + self.config.vf_coeff * vf_loss
 
     def loss_without_rows(self) -> None:
+        """See TorchPolicy; a subclass with another loss also overrides this method."""
         if self.config.beta:
             self._squares.append((self.learner.mean_of_rows(torch.empty(0)), 1))
 

@@ -136,9 +136,9 @@ class OffPolicyConfig(AlgorithmConfig):
             policies: ids of the policies whose rows are stored; None for all policies.
 
         Raises:
-            ConfigError: a setting that only replay actors use is set, or policies have different
-                settings of the common buffer. Later, when the first rows of a policy are stored:
-                the algorithm of the policy does not learn from replay.
+            ConfigError: a setting that only replay actors use is set. Later, when the first rows of
+                a policy are stored: its algorithm does not learn from replay, or it has another
+                value of a setting of the common buffer.
         """
         ids = policies or specs_of(self.policies)
         configs = [self, *(self.for_policy(policy_id) for policy_id in ids if self.policies)]
@@ -157,7 +157,6 @@ class OffPolicyConfig(AlgorithmConfig):
         self, policies: Collection[str] | None, shard: int = 0, num_shards: int = 1
     ) -> MultiAgentReplayBuffer:
         """Create the replay buffer of a plan, or one shard of it."""
-        self._check_shared_settings(policies)
 
         def make(policy_id: str) -> ReplayBuffer:
             config = self.for_policy(policy_id) if self.policies is not None else self
@@ -166,6 +165,14 @@ class OffPolicyConfig(AlgorithmConfig):
                     f"policy {policy_id!r} has a {type(config).__name__}, which does not learn "
                     "from replay: leave its rows out (SelectExperiences)"
                 )
+            for name in SHARED_SETTINGS:
+                value, common_value = getattr(config, name), getattr(self, name)
+                if name in config.model_fields_set and value != common_value:
+                    raise ConfigError(
+                        f"policy {policy_id!r} has {name}={value!r}, but the replay buffer that it "
+                        f"shares with other policies has {common_value!r}: create a separate "
+                        f"buffer (config.for_policy({policy_id!r}).replay_buffer([{policy_id!r}]))"
+                    )
             return config.new_buffer(policy_id, shard, num_shards)
 
         return MultiAgentReplayBuffer(
@@ -176,25 +183,6 @@ class OffPolicyConfig(AlgorithmConfig):
             policies=policies,
             mode=self.replay_mode,
         )
-
-    def _check_shared_settings(self, policies: Collection[str] | None) -> None:
-        """Check that no policy has another value of a setting of the common buffer.
-
-        Raises:
-            ConfigError: a policy has one.
-        """
-        if self.policies is None:
-            return
-        for policy_id in policies or specs_of(self.policies):
-            config = self.for_policy(policy_id)
-            for name in SHARED_SETTINGS if isinstance(config, OffPolicyConfig) else ():
-                value, common_value = getattr(config, name), getattr(self, name)
-                if name in config.model_fields_set and value != common_value:
-                    raise ConfigError(
-                        f"policy {policy_id!r} has {name}={value!r}, but the replay buffer that it "
-                        f"shares with other policies has {common_value!r}: create a separate "
-                        f"buffer (config.for_policy({policy_id!r}).replay_buffer([{policy_id!r}]))"
-                    )
 
     def replay_actors(
         self, policies: Collection[str] | None = None
@@ -212,7 +200,6 @@ class OffPolicyConfig(AlgorithmConfig):
                     "at least 1: leave it out"
                 )
             return self._new_multi_agent_buffer(policies)
-        self._check_shared_settings(policies)  # before the actors start
         ids = policies or specs_of(self.policies)
         return ReplayActors(
             lambda shard: self._new_multi_agent_buffer(policies, shard, self.num_replay_shards),

@@ -58,10 +58,7 @@ def read_record(file: Path) -> tuple[str | None, list[Origin]]:
     file."""
     if not file.exists():
         return None, []
-    text = file.read_text(encoding="utf-8")
-    if not text.startswith("{"):  # of an earlier version
-        return text, []
-    record = json.loads(text)
+    record = json.loads(file.read_text(encoding="utf-8"))
     return record["settings"], record["origins"]
 
 

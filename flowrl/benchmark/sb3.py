@@ -65,9 +65,12 @@ def installed_version(package: str) -> str | None:
 
 
 def train_sb3(row: BenchmarkRow, seed: int, run_dir: Path, episodes: int) -> dict[str, Any]:
-    """Train a row from the start, and evaluate its last policy; return the fields of `Outcome`.
+    """Train a row from the start, and evaluate its last policy.
 
     The virtual environment is two folders above the run directory, as the command has them.
+
+    Returns:
+        the fields of `Outcome`, with `versions` (package -> version) instead of the origin.
 
     Raises:
         ConfigError: there are no settings for the row.

@@ -120,7 +120,6 @@ class LearnOnWorker:
 
     def bound_to(self, worker: RolloutWorker) -> LearnOnWorker:
         """Return a copy of this operator that is bound to a worker."""
-        check_no_target_networks(worker, self._policies)
         bound = copy.copy(self)
         bound._worker = worker
         return bound
@@ -154,6 +153,7 @@ class LearnOnWorker:
 
     def _update(self, worker: RolloutWorker, fragment: Batch) -> Updates:
         rows: dict[str, SampleBatch | None] = dict(select_rows(worker, fragment, self._policies))
+        check_no_target_networks(worker, rows)
         if self.store_address is not None and self._store is None:
             self._store = GroupStore(self.store_address)
         identity = worker.worker_index, worker.restart_count

@@ -241,8 +241,12 @@ def update_policies(
         try:
             stats = policy.learn_on_minibatches(batch, passes, size)
         except Exception as error:
-            before = f"; {', '.join(updates)} learned from it before" if updates else ""
-            add_note(error, f"policy {policy_id!r} learned from the batch{before}")
+            if updates:
+                add_note(
+                    error,
+                    f"raised while policy {policy_id!r} learned; the policies {list(updates)} had "
+                    "learned from this batch before",
+                )
             raise
         updates[policy_id] = PolicyUpdate(
             {**stats, **callback_stats},
@@ -260,10 +264,11 @@ def compute_gradients(
     """Return the gradients of a worker's policies on a batch; the policies do not change.
 
     Raises:
-        TypeError, KeyError: see `select_rows`.
+        TypeError, KeyError: see `select_rows` and `check_no_target_networks`.
     """
     started = time.perf_counter()
     rows_by_policy = select_rows(worker, batch, policies)
+    check_no_target_networks(worker, rows_by_policy)
     gradients = Gradients(
         {}, {}, {}, batch.env_steps(), batch.sources, rows_by_policy=batch.steps_by_policy()
     )
@@ -305,7 +310,7 @@ def select_rows(
     }
 
 
-def check_no_target_networks(worker: RolloutWorker, policies: Collection[str] | None) -> None:
+def check_no_target_networks(worker: RolloutWorker, policy_ids: Iterable[str]) -> None:
     """Check that a remote worker trains no policy with a target network.
 
     Remote workers receive weights, not target networks, and UpdateTargetNetwork updates only the
@@ -313,13 +318,14 @@ def check_no_target_networks(worker: RolloutWorker, policies: Collection[str] | 
 
     Args:
         worker: any worker; the local one may train such policies.
-        policies: see `trainable_policies`.
+        policy_ids: the policies that it trains.
 
     Raises:
         TypeError: a policy has a target network.
     """
-    for policy_id, policy in trainable_policies(worker, policies).items():
-        if worker.worker_index and hasattr(policy, "update_target"):
+    for policy_id in policy_ids if worker.worker_index else ():
+        policy = worker.policy_map[policy_id]
+        if hasattr(policy, "update_target"):
             raise TypeError(
                 f"policy {policy_id!r} is a {type(policy).__name__}, which has a target network, "
                 "and remote workers would never receive its updates: train it with TrainOneStep, "

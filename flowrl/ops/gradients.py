@@ -12,7 +12,6 @@ from flowrl.iter import LocalIterator, Source, _get_shared_metrics
 from flowrl.learners.gradients import Gradients
 from flowrl.learners.learner import (
     LocalLearner,
-    check_no_target_networks,
     check_policy_ids,
     compute_gradients,
 )
@@ -74,7 +73,6 @@ class ComputeGradientsOnWorker:
 
     def bound_to(self, worker: RolloutWorker) -> ComputeGradientsOnWorker:
         """Return the operator for one worker."""
-        check_no_target_networks(worker, self.policies)
         return ComputeGradientsOnWorker(self.policies, worker)
 
     def __call__(self, batch: Batch) -> Gradients:

@@ -168,7 +168,7 @@ class ReplayActors:
             raise RuntimeError(
                 f"replay shard {index} died {shard.deaths} times without storing or returning rows "
                 "in between; the last cause is above. If it lacks memory, reduce "
-                "replay_buffer_capacity, or increase num_replay_shards"
+                "replay_buffer_capacity, or keep the rows in files (replay_buffer_dir)"
             ) from error
         log.warning("replay shard %d died and is replaced by an empty one: %s", index, error)
         self._count("num_replay_shard_restarts")

@@ -253,8 +253,8 @@ class PolicyConfig(Settings):
     except that autograd refuses an update if the ratio of two probabilities overflows."""
     device: Annotated[str, AfterValidator(_device)] = setting("auto", group="framework")
     """Device of the network in processes that learn: "cpu", "cuda", "cuda:1"; "auto" uses the
-    GPU, if there is one, for observations with images, and the CPU for others. Workers that
-    only sample use the CPU."""
+    GPU, if there is one, for observations with images, and the CPU for others. Remote workers use
+    the CPU, unless `num_gpus_per_worker` gives them a GPU."""
     cuda_graphs: bool = setting(True, group="framework")
     """On a GPU, launch an update or a forward pass on images as one CUDA graph where its shapes
     stay the same: for the policies of PPO, A2C, DQN, SAC, TD3 and DDPG, not those that a user

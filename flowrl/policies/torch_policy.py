@@ -417,7 +417,7 @@ class TorchPolicy(Policy):
         """Take part in the collective operations of `loss` when this process has no rows.
 
         Needed if `loss` uses `learner.standardize`, `learner.mean_of_rows` or
-        `learner.mean_over_group`; with an empty tensor, or None.
+        `learner.mean_over_group`: call the same methods, with an empty tensor or None.
         """
 
     def learn_on_minibatches(

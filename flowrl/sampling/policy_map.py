@@ -25,6 +25,7 @@ def build_policy_map(
     config: Mapping[str, Any] | PolicyConfig,
     envs: MultiAgentVectorEnv,
     mapping: PolicyMapping,
+    on_cpu: bool,
 ) -> dict[str, Policy]:
     """Return the policies by id.
 
@@ -34,6 +35,7 @@ def build_policy_map(
         config: the run's settings, a mapping or a record.
         envs: its agents' spaces are used where a spec has none.
         mapping: from agents to policies.
+        on_cpu: replace the setting `device` by "cpu".
 
     Raises:
         ConfigError: a policy has no class, or its settings are invalid.
@@ -43,6 +45,10 @@ def build_policy_map(
         observation_space, action_space = _spaces_for(policy_id, spec, envs, mapping, len(specs))
         try:
             policy_class, settings = policy_class_and_config(policy_id, spec, default_class, config)
+            if on_cpu:
+                is_record = isinstance(settings, PolicyConfig)
+                changes = {"device": "cpu"}
+                settings = settings.updated(**changes) if is_record else {**settings, **changes}
             policies[policy_id] = policy_class(observation_space, action_space, settings)
         except ConfigError as error:
             if len(specs) > 1:

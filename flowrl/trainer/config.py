@@ -311,22 +311,6 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
         """Return `train_batch_size` in rows of one policy, if it has another unit the maximum."""
         return self.train_batch_size
 
-    def check_no_microbatches(self, reason: str) -> None:
-        """Check that no policy that learns has a `microbatch_size`.
-
-        Args:
-            reason: end of the message.
-
-        Raises:
-            ConfigError: a policy has one.
-        """
-        to_train = self.policies_to_train
-        for policy_id in specs_of(self.policies):
-            learns = to_train is None or callable(to_train) or policy_id in to_train
-            if learns and self.for_policy(policy_id).microbatch_size:
-                of_policy = "" if self.policies is None else f" of policy {policy_id!r}"
-                raise ConfigError(f"microbatch_size{of_policy}: {reason}")
-
     def check(self) -> None:
         """Check what a run needs: an environment, an existing plan, known metrics, writable
         folders, and no search spaces.
@@ -480,6 +464,24 @@ def check_folder(output: str, setting: str = "output") -> None:
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise ConfigError(
             f"{setting}: {output} cannot be written: {existing} is not a writable folder"
+        )
+
+
+def check_device_of_workers(config: AlgorithmConfig, algorithm: str) -> None:
+    """Check that remote workers which learn have the device of the setting `device`.
+
+    Args:
+        config: the settings.
+        algorithm: name of the algorithm, for the message.
+
+    Raises:
+        ValueError: they have no GPU.
+    """
+    has_gpus = bool(config.num_gpus_per_worker)
+    if config.num_workers and not has_gpus and config.device not in ("auto", "cpu"):
+        raise ValueError(
+            f"device={config.device!r} needs num_gpus_per_worker above 0: with {algorithm}, the "
+            "workers learn"
         )
 
 

@@ -59,7 +59,8 @@ def check_start(config: AlgorithmConfig, workers: WorkerSet, stage: Stage) -> No
             or reads rows has a policy whose rows cannot be recorded; or the environment of
             `evaluation_config` does not fit.
     """
-    config.check_input()
+    if config.get("input_") is not None:
+        config.check_input()
     policies = workers.local_worker().policy_map
     check_rows(config, workers.local_worker())
     _check_states(stage)

@@ -9,7 +9,6 @@ import pytest
 from flowrl.algorithms.a3c import A3CConfig
 from flowrl.algorithms.apex import APEXConfig
 from flowrl.algorithms.appo import APPOConfig
-from flowrl.algorithms.ddppo import DDPPOConfig
 from flowrl.algorithms.dqn import DQNConfig
 from flowrl.algorithms.impala import IMPALAConfig
 from flowrl.iter import MetricsContext, metrics_scope
@@ -24,7 +23,7 @@ from flowrl.ops import (
     TrainOneStep,
 )
 from flowrl.ops.plan_metrics import PlanMetrics
-from flowrl.policies import ConfigError, PolicySpec
+from flowrl.policies import ConfigError
 from flowrl.sampling.episode import EpisodeMetrics
 from tests.learner_threads import learner_of
 
@@ -247,7 +246,7 @@ def test_lag_limit_that_drops_all_gradients_is_rejected():
     assert A3CConfig(max_policy_lag=0, max_requests_in_flight_per_worker=1).max_policy_lag == 0
     assert A3CConfig(max_policy_lag=0, stale_policy="wait").max_policy_lag == 0
     one = {"max_requests_in_flight_per_worker": 1}
-    with pytest.raises(ConfigError, match=r"8 gradients are in flight, .* usually 7 updates old"):
+    with pytest.raises(ConfigError, match=r"8 gradients are in flight, .*at least 3$"):
         A3CConfig(num_workers=8, max_policy_lag=2, **one)
     assert A3CConfig(num_workers=8, max_policy_lag=3, **one).max_policy_lag == 3
 
@@ -262,22 +261,6 @@ def test_lag_limit_that_drops_all_gradients_is_rejected():
 def test_contradictory_settings_of_learners_are_rejected(settings, message):
     with pytest.raises(ConfigError, match=message):
         IMPALAConfig(**settings)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        IMPALAConfig(env="CartPole-v1", num_learners=2),
-        DDPPOConfig(env="CartPole-v1", num_workers=2),
-    ],
-)
-def test_microbatches_of_one_policy_in_several_processes_are_rejected_at_the_start(config):
-    policies = {"a": None, "b": PolicySpec(config={"microbatch_size": 8})}
-    config = config.updated(policies=policies, policy_mapping_fn=lambda *args, **kwargs: "a")
-    with pytest.raises(ConfigError, match="microbatch_size of policy 'b': "):
-        config.build()
-    with config.updated(policies_to_train=["a"]).build():
-        pass
 
 
 class Fails:

@@ -11,7 +11,7 @@ from torch import nn
 from flowrl.algorithms.a2c import A2CTorchPolicy
 from flowrl.algorithms.dqn import DQN, DQNConfig, DQNTorchPolicy
 from flowrl.algorithms.simple_q import SimpleQ, SimpleQConfig
-from flowrl.data import SampleBatch
+from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import MetricsContext, metrics_scope
 from flowrl.ops import (
     ApplyGradients,
@@ -925,3 +925,18 @@ def test_returns_cross_fragments_unless_the_buffer_has_shards():
     assert steps_before_a_border() == {1}
     assert steps_before_a_border(normalize_observations=True) == {3}
     assert steps_before_a_border(num_shards=2, normalize_observations=True) == {1}
+
+
+def test_policies_with_other_settings_of_a_common_buffer_are_rejected():
+    policies = {"a": PolicySpec(config={"train_batch_size": 64}), "b": None}
+    config = DQNConfig(env="CartPole-v1", policies=policies, policy_mapping_fn=lambda *_, **__: "a")
+    message = r"'a' has train_batch_size=64, but the replay buffer that it shares .* has 32"
+    with pytest.raises(ConfigError, match=message):
+        config.replay_buffer().add(MultiAgentBatch({"a": rows()}, rows().count))
+    config.replay_buffer(["b"]).add(MultiAgentBatch({"b": rows()}, rows().count))
+
+
+def test_place_of_replay_actors_needs_actors():
+    config = DQNConfig(num_replay_shards=0, replay_buffer_shards_colocated_with_driver=False)
+    with pytest.raises(ConfigError, match="needs num_replay_shards of at least 1"):
+        config.replay_actors()

@@ -332,3 +332,11 @@ def test_views_that_acting_does_not_read_do_not_change_learning():
             worker.policy.view_requirements["last_reward"] = view
         losses.append(worker.policy.learn_on_minibatches(worker.sample())["total_loss"])
     assert losses[0] == losses[1]
+
+
+def test_minibatches_are_compared_with_the_rows_of_a_train_batch():
+    model = {"use_lstm": True, "max_seq_len": 10, "burn_in": 0}
+    assert R2D2Config(train_batch_size=8, sgd_minibatch_size=80, model=model)
+    message = "train_batch_size=8, with at most 80 rows, is smaller than sgd_minibatch_size=81"
+    with pytest.raises(ConfigError, match=message):
+        R2D2Config(train_batch_size=8, sgd_minibatch_size=81, model=model)

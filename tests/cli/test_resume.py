@@ -137,7 +137,7 @@ def test_folder_that_does_not_exist_is_named(cli):
 @pytest.mark.parametrize("command", ["resume", "evaluate", "diagnose"])
 def test_folder_of_runs_names_its_newest_run(cli, tmp_path, command):
     for number, name in enumerate(("new", "old")):
-        file = tmp_path / "runs" / "ppo" / name / "config.json"
+        file = tmp_path / "runs" / "ppo" / name / "stop.json"
         file.parent.mkdir(parents=True)
         file.write_text("{}")
         os.utime(file, (1000 - number, 1000 - number))

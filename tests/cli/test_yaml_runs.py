@@ -48,7 +48,7 @@ def test_errors_of_an_environment_name_the_run(cli, tmp_path):
     code, _, err = cli("train", "x.yaml", "--run-dir", "r")
     assert code == 2
     assert err.startswith(
-        "flowrl: x.yaml, a: TD3 is for Box actions, not Discrete(2): use PPO or DQN"
+        "flowrl: x.yaml, a: TD3 is for Box actions, not Discrete(2): use PPO, DQN or SAC"
     )
 
 

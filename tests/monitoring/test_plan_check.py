@@ -521,6 +521,8 @@ def test_unused_setting_names_the_line_that_sets_it(tmp_path):
         ("ppo", "sgd_minibatch_size", 32),
         ("impala", "num_sgd_iter", 7),
         ("dqn", "target_network_update_freq", 7),
+        ("dqn", "learning_starts", 2000),
+        ("sac", "learning_starts", 2000),
     ],
 )
 def test_setting_of_one_policy_that_the_plan_reads_for_all_policies(plan, name, value):

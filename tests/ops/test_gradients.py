@@ -44,10 +44,13 @@ def test_remote_workers_do_not_train_policies_with_target_networks(operator):
     settings = {"env": "CartPole-v1", "seed": 0}
     for policy_class, config in ((APPOTorchPolicy, APPOConfig), (DQNTorchPolicy, DQNConfig)):
         with WorkerSet("CartPole-v1", policy_class, config(**settings), num_workers=0) as workers:
-            operator.bound_to(workers.local_worker())
+            local, remote = workers.local_worker(), workers.new_worker(1)
+            batch = local.sample()
+            operator.bound_to(local)(batch)
             message = f"is a {policy_class.__name__}, which has a target network"
             with pytest.raises(TypeError, match=message):
-                operator.bound_to(workers.new_worker(1))
+                operator.bound_to(remote)(batch)
+            remote.stop()
 
 
 def test_average_gradient_equals_gradient_of_all_rows():

@@ -2,11 +2,14 @@
 
 import pytest
 
+from flowrl.algorithms.a3c import A3CConfig
+from flowrl.algorithms.ddppo import DDPPOConfig
 from flowrl.algorithms.ppo import PPOConfig, PPOTorchPolicy
-from flowrl.policies import ConfigError
+from flowrl.policies import ConfigError, Policy
 from flowrl.policies.config import PolicyConfig
 from flowrl.sampling import DefaultCallbacks, RolloutWorker
 from flowrl.sampling.worker_config import WORKER_SETTINGS, WorkerConfig
+from flowrl.trainer.config import AlgorithmConfig
 
 
 def test_algorithm_config_is_its_own_worker_config():
@@ -48,3 +51,29 @@ def test_mapping_is_split_between_worker_and_policy():
 def test_worker_settings_are_not_settings_of_policies():
     assert "num_envs_per_worker" in WORKER_SETTINGS
     assert not WORKER_SETTINGS & set(PolicyConfig.model_fields)
+
+
+@pytest.mark.parametrize("as_record", [False, True])
+@pytest.mark.parametrize(
+    ("index", "num_gpus", "device"), [(0, 0, "cuda"), (1, 0, "cpu"), (1, 0.5, "cuda")]
+)
+def test_remote_workers_without_a_gpu_act_on_the_cpu(index, num_gpus, device, as_record):
+    """Ray hides GPUs from actors that reserve none."""
+
+    class Acts(Policy):
+        def compute_actions(self, obs_batch, explore=True):
+            raise NotImplementedError
+
+    settings = {"device": "cuda", "num_gpus_per_worker": num_gpus}
+    config = AlgorithmConfig(**settings) if as_record else settings
+    worker = RolloutWorker("CartPole-v1", Acts, config, worker_index=index)
+    assert worker.policy.config.device == device
+    worker.stop()
+
+
+@pytest.mark.parametrize("config_class", [A3CConfig, DDPPOConfig])
+def test_workers_that_learn_on_a_gpu_need_one(config_class):
+    with pytest.raises(ConfigError, match="device='cuda' needs num_gpus_per_worker above 0"):
+        config_class(device="cuda", num_workers=2)
+    config_class(device="cuda", num_workers=2, num_gpus_per_worker=1)
+    config_class(device="cuda", num_workers=0)

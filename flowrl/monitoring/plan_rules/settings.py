@@ -133,8 +133,9 @@ def _settings_of_algorithm(config: Any) -> Iterator[str]:
 
 
 def _settings_of_run(config: Any) -> Iterator[str]:
-    """Yield the settings of the workers and of the run that were set explicitly."""
-    for name in sorted(config.model_fields_set):
+    """Yield the settings of the workers and of the run that were set explicitly, without
+    `train_batch_size`, which replay buffers and policies may read."""
+    for name in sorted(config.model_fields_set - {"train_batch_size"}):
         if _module_of(name, config) in ("flowrl.sampling.worker_config", "flowrl.trainer.config"):
             yield name
 

@@ -67,7 +67,7 @@ def _other_run(folder: Path) -> str:
     parent = folder.resolve().parent
     if (parent / "config.json").is_file():
         return f". Did you mean {parent}?"
-    files = itertools.chain(folder.glob("*/config.json"), folder.glob("*/*/config.json"))
+    files = itertools.chain(folder.glob("*/stop.json"), folder.glob("*/*/stop.json"))
     newest = max(files, key=lambda file: file.stat().st_mtime, default=None)
     return "" if newest is None else f". The newest run in it is {newest.parent}"
 
