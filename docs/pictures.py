@@ -41,7 +41,7 @@ def _speeds(page: str, script: str) -> dict[str, float]:
     """Return name -> first number of each row of the table that a page has for a script."""
     rows = (DOCS / page).read_text().split(script)[1].split("\n\n|")[1].split("\n\n")[0]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.splitlines()[2:]]
-    return {row[0]: float(row[1].replace(",", "")) for row in cells}
+    return {row[0]: float(row[1].split()[0].replace(",", "")) for row in cells}
 
 
 def speed() -> None:

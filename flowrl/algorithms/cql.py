@@ -5,7 +5,6 @@ It adds a penalty to SAC's critic loss, for continuous and Discrete actions.
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any, ClassVar, Self
 
@@ -23,8 +22,6 @@ from flowrl.settings import Count, NonNegative, NonNegativeInt, Positive, check_
 from flowrl.state_schema import Amount, check_state
 from flowrl.trainer.algorithm import Algorithm, PolicyClass
 from flowrl.trainer.config import PlanSetting, PlanSource
-
-log = logging.getLogger("flowrl")
 
 MAX_WEIGHT = 1e6  # of the penalty
 COLUMNS = ("obs", "new_obs", "actions", "rewards", "terminateds")
@@ -67,31 +64,20 @@ class CQLConfig(SACSettings, OfflineConfig):
         Raises:
             ConfigError: `input_` is not set.
         """
-        return self.recorded(workers, COLUMNS, _ClipActions())
+        return self.recorded(workers, COLUMNS, _clip_actions)
 
     def build(self, plan: PlanSource | None = None) -> CQL:
         return self._build(plan)
 
 
-class _ClipActions:
-    """Returns the columns that the loss reads; clips continuous actions to [-1, 1], as they were
-    clipped for the environment. One warning is logged if they rarely are in this range."""
-
-    _has_warned = False
-
-    def __call__(self, rows: SampleBatch) -> SampleBatch:
-        columns = {name: rows[name] for name in COLUMNS}
-        actions = columns["actions"]
-        if isinstance(actions, np.ndarray) and actions.dtype.kind == "f":
-            clipped = columns["actions"] = actions.clip(-1.0, 1.0)
-            if (clipped != actions).mean() > 0.2 and not self._has_warned:
-                self._has_warned = True
-                log.warning(
-                    "more than a fifth of the recorded actions are outside of [-1, 1], and "
-                    "clipped: convert actions in the bounds of the environment to this range "
-                    "before they are written"
-                )
-        return SampleBatch(columns)
+def _clip_actions(rows: SampleBatch) -> SampleBatch:
+    """Return the columns that the loss reads; clip continuous actions to [-1, 1], as they were
+    clipped for the environment."""
+    columns = {name: rows[name] for name in COLUMNS}
+    actions = columns["actions"]
+    if isinstance(actions, np.ndarray) and actions.dtype.kind == "f":
+        columns["actions"] = actions.clip(-1.0, 1.0)
+    return SampleBatch(columns)
 
 
 class CQLTorchPolicy(SACTorchPolicy):

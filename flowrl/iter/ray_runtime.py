@@ -199,13 +199,14 @@ def live_nodes() -> list[dict[str, Any]]:
 
 
 def death_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions of `ray.get` that mean that the process of an actor or task died, or
-    the node that held its result."""
+    """Return the exceptions of `ray.get` that mean that the process of an actor or task died, that
+    a KeyboardInterrupt ended its call, or that the node that held its result was lost."""
     from ray.exceptions import (
         ObjectLostError,
         OutOfMemoryError,
         RayActorError,
+        TaskCancelledError,
         WorkerCrashedError,
     )
 
-    return RayActorError, OutOfMemoryError, WorkerCrashedError, ObjectLostError
+    return RayActorError, OutOfMemoryError, WorkerCrashedError, ObjectLostError, TaskCancelledError

@@ -119,9 +119,11 @@ def original_error(error: Any) -> BaseException:
 
 
 def is_death(error: BaseException) -> bool:
-    """Return whether the process of a shard died or could not create the shard, as opposed to an
-    exception in its code."""
-    from ray.exceptions import RayTaskError
+    """Return whether the process of a shard died, was interrupted or could not create the shard, as
+    opposed to an exception in its code."""
+    from ray.exceptions import RayTaskError, TaskCancelledError
 
+    if isinstance(error, TaskCancelledError):  # a RayTaskError, too
+        return True
     died = isinstance(error, (*death_errors(), ConstructorError))
     return died and not isinstance(error, RayTaskError)

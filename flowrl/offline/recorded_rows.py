@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from gymnasium.spaces import Box
 
 from flowrl.data import SampleBatch
 from flowrl.data.columns import FLAT_KINDS
@@ -51,3 +52,20 @@ def rows_for_policy(rows: SampleBatch, policy: Policy, is_normalized: bool = Fal
         f"the rows do not fit the spaces of the policy: {problem}. These are the spaces of env or, "
         "without one, observation_space and action_space"
     )
+
+
+def has_unscaled_actions(rows: SampleBatch, policy: Policy) -> bool:
+    """Return whether the recorded actions probably have the units of the environment, instead of
+    [-1, 1], in which policies with `normalize_actions` act.
+
+    Gaussian policies record actions outside [-1, 1], too, but some of them exceed small bounds and
+    none come near large ones.
+    """
+    space = policy.action_space
+    if not (isinstance(space, Box) and policy.config.normalize_actions and space.is_bounded()):
+        return False
+    sizes, bounds = np.abs(rows["actions"]), np.maximum(np.abs(space.low), np.abs(space.high))
+    is_outside = (sizes > 1).mean() > 0.2
+    is_inside_bounds = (sizes <= 1.001 * bounds).all() and (bounds > 1).any()
+    reaches_them = (sizes >= 0.9 * np.clip(bounds, 1.1, 8)).any()
+    return bool(is_outside and is_inside_bounds and reaches_them)

@@ -15,7 +15,7 @@ from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
 from flowrl.iter.errors import call_in_stage
 from flowrl.offline.parquet import OfflineDataError
 from flowrl.offline.parquet_writer import ParquetWriter
-from flowrl.offline.recorded_rows import rows_for_policy
+from flowrl.offline.recorded_rows import has_unscaled_actions, rows_for_policy
 from flowrl.offline.sources import MinariSource, OfflineSource, ParquetSource
 from flowrl.ops.plan_metrics import record_sampled_steps
 from flowrl.seeding import random_stream, restore_stream, stream_state
@@ -214,6 +214,7 @@ class ReadStage(Stage):
         self._rows = SampleBatch()  # of the current part, shuffled
         self._position = 0  # in these rows
         self._loaded: dict[str, Any] | None = None  # a state that the next pull restores
+        self._has_warned = False  # of actions that are not scaled
 
     def pull(self, block: bool) -> Any:
         batch = call_in_stage(self, self._next_batch)
@@ -316,6 +317,13 @@ class ReadStage(Stage):
             )
         try:
             rows = rows_for_policy(rows, policy)
+            if not self._has_warned and has_unscaled_actions(rows, policy):
+                self._has_warned = True
+                log.warning(
+                    "%s: actions are outside of [-1, 1], probably in the bounds of the "
+                    "environment: scale them to [-1, 1] before they are written, or set "
+                    "normalize_actions=False", self.source.describe_part(part),
+                )  # fmt: skip
             rows = rows.without_columns("infos") if "infos" in rows else rows
             return rows if self._prepare is None else self._prepare(rows)
         except OfflineDataError as error:

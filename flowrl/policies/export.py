@@ -73,8 +73,10 @@ class ActingModule(torch.nn.Module):
         if filter_ is not None:
             # as ObservationFilter: large float64 or integer values need all digits of the mean
             dtype: Any = np.result_type(policy.observation_space.dtype, np.float32)
-            self.register_buffer("mean", torch.from_numpy(filter_.stats.mean.astype(dtype)))
-            scale = (1.0 / (filter_.stats.std + 1e-8)).astype(np.float32)
+            # without axes, arithmetic gives scalars instead of arrays
+            mean = np.asarray(filter_.stats.mean, dtype)
+            scale = np.asarray(1.0 / (filter_.stats.std + 1e-8), np.float32)
+            self.register_buffer("mean", torch.from_numpy(mean))
             self.register_buffer("scale", torch.from_numpy(scale))
 
     def forward(self, inputs: dict[str, Any]) -> dict[str, Any]:

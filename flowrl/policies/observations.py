@@ -90,7 +90,9 @@ def _convert(space: Any, obs: Any, batch: bool, name: str) -> Any:
     with np.errstate(over="ignore", invalid="ignore"):
         converted = array.astype(space.dtype, copy=False)
     if is_float and not np.isfinite(converted).all():
-        raise ConfigError(f"{name} is not finite: {obs!r}")
+        index = tuple(np.argwhere(~np.isfinite(converted))[0].tolist())
+        place = f" at {list(index)}" if index else ""
+        raise ConfigError(f"{name} is not finite: {array[index]}{place}")
     bounds = _bounds(space)
     is_lossless = is_float or converted is array or np.array_equal(converted, array)
     if not is_lossless or (bounds and ((array < bounds[0]) | (array > bounds[1])).any()):

@@ -98,7 +98,7 @@ def policy_class_and_config(
         raise ConfigError(f"policies: config of {policy_id!r} must be a mapping, got {overrides!r}")
     foreign = []
     if isinstance(overrides, Mapping):
-        foreign = sorted(set(overrides) & {*WORKER_SETTINGS, "multiagent"})
+        foreign = sorted(set(overrides) & {*WORKER_SETTINGS, "multiagent", "total_timesteps"})
     if foreign:
         raise ConfigError(
             f"policies: {foreign[0]!r} in the config of {policy_id!r} is a setting of the run, not "

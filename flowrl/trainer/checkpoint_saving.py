@@ -121,7 +121,7 @@ def loading_errors(
     try:
         yield
     except DAMAGED as error:
-        problem = _differing_space(manifest, policies)
+        problem = _differing_space(manifest, policies) or _differing_class(manifest, policies)
         if problem is None and config is not None:
             problem = _differing_sampling(manifest, config)
         problem = problem or f"{type(error).__name__}: {error}"
@@ -154,4 +154,18 @@ def _differing_space(manifest: Mapping[str, Any], policies: Mapping[str, Policy]
                         f"policy {policy_id!r} has the {name} {getattr(policy, name)}, in the "
                         f"checkpoint it has {saved}"
                     )
+    return None
+
+
+def _differing_class(manifest: Mapping[str, Any], policies: Mapping[str, Policy]) -> str | None:
+    """Describe the first policy whose class is not the one in a manifest; None if all are."""
+    saved_policies = manifest.get("policies", {})
+    for policy_id, policy in policies.items():
+        saved, present = saved_policies.get(policy_id, {}).get("class"), type(policy)
+        if saved is not None and saved != code_path(present):
+            return (
+                f"policy {policy_id!r} is a {present.__name__}, in the checkpoint it is a "
+                f"{saved.rpartition(':')[2]}: copy the weights of equal networks with "
+                "policy.set_weights(Policy.from_checkpoint(path).get_weights())"
+            )
     return None

@@ -110,7 +110,8 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
     """Number of Ray actors that share an evaluation; 0 evaluates in this process."""
     evaluation_timeout_s: Positive | None = setting(None, group="evaluation")
     """Seconds after which an evaluation on actors is stopped, with a warning, and its workers are
-    replaced; the first one may take 60 s longer. None waits without limit."""
+    replaced. They begin when new workers have started, but at most 60 s later. None waits without
+    limit."""
     evaluation_parallel_to_training: bool = setting(False, group="evaluation")
     """Continue training during an evaluation. The result of the iteration in which it finishes
     contains it; the next evaluation waits for it. At the end of a run, `learn()` and `flowrl

@@ -15,7 +15,7 @@ from flowrl.envs.registry import NO_ENV_MESSAGE, EnvContext
 from flowrl.errors import ConfigError
 from flowrl.iter import ray_health
 from flowrl.iter.ray_runtime import death_errors
-from flowrl.iter.recovery import STARTING_S
+from flowrl.iter.recovery import STARTING_S, original_error
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import PolicySpec
 from flowrl.policies.views import acting_views
@@ -244,7 +244,8 @@ class EvaluationWorkers:
         self._workers = self._new_workers()
         self._requests: list[Any] = []  # ray.ObjectRef of each worker's episodes
         self._started_at = 0.0  # time.monotonic() of the running evaluation
-        self._have_played = False  # these workers have completed an evaluation
+        self._started: list[Any] = []  # ray.ObjectRef of each worker's first reply
+        self._have_started = False  # the workers have sent these replies, or took too long
         self._policies: list[str] = []
         self._iteration = 0
 
@@ -265,7 +266,9 @@ class EvaluationWorkers:
 
     def prepare(self) -> None:
         """Start the processes of the workers, unless they run."""
-        self._workers.remote_workers()
+        if not self._started:
+            workers = self._workers.remote_workers()
+            self._started = [worker.apply.remote(_has_started) for worker in workers]
 
     def start(self, policies: dict[str, Policy], explore: bool, iteration: int) -> None:
         """Start an evaluation of the policies in their current state; return immediately."""
@@ -276,6 +279,7 @@ class EvaluationWorkers:
             "timestep": max(policy.timestep for policy in policies.values()),
             "total_timesteps": first.total_timesteps,
         }
+        self.prepare()
         workers = self._workers.remote_workers()
         config, count = self._config, len(workers)
         durations = [config.evaluation_duration // count] * count
@@ -293,7 +297,9 @@ class EvaluationWorkers:
 
     def is_done(self) -> bool:
         """Return whether `collect` would return without waiting."""
-        return self._wait(0.0) or self._seconds_left() <= 0
+        if self._wait(0.0):
+            return True
+        return self._wait_for_start(0.0) and self._seconds_left() <= 0
 
     def _wait(self, seconds: float) -> bool:
         """Wait for the running evaluation, and return whether it is complete."""
@@ -301,11 +307,24 @@ class EvaluationWorkers:
         return len(ray_health.wait(self._requests, count, seconds)) == count
 
     def _seconds_left(self) -> float:
-        """Return the time until the running evaluation is stopped [s]."""
+        """Return the time until the running evaluation is stopped [s]; the start of new workers may
+        take STARTING_S in addition."""
         if (limit := self._config.evaluation_timeout_s) is None:
             return math.inf
-        start = 0.0 if self._have_played else STARTING_S
-        return self._started_at + limit + start - time.monotonic()
+        return self._started_at + limit - time.monotonic()
+
+    def _wait_for_start(self, seconds: float) -> bool:
+        """Wait until new workers have started, and return whether they have, or took too long. The
+        time of the evaluation begins then."""
+        if self._config.evaluation_timeout_s is None or self._have_started:
+            return True
+        left = self._started_at + STARTING_S - time.monotonic()
+        count = len(self._started)
+        ready = ray_health.wait(self._started, count, max(0.0, min(seconds, left)))
+        if len(ready) < count and left > seconds:
+            return False
+        self._have_started, self._started_at = True, time.monotonic()
+        return True
 
     def collect(self) -> dict[str, Any] | None:
         """Wait for the running evaluation and return its metrics.
@@ -318,6 +337,7 @@ class EvaluationWorkers:
             Exception: an error on a worker, or its death if `recreate_failed_workers` is False.
         """
         limit = self._config.evaluation_timeout_s
+        self._wait_for_start(math.inf)
         if limit is not None and not self._wait(max(0.0, self._seconds_left())):
             self._replace_workers(f"it took longer than evaluation_timeout_s={limit:g}")
             return None
@@ -334,9 +354,10 @@ class EvaluationWorkers:
                 raise
             self._replace_workers(f"a worker died: {error!r}")
             return None
+        except Exception as error:
+            raise original_error(error) from None
         finally:
             self._requests = []
-        self._have_played = True
         episodes = [EpisodeMetrics(*fields) for part in parts for fields in part.episodes]
         played = Played(
             episodes,
@@ -351,19 +372,23 @@ class EvaluationWorkers:
     def _replace_workers(self, reason: str) -> None:
         log.warning("the evaluation is lost because %s", reason)
         self.stop()
-        self._workers, self._have_played = self._new_workers(), False
+        self._workers = self._new_workers()
 
     def discard(self) -> None:
         """Ignore the running evaluation, and stop the workers that play it."""
         if self._requests and not self._wait(0.0):
             self.stop()
-            self._workers, self._have_played = self._new_workers(), False
+            self._workers = self._new_workers()
         self._requests = []
 
     def stop(self) -> None:
         """Stop the workers."""
-        self._requests = []
+        self._requests, self._started, self._have_started = [], [], False
         self._workers.stop()
+
+
+def _has_started(worker: RolloutWorker) -> None:
+    """Do nothing: the reply says that the worker has started."""
 
 
 def _evaluate_on_worker(

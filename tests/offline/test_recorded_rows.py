@@ -7,7 +7,7 @@ from gymnasium import spaces
 from flowrl.algorithms.ppo import PPOTorchPolicy
 from flowrl.data import SampleBatch
 from flowrl.offline.parquet import OfflineDataError
-from flowrl.offline.recorded_rows import rows_for_policy
+from flowrl.offline.recorded_rows import has_unscaled_actions, rows_for_policy
 
 BOX = spaces.Box(-1, 1, (2,), np.float32)
 PIXELS = spaces.Box(0, 255, (2, 2), np.uint8)
@@ -76,3 +76,33 @@ def test_columns_need_one_number_per_row(name, column):
     batch = rows(np.zeros((2, 2), np.float32), **{name: column})
     with pytest.raises(OfflineDataError, match=rf"column '{name}' must have the shape \(2,\)"):
         rows_for_policy(batch, policy(BOX))
+
+
+@pytest.mark.parametrize(
+    ("high", "scale", "is_gaussian", "expected"),
+    [
+        (2, 2, False, True),
+        (200, 200, False, True),
+        (2, 1, False, False),
+        (2, 1, True, False),
+        (200, 1, True, False),
+        (1, 1, False, False),
+    ],
+)
+def test_actions_in_the_bounds_of_the_environment_are_recognized(
+    high, scale, is_gaussian, expected
+):
+    rng = np.random.default_rng(0)
+    draw = rng.standard_normal if is_gaussian else (lambda shape: rng.uniform(-1, 1, shape))
+    recorded = rows(np.zeros((5000, 2), np.float32), scale * draw((5000, 3)))
+    space = spaces.Box(-high, high, (3,), np.float32)
+    assert has_unscaled_actions(recorded, policy(BOX, space)) == expected
+    as_they_are = PPOTorchPolicy(BOX, space, {"seed": 0, "normalize_actions": False})
+    assert not has_unscaled_actions(recorded, as_they_are)
+
+
+def test_actions_without_bounds_are_not_scaled():
+    recorded = rows(np.zeros((2, 2), np.float32), [[5.0], [-7.0]])
+    unbounded = spaces.Box(-np.inf, np.inf, (1,), np.float32)
+    assert not has_unscaled_actions(recorded, policy(BOX, unbounded))
+    assert not has_unscaled_actions(rows(np.zeros((2, 2), np.float32)), policy(BOX))

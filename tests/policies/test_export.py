@@ -50,6 +50,11 @@ CASES = {
         spaces.Discrete(3),
         {"normalize_observations": True},
     ),
+    "scalar": (
+        spaces.Box(-1, 1, (), np.float32),
+        spaces.Discrete(3),
+        {"normalize_observations": True},
+    ),
     "lstm": (
         BOX,
         spaces.MultiDiscrete([2, 3], start=[1, 0]),
@@ -77,7 +82,8 @@ def make_policy(name, seed=0):
     with torch.no_grad():  # heads start near zero; make actions differ
         policy.flat.vector.add_(0.3 * torch.randn(len(policy.flat.vector)))
     if policy.observation_filter is not None:
-        policy.observation_filter.new_stats.update(np.random.default_rng(0).normal(2, 3, (50, 4)))
+        rows = np.random.default_rng(0).normal(2, 3, (50, *obs_space.shape))
+        policy.observation_filter.new_stats.update(rows)
         policy.observation_filter.merge_stats(policy.observation_filter.take_new_stats())
     return policy
 

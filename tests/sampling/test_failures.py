@@ -1,6 +1,7 @@
 """Failing environments and invalid values drop only the rows of their own episode."""
 
 import itertools
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -504,3 +505,34 @@ def test_worker_is_usable_after_a_callback_raises():
     batches = [worker.sample() for _ in range(2)]
     assert SampleBatch.concat_samples(batches)["t"].tolist() == [0, 1, 2] * 4 + [0, 1]
     assert worker.env_steps == 14
+
+
+class Interrupts(gym.Wrapper):
+    """Raises KeyboardInterrupt in its 60th step, in the first process that has it."""
+
+    def __init__(self, context, folder):
+        super().__init__(gym.make("CartPole-v1"))
+        self.file, self.steps = Path(folder) / "interrupted", 0
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 60 and not self.file.exists():
+            self.file.touch()
+            raise KeyboardInterrupt
+        return self.env.step(action)
+
+
+@pytest.mark.slow
+def test_worker_that_is_interrupted_is_replaced(ray_session, tmp_path):
+    config = A2CConfig(
+        env=lambda context: Interrupts(context, tmp_path),
+        num_workers=1,
+        train_batch_size=40,
+        delay_between_worker_restarts_s=0.1,
+        seed=1,
+    )
+    with config.build() as algorithm:
+        results = [algorithm.train() for _ in range(4)]
+    assert (tmp_path / "interrupted").exists()
+    assert results[-1]["num_remote_worker_restarts"] == 1
+    assert results[-1]["num_env_steps_trained"] >= 160

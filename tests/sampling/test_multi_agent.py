@@ -619,6 +619,10 @@ def test_empty_dict_space_of_a_spec_is_used():
             PolicySpec(Idle, config={"num_workers": 2}),
             "'num_workers' in the config of 'p' is a setting of the run",
         ),
+        (
+            PolicySpec(Idle, config={"total_timesteps": 7}),
+            "'total_timesteps' in the config of 'p' is a setting of the run",
+        ),
         (PolicySpec(Idle, config={"gama": 0.5}), "gama"),
     ],
 )

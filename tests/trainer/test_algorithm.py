@@ -338,6 +338,22 @@ def test_other_numbers_of_workers_and_environments_name_restore_policies(tmp_pat
     assert all(np.array_equal(weights[name], restored[name]) for name in weights)
 
 
+def test_policies_of_another_class_are_named(tmp_path):
+    with A2CConfig(env="CartPole-v1", model={"fcnet_hiddens": [16, 16]}).build() as algorithm:
+        path = algorithm.save(tmp_path / "c")
+        weights = algorithm.get_policy().get_weights()
+    message = (
+        r"'default_policy' is a PPOTorchPolicy, in the checkpoint it is a A2CTorchPolicy: copy the "
+        r"weights of equal networks with policy\.set_weights"
+    )
+    with ppo_config().build() as other:
+        with pytest.raises(CheckpointError, match=message):
+            other.restore_policies(path)
+        policy = other.get_policy()
+        policy.set_weights(A2CTorchPolicy.from_checkpoint(path).get_weights())
+        assert all(np.array_equal(weights[name], policy.get_weights()[name]) for name in weights)
+
+
 def test_restore_rejects_other_models_and_plans(tmp_path):
     with (
         ppo_config().build() as algorithm,

@@ -419,6 +419,47 @@ def test_hanging_evaluation_is_stopped(ray_session, caplog, tmp_path, parallel):
         assert iterations == [3, 4]
 
 
+class AlwaysHangs(FixedLength):
+    def reset(self, *, seed=None, options=None):
+        time.sleep(1000)
+
+
+@pytest.mark.slow
+def test_workers_that_hang_again_are_stopped_as_soon(ray_session, caplog):
+    """With a minute for the start of the workers in each evaluation, this test would take longer
+    than its limit."""
+    config = a2c_config(
+        env=FixedLength,
+        evaluation_interval=1,
+        evaluation_num_workers=1,
+        evaluation_timeout_s=1.0,
+        evaluation_config={"env": AlwaysHangs},
+    )
+    with config.build() as algorithm:
+        assert not any("evaluation" in algorithm.train() for _ in range(3))
+    assert caplog.text.count("it took longer than evaluation_timeout_s=1") == 3
+
+
+class Fails(FixedLength):
+    def reset(self, *, seed=None, options=None):
+        raise TypeError("the simulator has no scene")
+
+
+@pytest.mark.slow
+def test_error_of_an_evaluation_on_a_worker_has_its_own_type(ray_session):
+    config = a2c_config(
+        env=FixedLength,
+        evaluation_interval=1,
+        evaluation_num_workers=1,
+        evaluation_config={"env": Fails},
+    )
+    with (
+        config.build() as algorithm,
+        pytest.raises(TypeError, match=r"simulator has no scene"),
+    ):
+        algorithm.train()
+
+
 def test_episodes_and_timesteps_are_validated():
     with a2c_config().build() as algorithm:
         for arguments, message in (
