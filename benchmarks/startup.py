@@ -139,8 +139,11 @@ def main() -> None:
     for name, values in seconds.items():
         print(f"| {name} | {spread(values)} |")
     ours, theirs = seconds["flowrl train, to 475"], seconds["Stable-Baselines3, to 475"]
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    print(f"\nflowrl / Stable-Baselines3, to 475: {spread(ratios)}")
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True) if math.isfinite(a + b)]
+    print(
+        f"\nflowrl / Stable-Baselines3, to 475, {len(ratios)} of {options.rounds} rounds:", end=" "
+    )
+    print(spread(ratios) if ratios else "not both have reached it")
 
 
 if __name__ == "__main__":

@@ -244,7 +244,9 @@ def main() -> None:
         # of the rounds in which both have reached the goal
         pairs = zip(seconds["flowrl"], seconds[name], strict=True)
         times = [a / b for a, b in pairs if np.isfinite(a + b)]
-        cell = f"{spread(times)}, {len(times)} of {options.seeds}" if times else "never"
+        cell = (
+            f"{spread(times)}, {len(times)} of {options.seeds}" if times else "not both reached it"
+        )
         print(
             f"| {name} | {spread(speed[name], 0)} | {spread(rates)} | {spread(seconds[name], 1)} "
             f"| {cell} | {np.median(steps[name]):,.0f} |"

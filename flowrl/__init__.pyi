@@ -252,7 +252,7 @@ class _AlgorithmConfigEvaluation(TypedDict, total=False):
     evaluation_num_workers: int
     """Number of Ray actors that share an evaluation; 0 evaluates in this process."""
     evaluation_timeout_s: float | None
-    """Seconds after which an evaluation on actors is stopped, with a warning, and its workers are replaced. They begin when new workers have started, but at most 60 s later. None waits without limit."""
+    """Seconds after which an evaluation on actors is stopped, with a warning, and its workers are replaced. The time starts when new workers have started, at most 60 s later. None waits without limit."""
     evaluation_parallel_to_training: bool
     """Continue training during an evaluation. The result of the iteration in which it finishes contains it; the next evaluation waits for it. At the end of a run, `learn()` and `flowrl train` wait for the last one."""
     evaluation_config: dict[str, Any]

@@ -15,7 +15,10 @@ from flowrl.ops import (
 config = DQNConfig(
     env="CartPole-v1",
     n_step=3,
-    num_atoms=51,  # v_min and v_max: set them to the bounds of the discounted returns
+    num_atoms=51,
+    # the bounds of the discounted returns of CartPole; replace them for other environments
+    v_min=0.0,
+    v_max=100.0,
     noisy=True,
     exploration_config={"type": "EpsilonGreedy", "epsilon": 0.0},
 )

@@ -18,7 +18,7 @@ def wrong_action_space(algorithm: str, supported: str, space: spaces.Space) -> C
     others = "PPO"
     if algorithm == "CQL":
         others = "BC or MARWIL"
-    elif isinstance(space, spaces.Box) and space.is_bounded():
+    elif isinstance(space, spaces.Box) and space.is_bounded() and space.dtype.kind == "f":
         others = "PPO, SAC or TD3"
     elif isinstance(space, spaces.Discrete):
         others = "PPO, DQN or SAC"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.benchmark.sb3 import PACKAGES, installed_version
+from flowrl.errors import ConfigError
 from flowrl.process_usage import num_cores
 
 CHECKOUT = Path(__file__).parents[2]
@@ -55,11 +56,20 @@ def _then(values: Sequence[Any]) -> Any:
 
 def read_record(file: Path) -> tuple[str | None, list[Origin]]:
     """Return the checksum of the settings of a training, and its origins; (None, []) without a
-    file."""
+    file.
+
+    Raises:
+        ConfigError: the file contains something else.
+    """
     if not file.exists():
         return None, []
-    record = json.loads(file.read_text(encoding="utf-8"))
-    return record["settings"], record["origins"]
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        return record["settings"], record["origins"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"benchmark: {file} cannot be read: remove it and its training to train again ({error})"
+        ) from None
 
 
 def write_record(file: Path, checksum: str, origins: Sequence[Origin]) -> None:

@@ -469,7 +469,11 @@ def _constructor_raised(error: BaseException) -> bool:
 
 
 def _describe_death(error: BaseException) -> str:
-    """Return one line of Ray's error for an actor that died."""
+    """Return one line for an actor that died: Ray's error, the same for equal causes."""
+    from ray.exceptions import TaskCancelledError
+
+    if isinstance(error, TaskCancelledError):  # its text contains ids
+        return "a call was interrupted (KeyboardInterrupt)"
     lines = [line for line in str(error).splitlines() if line.strip()] or [""]
     if not _constructor_raised(error):
         return f"{type(error).__name__}: {lines[0].strip()}"

@@ -200,7 +200,7 @@ def live_nodes() -> list[dict[str, Any]]:
 
 def death_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions of `ray.get` that mean that the process of an actor or task died, that
-    a KeyboardInterrupt ended its call, or that the node that held its result was lost."""
+    its call was interrupted, or that the node that held its result was lost."""
     from ray.exceptions import (
         ObjectLostError,
         OutOfMemoryError,

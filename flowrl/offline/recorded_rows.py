@@ -12,6 +12,12 @@ from flowrl.offline.parquet import OfflineDataError
 from flowrl.policies.observations import convert_observation
 from flowrl.policies.policy import Policy
 
+# of actions that are recognized as not scaled
+MIN_ROWS = 100
+MIN_SHARE_OUTSIDE = 0.4  # of [-1, 1]
+MIN_SHARE_WITHIN_BOUNDS = 0.99
+LARGEST_GAUSSIAN = 8.0  # actions of Gaussian policies are smaller
+
 
 def rows_for_policy(rows: SampleBatch, policy: Policy, is_normalized: bool = False) -> SampleBatch:
     """Return recorded rows whose observations have the dtypes of the policy's space.
@@ -55,17 +61,19 @@ def rows_for_policy(rows: SampleBatch, policy: Policy, is_normalized: bool = Fal
 
 
 def has_unscaled_actions(rows: SampleBatch, policy: Policy) -> bool:
-    """Return whether the recorded actions probably have the units of the environment, instead of
+    """Return whether recorded actions probably have the units of the environment, instead of
     [-1, 1], in which policies with `normalize_actions` act.
 
-    Gaussian policies record actions outside [-1, 1], too, but some of them exceed small bounds and
-    none come near large ones.
+    Gaussian policies also record actions outside [-1, 1]. But with the usual deviation of 1, these
+    are fewer than MIN_SHARE_OUTSIDE, and they do not end at the bounds of the environment.
     """
     space = policy.action_space
     if not (isinstance(space, Box) and policy.config.normalize_actions and space.is_bounded()):
         return False
     sizes, bounds = np.abs(rows["actions"]), np.maximum(np.abs(space.low), np.abs(space.high))
-    is_outside = (sizes > 1).mean() > 0.2
-    is_inside_bounds = (sizes <= 1.001 * bounds).all() and (bounds > 1).any()
-    reaches_them = (sizes >= 0.9 * np.clip(bounds, 1.1, 8)).any()
-    return bool(is_outside and is_inside_bounds and reaches_them)
+    if rows.count < MIN_ROWS or (bounds <= 1).all():
+        return False
+    is_outside = (sizes > 1).mean() >= MIN_SHARE_OUTSIDE
+    is_within_bounds = (sizes <= 1.001 * bounds).mean() >= MIN_SHARE_WITHIN_BOUNDS
+    reaches_bounds = (sizes >= 0.9 * np.minimum(bounds, LARGEST_GAUSSIAN)).any()
+    return bool(is_outside and is_within_bounds and reaches_bounds)

@@ -321,8 +321,8 @@ class ReadStage(Stage):
                 self._has_warned = True
                 log.warning(
                     "%s: actions are outside of [-1, 1], probably in the bounds of the "
-                    "environment: scale them to [-1, 1] before they are written, or set "
-                    "normalize_actions=False", self.source.describe_part(part),
+                    "environment: scale them from these bounds to [-1, 1] before they are written",
+                    self.source.describe_part(part),
                 )  # fmt: skip
             rows = rows.without_columns("infos") if "infos" in rows else rows
             return rows if self._prepare is None else self._prepare(rows)

@@ -201,8 +201,8 @@ def record_sampled_steps(
     """Count sampled or recorded steps, and advance `global_vars["timestep"]`, which schedules
     follow.
 
-    Other streams of the workers than the algorithm's plan have their own counters, so the timestep
-    only grows here. `Algorithm.train` sets it to the counter of the plan.
+    Streams that do not belong to the algorithm's plan have their own counters, so the timestep only
+    grows here. `Algorithm.train` sets it to the counter of the plan.
 
     Args:
         context: the metrics of the stream.

@@ -92,7 +92,10 @@ def _convert(space: Any, obs: Any, batch: bool, name: str) -> Any:
     if is_float and not np.isfinite(converted).all():
         index = tuple(np.argwhere(~np.isfinite(converted))[0].tolist())
         place = f" at {list(index)}" if index else ""
-        raise ConfigError(f"{name} is not finite: {array[index]}{place}")
+        problem = "is not finite"
+        if np.isfinite(array[index]):
+            problem = f"has a number that {space.dtype} cannot represent"
+        raise ConfigError(f"{name} {problem}: {array[index]}{place}")
     bounds = _bounds(space)
     is_lossless = is_float or converted is array or np.array_equal(converted, array)
     if not is_lossless or (bounds and ((array < bounds[0]) | (array > bounds[1])).any()):

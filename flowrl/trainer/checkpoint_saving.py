@@ -121,9 +121,10 @@ def loading_errors(
     try:
         yield
     except DAMAGED as error:
-        problem = _differing_space(manifest, policies) or _differing_class(manifest, policies)
+        problem = _differing_space(manifest, policies)
         if problem is None and config is not None:
             problem = _differing_sampling(manifest, config)
+        problem = problem or _differing_class(manifest, policies)
         problem = problem or f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{path}: does not fit these settings: {problem}") from error
 
@@ -158,14 +159,16 @@ def _differing_space(manifest: Mapping[str, Any], policies: Mapping[str, Policy]
 
 
 def _differing_class(manifest: Mapping[str, Any], policies: Mapping[str, Policy]) -> str | None:
-    """Describe the first policy whose class is not the one in a manifest; None if all are."""
+    """Describe the first policy whose class has another name than in a manifest; None if all have
+    the same. Their modules may differ: that of a script is `__main__`."""
     saved_policies = manifest.get("policies", {})
     for policy_id, policy in policies.items():
-        saved, present = saved_policies.get(policy_id, {}).get("class"), type(policy)
-        if saved is not None and saved != code_path(present):
+        path, present = saved_policies.get(policy_id, {}).get("class"), type(policy)
+        saved = path.rpartition(":")[2] if isinstance(path, str) else present.__qualname__
+        if saved != present.__qualname__:
             return (
-                f"policy {policy_id!r} is a {present.__name__}, in the checkpoint it is a "
-                f"{saved.rpartition(':')[2]}: copy the weights of equal networks with "
-                "policy.set_weights(Policy.from_checkpoint(path).get_weights())"
+                f"policy {policy_id!r} is of the class {present.__name__}, in the checkpoint it is "
+                f"of the class {saved}: copy the weights of equal networks with policy.set_weights("
+                f"{saved}.from_checkpoint(path, policy_id={policy_id!r}).get_weights())"
             )
     return None

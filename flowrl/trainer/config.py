@@ -110,7 +110,7 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
     """Number of Ray actors that share an evaluation; 0 evaluates in this process."""
     evaluation_timeout_s: Positive | None = setting(None, group="evaluation")
     """Seconds after which an evaluation on actors is stopped, with a warning, and its workers are
-    replaced. They begin when new workers have started, but at most 60 s later. None waits without
+    replaced. The time starts when new workers have started, at most 60 s later. None waits without
     limit."""
     evaluation_parallel_to_training: bool = setting(False, group="evaluation")
     """Continue training during an evaluation. The result of the iteration in which it finishes

@@ -271,7 +271,8 @@ class EvaluationWorkers:
             self._started = [worker.apply.remote(_has_started) for worker in workers]
 
     def start(self, policies: dict[str, Policy], explore: bool, iteration: int) -> None:
-        """Start an evaluation of the policies in their current state; return immediately."""
+        """Start an evaluation of the policies in their current state, after `prepare`; return
+        immediately."""
         weights = {pid: policy.get_weights() for pid, policy in policies.items()}
         filters = {pid: policy.filter_state_dict() for pid, policy in policies.items()}
         first = next(iter(policies.values()))
@@ -279,7 +280,6 @@ class EvaluationWorkers:
             "timestep": max(policy.timestep for policy in policies.values()),
             "total_timesteps": first.total_timesteps,
         }
-        self.prepare()
         workers = self._workers.remote_workers()
         config, count = self._config, len(workers)
         durations = [config.evaluation_duration // count] * count
@@ -323,7 +323,8 @@ class EvaluationWorkers:
         ready = ray_health.wait(self._started, count, max(0.0, min(seconds, left)))
         if len(ready) < count and left > seconds:
             return False
-        self._have_started, self._started_at = True, time.monotonic()
+        self._have_started = True
+        self._started_at = min(time.monotonic(), self._started_at + STARTING_S)
         return True
 
     def collect(self) -> dict[str, Any] | None:
@@ -336,8 +337,11 @@ class EvaluationWorkers:
         Raises:
             Exception: an error on a worker, or its death if `recreate_failed_workers` is False.
         """
+        from ray.exceptions import RayTaskError
+
         limit = self._config.evaluation_timeout_s
-        self._wait_for_start(math.inf)
+        if not self._wait(0.0):
+            self._wait_for_start(math.inf)
         if limit is not None and not self._wait(max(0.0, self._seconds_left())):
             self._replace_workers(f"it took longer than evaluation_timeout_s={limit:g}")
             return None
@@ -354,7 +358,7 @@ class EvaluationWorkers:
                 raise
             self._replace_workers(f"a worker died: {error!r}")
             return None
-        except Exception as error:
+        except RayTaskError as error:
             raise original_error(error) from None
         finally:
             self._requests = []

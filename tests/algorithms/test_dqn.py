@@ -928,7 +928,7 @@ def test_returns_cross_fragments_unless_the_buffer_has_shards():
 
 
 def test_policies_with_other_settings_of_a_common_buffer_are_rejected():
-    policies = {"a": PolicySpec(config={"train_batch_size": 64}), "b": None}
+    policies = {"a": PolicySpec(config=DQNConfig(train_batch_size=64)), "b": None}
     config = DQNConfig(env="CartPole-v1", policies=policies, policy_mapping_fn=lambda *_, **__: "a")
     message = r"'a' has train_batch_size=64, but the replay buffer that it shares .* has 32"
     with pytest.raises(ConfigError, match=message):

@@ -139,6 +139,27 @@ def test_settings_without_effect_are_rejected(settings, message, folder):
         algorithm.train()
 
 
+@pytest.mark.parametrize("config_class", [BCConfig, CQLConfig])
+def test_actions_in_the_bounds_of_the_environment_are_one_warning(config_class, tmp_path, caplog):
+    rng = np.random.default_rng(0)
+    for name in "ab":
+        observations = rng.uniform(-1, 1, (201, 3)).astype(np.float32)
+        rows = SampleBatch(
+            obs=observations[:-1],
+            new_obs=observations[1:],
+            actions=rng.uniform(-2, 2, (200, 1)).astype(np.float32),
+            rewards=np.ones(200, np.float32),
+            terminateds=np.zeros(200, bool),
+        )
+        write_parquet(tmp_path / f"{name}.parquet", rows)
+    space = spaces.Box(-2, 2, (1,), np.float32)
+    settings = {**SMALL, "min_sample_timesteps_per_iteration": 400, "input_": str(tmp_path)}
+    config = config_class(**settings, observation_space=BOX, action_space=space)
+    with config.build() as algorithm:
+        algorithm.train()
+    assert caplog.text.count("scale them from these bounds to [-1, 1]") == 1
+
+
 @pytest.mark.parametrize("action", [2, -1])
 def test_recorded_actions_outside_the_space_are_rejected(action, tmp_path):
     rows = SampleBatch(obs=np.zeros((4, 3), np.float32), actions=np.array([0, 1, action, 0]))

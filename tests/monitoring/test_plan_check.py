@@ -34,6 +34,7 @@ from flowrl.ops.staleness import StalenessLimit
 from flowrl.policies.policy_spec import PolicySpec
 from flowrl.replay import MultiAgentReplayBuffer, ReplayBuffer
 from flowrl.sampling import WorkerSet
+from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.plan_settings import plan_config
 
 SMALL = {"env": "CartPole-v1", "train_batch_size": 32, "model": {"fcnet_hiddens": [8]}, "seed": 0}
@@ -560,6 +561,35 @@ def test_settings_of_the_run_in_the_config_of_one_policy_have_no_effect(own):
         f"policies: {name}={value!r} in the config of 'a' has no effect: the run has one value "
         "for all policies. Set it in the config of the run"
     )
+
+
+def test_train_batch_size_of_one_policy_is_used_only_by_replay_buffers():
+    settings = {**SMALL, "sgd_minibatch_size": 0, "policy_mapping_fn": lambda *_, **__: "a"}
+    own = PPOConfig(train_batch_size=64, sgd_minibatch_size=0)
+    policies = {"a": PolicySpec(config=own)}
+    with PPOConfig(**settings, policies=policies).build(plan="ppo") as algorithm:
+        (problem,) = check_plan(algorithm.plan.stage, algorithm.workers)
+    assert "train_batch_size=64 in the config of 'a' has no effect" in problem.text
+
+    def plan(workers, config):
+        dqn = config.for_policy("a")
+        buffer = dqn.replay_buffer(["a"])
+        store = ParallelRollouts(workers).for_each(StoreToReplayBuffer(local_buffer=buffer))
+        train = (
+            Replay(local_buffer=buffer)
+            .for_each(TrainOneStep(workers))
+            .for_each(UpdateTargetNetwork(workers, 500))
+        )
+        both = Concurrently([store, train], mode="round_robin", output_indexes=[1])
+        return StandardMetricsReporting(both, workers, config)
+
+    own = DQNConfig(train_batch_size=64, prioritized_replay=False)
+    config = AlgorithmConfig(
+        env="CartPole-v1",
+        policies={"a": PolicySpec(config=own)},
+        policy_mapping_fn=lambda *_, **__: "a",
+    )
+    assert "unused_setting_of_policy" not in problems_of(plan, config)
 
 
 def test_flags_for_one_policy_are_the_only_settings_that_are_checked():

@@ -85,6 +85,7 @@ def test_columns_need_one_number_per_row(name, column):
         (200, 200, False, True),
         (2, 1, False, False),
         (2, 1, True, False),
+        (4, 1, True, False),
         (200, 1, True, False),
         (1, 1, False, False),
     ],
@@ -102,7 +103,8 @@ def test_actions_in_the_bounds_of_the_environment_are_recognized(
 
 
 def test_actions_without_bounds_are_not_scaled():
-    recorded = rows(np.zeros((2, 2), np.float32), [[5.0], [-7.0]])
+    recorded = rows(np.zeros((200, 2), np.float32), [[5.0], [-7.0]] * 100)
     unbounded = spaces.Box(-np.inf, np.inf, (1,), np.float32)
     assert not has_unscaled_actions(recorded, policy(BOX, unbounded))
+    assert has_unscaled_actions(recorded, policy(BOX, spaces.Box(-7, 7, (1,), np.float32)))
     assert not has_unscaled_actions(rows(np.zeros((2, 2), np.float32)), policy(BOX))

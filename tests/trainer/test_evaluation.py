@@ -453,11 +453,10 @@ def test_error_of_an_evaluation_on_a_worker_has_its_own_type(ray_session):
         evaluation_num_workers=1,
         evaluation_config={"env": Fails},
     )
-    with (
-        config.build() as algorithm,
-        pytest.raises(TypeError, match=r"simulator has no scene"),
-    ):
-        algorithm.train()
+    with config.build() as algorithm:
+        with pytest.raises(TypeError, match="simulator has no scene") as caught:
+            algorithm.train()
+        assert type(caught.value) is TypeError  # Ray's own error is a TypeError, too
 
 
 def test_episodes_and_timesteps_are_validated():

@@ -91,7 +91,8 @@ def unused_settings_of_policies(plan: CheckedPlan) -> Iterator[PlanProblem]:
         of_config = {name for name in found if not hasattr(policy, name)}
         of_config |= {"new_buffer"} if has_buffer else set()
         found |= _read_by_methods(of_config, type(policy.config)) | by_operators
-        of_run = set(_settings_of_run(policy.config))
+        # replay buffers and policies may read train_batch_size
+        of_run = set(_settings_of_run(policy.config)) - {"train_batch_size"}
         for name in names:
             if name in (read if name in of_run else found):
                 continue
@@ -133,9 +134,8 @@ def _settings_of_algorithm(config: Any) -> Iterator[str]:
 
 
 def _settings_of_run(config: Any) -> Iterator[str]:
-    """Yield the settings of the workers and of the run that were set explicitly, without
-    `train_batch_size`, which replay buffers and policies may read."""
-    for name in sorted(config.model_fields_set - {"train_batch_size"}):
+    """Yield the settings of the workers and of the run that were set explicitly."""
+    for name in sorted(config.model_fields_set):
         if _module_of(name, config) in ("flowrl.sampling.worker_config", "flowrl.trainer.config"):
             yield name
 
