@@ -226,7 +226,7 @@ class MARWILTorchPolicy(TorchPolicy):
         self._squares = []
         return super().compute_gradients(batch)
 
-    def apply_gradients(self, gradients: np.ndarray | Mapping[str, Any]) -> None:
+    def apply_gradients(self, gradients: np.ndarray | torch.Tensor | Mapping[str, Any]) -> None:
         """See TorchPolicy; also updates `mean_square` if this policy computed gradients."""
         num_updates = self.learner.num_updates
         super().apply_gradients(gradients)

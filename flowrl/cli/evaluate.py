@@ -20,6 +20,7 @@ from flowrl.cli.display import print_failure, printable
 from flowrl.cli.saved_runs import open_run
 from flowrl.data.checkpoint import CheckpointError, read_manifest
 from flowrl.errors import ConfigError, install_hint
+from flowrl.policies.devices import on_available_device
 from flowrl.trainer.runs.formatting import format_count, format_number
 
 NUM_ENVS = 16  # environments that are stepped together
@@ -38,6 +39,7 @@ def evaluate_command(arguments: list[str]) -> int:
         parser.parse_args(arguments)  # raises: an unknown option
     run = open_run(options.run, options.checkpoint, options.plan, options.trust)
     config = run.config.updated(num_workers=0, log_to=[], log_config={}, output=None)
+    config = on_available_device(config)
     if options.seed is not None:
         config = config.updated(seed=options.seed)
     rounds, num_envs = [("greedy", False), ("sampled", True)], NUM_ENVS

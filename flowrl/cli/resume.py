@@ -41,12 +41,19 @@ def resume_command(arguments: list[str]) -> int:
         reject_settings("resume", options.run, rest)
         parser.parse_args(arguments)  # raises: an unknown option
     from flowrl.cli.training_run import resume_run
+    from flowrl.policies.devices import missing_reason
 
     run = open_run(options.run, options.checkpoint, options.plan, options.trust)
     if options.run_dir is not None and run.run_dir is not None:
         raise ConfigError(
             f"--run-dir: the run continues in {run.run_dir}; to start a new run from a checkpoint, "
             "copy the checkpoint's folder to a place outside the run directory"
+        )
+    if (reason := missing_reason(run.config.device)) is not None:
+        remedy = f"Algorithm.from_checkpoint({str(options.run)!r}, config={{'device': 'cpu'}})"
+        raise ConfigError(
+            f"the run uses device={run.config.device!r}, which is not available: {reason}. In "
+            f"Python, {remedy}.learn() continues it on the CPU"
         )
     if options.plan is not None and (message := unused_settings_message(run, options.plan)):
         print(f"flowrl: {message}", file=sys.stderr)

@@ -38,7 +38,8 @@ class LearnerActor:
     """One learner of a group, on a Ray actor.
 
     Args:
-        policies: policy id -> the policy in its current state.
+        policies: policy id -> (class, observation space, action space, settings, state). Not the
+            policies: they would be built on the devices of the driver first.
         rank: index of this learner in the group, from 0.
         size: number of learners in the group.
         store_address: (host, port) of the TCPStore through which the learners find each other.
@@ -48,7 +49,7 @@ class LearnerActor:
 
     def __init__(
         self,
-        policies: dict[str, Any],
+        policies: dict[str, tuple[Any, ...]],
         rank: int,
         size: int,
         store_address: tuple[str, int],
@@ -57,11 +58,10 @@ class LearnerActor:
     ):
         limit_threads(num_threads)
         self.policies: dict[str, Any] = {}
-        for policy_id, policy in policies.items():
-            config = policy.config.updated(device=device)
-            copy = type(policy)(policy.observation_space, policy.action_space, config)
-            copy.set_state(policy.get_state())
-            self.policies[policy_id] = copy
+        for policy_id, (policy_class, *arguments, config, state) in policies.items():
+            policy = policy_class(*arguments, config.updated(device=device))
+            policy.set_state(state)
+            self.policies[policy_id] = policy
         self._is_first = rank == 0
         if size > 1:
             from torch.distributed import TCPStore
@@ -265,7 +265,11 @@ class LearnerGroup(Learner):
             check_distributable(policy)
         host = ray.util.get_node_ip_address()
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        address, policies_ref = (host, self._store.port), ray.put(dict(policies))
+        parts = {
+            policy_id: (type(p), p.observation_space, p.action_space, p.config, p.get_state())
+            for policy_id, p in policies.items()
+        }
+        address, policies_ref = (host, self._store.port), ray.put(parts)
         actor = actor_class(LearnerActor).options(num_gpus=int(self.use_gpus))
         device = "cuda" if self.use_gpus else "cpu"
         threads = self.workers.config.num_threads_per_process
@@ -287,10 +291,16 @@ class LearnerGroup(Learner):
         import ray
 
         gpus = ray.cluster_resources().get("GPU", 0)
-        if self.use_gpus and gpus < self.num_learners:
+        of_workers = self.workers.num_workers * self.workers.config.num_gpus_per_worker
+        if self.use_gpus and gpus < self.num_learners + of_workers:
+            taken, remedy = "", ""
+            if of_workers:
+                taken = f", of which the workers reserve {of_workers:g}"
+                remedy = ", a lower num_gpus_per_worker leaves them more GPUs"
             raise RuntimeError(
                 f"num_gpus={self.num_learners}: each learner needs a GPU, the cluster has "
-                f"{gpus:g} GPUs; num_learners={self.num_learners} starts learners on CPUs"
+                f"{gpus:g} GPUs{taken}; num_learners={self.num_learners} starts learners on "
+                f"CPUs{remedy}"
             )
 
     def start(self) -> None:

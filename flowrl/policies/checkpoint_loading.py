@@ -17,6 +17,7 @@ from flowrl.policies.code_references import (
     code_path,
 )
 from flowrl.policies.config import PolicyConfig
+from flowrl.policies.devices import on_available_device
 from flowrl.policies.json_codec import (
     changed_values,
     is_given,
@@ -124,6 +125,8 @@ def policy_from_checkpoint(
         hint = nearest(unknown[0], list(fields))
         raise ConfigError(f"from_checkpoint: unknown setting {unknown[0]!r}.{hint}")
     config = parts.config_class(**settings)
+    if "device" not in changes:
+        config = on_available_device(config)
     policy: P = parts.policy_class(parts.observation_space, parts.action_space, config)
     try:
         policy.set_state(state["worker"]["policies"][policy_id])

@@ -19,6 +19,7 @@ from flowrl.data.spaces import has_image
 from flowrl.errors import ConfigError
 from flowrl.policies.acting_models import ActingModel, CPUCopy, make_acting_model
 from flowrl.policies.config import ModelConfig
+from flowrl.policies.devices import missing_reason, on_available_device
 from flowrl.policies.distributions import ActionDistribution, DiagGaussian, distribution_for
 from flowrl.policies.exploration import Exploration
 from flowrl.policies.export import export_policy
@@ -129,13 +130,9 @@ class TorchPolicy(Policy):
             name = (
                 "cuda" if has_image(self.observation_space) and torch.cuda.is_available() else "cpu"
             )
-        try:
-            device = torch.device(name)
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError) as error:
-            reason = str(error).partition("\n")[0].partition(". ")[0]  # torch may add a table
-            raise ConfigError(f"device: {name!r} is not available: {reason}") from error
-        return device
+        if (reason := missing_reason(name)) is not None:
+            raise ConfigError(f"device: {name!r} is not available: {reason}")
+        return torch.device(name)
 
     # -- parts that a subclass may replace -------------------------------------------------------
 
@@ -437,7 +434,7 @@ class TorchPolicy(Policy):
         """Return the gradient [parameters] of the loss, and statistics; nothing changes."""
         return self.learner.compute_gradients(batch)
 
-    def apply_gradients(self, gradients: np.ndarray | Mapping[str, Any]) -> None:
+    def apply_gradients(self, gradients: np.ndarray | torch.Tensor | Mapping[str, Any]) -> None:
         """Make one optimizer step.
 
         Args:
@@ -584,7 +581,7 @@ def _rebuild(
     state: dict[str, Any],
     views: dict[str, Any],
 ) -> TorchPolicy:
-    policy = cls(observation_space, action_space, config)
+    policy = cls(observation_space, action_space, on_available_device(config))
     policy.set_state(state)
     policy.view_requirements.clear()
     policy.view_requirements.update(views)

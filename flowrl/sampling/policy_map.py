@@ -25,7 +25,7 @@ def build_policy_map(
     config: Mapping[str, Any] | PolicyConfig,
     envs: MultiAgentVectorEnv,
     mapping: PolicyMapping,
-    on_cpu: bool,
+    num_gpus: float | None,
 ) -> dict[str, Policy]:
     """Return the policies by id.
 
@@ -35,7 +35,8 @@ def build_policy_map(
         config: the run's settings, a mapping or a record.
         envs: its agents' spaces are used where a spec has none.
         mapping: from agents to policies.
-        on_cpu: replace the setting `device` by "cpu".
+        num_gpus: GPUs of the process. 0: the policies use the CPU. Above 0: `device="cuda:3"` means
+            the first GPU if the process has no GPU of that index. None: `device` is kept.
 
     Raises:
         ConfigError: a policy has no class, or its settings are invalid.
@@ -45,10 +46,8 @@ def build_policy_map(
         observation_space, action_space = _spaces_for(policy_id, spec, envs, mapping, len(specs))
         try:
             policy_class, settings = policy_class_and_config(policy_id, spec, default_class, config)
-            if on_cpu:
-                is_record = isinstance(settings, PolicyConfig)
-                changes = {"device": "cpu"}
-                settings = settings.updated(**changes) if is_record else {**settings, **changes}
+            if num_gpus is not None:
+                settings = _with_device(settings, num_gpus)
             policies[policy_id] = policy_class(observation_space, action_space, settings)
         except ConfigError as error:
             if len(specs) > 1:
@@ -140,3 +139,14 @@ def _policy_settings(policy_class: type[Policy], config: Any) -> dict[str, Any]:
         for name, value in canonical_names(dict(config)).items()
         if name in known or name not in {*WORKER_SETTINGS, "multiagent"}
     }
+
+
+def _with_device(settings: Any, num_gpus: float) -> Any:
+    """Return a policy's settings, a record or a mapping, for a process with `num_gpus` GPUs."""
+    device, _, index = str(settings.get("device", "auto")).partition(":")
+    if not num_gpus:
+        device = "cpu"
+    elif not index.isdecimal() or int(index) < num_gpus:
+        return settings
+    is_record = isinstance(settings, PolicyConfig)
+    return settings.updated(device=device) if is_record else {**settings, "device": device}

@@ -171,9 +171,9 @@ class RolloutWorker:
             policy_spec = self.config.policies
         specs = specs_of(policy_spec)
         mapping = PolicyMapping(self.config.policy_mapping_fn, list(specs), self)
-        on_cpu = self.worker_index > 0 and not self.config.num_gpus_per_worker
+        num_gpus = self.config.num_gpus_per_worker if self.worker_index else None
         envs = self._envs.agent_envs
-        return build_policy_map(specs, default_class, policy_config, envs, mapping, on_cpu)
+        return build_policy_map(specs, default_class, policy_config, envs, mapping, num_gpus)
 
     def _seed_policies(self) -> None:
         """Set each policy's worker index, number of workers and random stream."""

@@ -7,11 +7,13 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 
 from flowrl import Algorithm
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.cli.training_run import _trust_flag
 from flowrl.offline.parquet import parquet_files, read_parquet
+from flowrl.policies.torch_policy import TorchPolicy
 from flowrl.trainer.runs.result_files import event_files
 from tests.cli.helpers import ENVIRONMENT_PLAN, SEEDED, read_results, read_settings
 from tests.extras import require_extra
@@ -315,3 +317,18 @@ def test_interrupted_evaluation_says_so(cli, monkeypatch):
     code, out, err = cli("evaluate", "r")
     assert (code, out) == (130, "")
     assert err == "interrupted during the greedy episodes: no result\n"
+
+
+def test_run_that_was_trained_on_a_gpu_is_evaluated_on_the_cpu(cli, monkeypatch, caplog):
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchPolicy, "_find_device", lambda policy: torch.device("cpu"))
+        options = ["--device", "cuda:9", "--stop-iters", "1", "--run-dir", "r"]
+        assert cli("train", "ppo", *SEEDED, *options)[0] == 0
+    code, out, err = cli("evaluate", "r", "--episodes", "1")
+    assert code == 0, err
+    assert "greedy" in out
+    assert "'cuda:9' is not available, so the CPU is used" in caplog.text
+    code, _, err = cli("resume", "r", "--stop-iters", "2")
+    assert code == 2
+    assert "the run uses device='cuda:9', which is not available" in err
+    assert "Algorithm.from_checkpoint('r', config={'device': 'cpu'}).learn() continues" in err

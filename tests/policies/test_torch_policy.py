@@ -442,11 +442,13 @@ def test_unavailable_devices_are_rejected():
     assert make_policy().device.type in ("cpu", "cuda")
     with pytest.raises(ConfigError, match="'cuda:99' is not available"):
         make_policy(device="cuda:99")
-    if not torch.backends.mps.is_available():
-        with pytest.raises(ConfigError, match=r"'mps' is not available: [^\n]{10,150}$"):
-            make_policy(device="mps")
-    with pytest.raises(ConfigError, match="device: must be auto, cpu, cuda"):
-        make_policy(device="abacus")
+    if not torch.xpu.is_available():
+        message = r"'xpu' is not available: [^\n]{10,150}$"
+        with pytest.raises(ConfigError, match=message):
+            make_policy(device="xpu")
+    for device in ("abacus", "mps"):
+        with pytest.raises(ConfigError, match="device: must be auto, cpu, cuda"):
+            make_policy(device=device)
 
 
 def test_learning_rates_of_torch_optimizers_follow_the_schedule():

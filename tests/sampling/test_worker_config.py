@@ -55,16 +55,17 @@ def test_worker_settings_are_not_settings_of_policies():
 
 @pytest.mark.parametrize("as_record", [False, True])
 @pytest.mark.parametrize(
-    ("index", "num_gpus", "device"), [(0, 0, "cuda"), (1, 0, "cpu"), (1, 0.5, "cuda")]
+    ("index", "num_gpus", "device"),
+    [(0, 0, "cuda:1"), (1, 0, "cpu"), (1, 0.5, "cuda"), (1, 2, "cuda:1")],
 )
-def test_remote_workers_without_a_gpu_act_on_the_cpu(index, num_gpus, device, as_record):
-    """Ray hides GPUs from actors that reserve none."""
+def test_remote_workers_use_only_the_gpu_that_they_reserve(index, num_gpus, device, as_record):
+    """Ray gives the process of an actor the GPUs that it reserves, from index 0 on."""
 
     class Acts(Policy):
         def compute_actions(self, obs_batch, explore=True):
             raise NotImplementedError
 
-    settings = {"device": "cuda", "num_gpus_per_worker": num_gpus}
+    settings = {"device": "cuda:1", "num_gpus_per_worker": num_gpus}
     config = AlgorithmConfig(**settings) if as_record else settings
     worker = RolloutWorker("CartPole-v1", Acts, config, worker_index=index)
     assert worker.policy.config.device == device

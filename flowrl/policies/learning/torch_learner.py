@@ -334,7 +334,7 @@ class TorchLearner:
             type(self.policy).__name__,
         )
 
-    def apply_gradients(self, gradients: np.ndarray | Mapping[str, Any]) -> None:
+    def apply_gradients(self, gradients: np.ndarray | torch.Tensor | Mapping[str, Any]) -> None:
         """Make one optimizer step; see TorchPolicy.apply_gradients.
 
         Raises:
@@ -354,6 +354,8 @@ class TorchLearner:
                 f"the gradient has shape {gradients.shape}, the policy has {len(flat.gradient)} "
                 "parameters: pass a gradient of the same policy"
             )
+        if isinstance(gradients, torch.Tensor):
+            gradients = gradients.detach().float().cpu().numpy()
         norm = float(np.linalg.norm(gradients))
         if not np.isfinite(norm):
             self.refuse_gradient()
