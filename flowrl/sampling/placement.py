@@ -52,13 +52,15 @@ def _limited_resources(config: WorkerConfig) -> list[tuple[str, str, float]]:
     return needed + [("custom_resources_per_worker", name, amount) for name, amount in custom]
 
 
-def check_evaluation_resources(sets: Sequence[WorkerConfig]) -> None:
-    """Check that the cluster has the GPUs and custom resources of several sets of workers together.
+def check_evaluation_resources(sets: Sequence[WorkerConfig], num_learner_gpus: int) -> None:
+    """Check that the cluster has the GPUs and custom resources of several sets of workers, and the
+    GPUs of learners, together.
 
     Does nothing before Ray has started, and in a placement group.
 
     Args:
         sets: the settings of each set, with `num_workers`.
+        num_learner_gpus: GPUs of learners on actors.
 
     Raises:
         ConfigError: the cluster does not have the resources.
@@ -67,7 +69,7 @@ def check_evaluation_resources(sets: Sequence[WorkerConfig]) -> None:
 
     if not ray.is_initialized() or _is_in_placement_group():
         return
-    needed: dict[str, float] = defaultdict(float)
+    needed: dict[str, float] = defaultdict(float, GPU=float(num_learner_gpus))
     for config in sets:
         for _, name, amount in _limited_resources(config):
             needed[name] += config.num_workers * amount
@@ -75,8 +77,8 @@ def check_evaluation_resources(sets: Sequence[WorkerConfig]) -> None:
     for name, amount in needed.items():
         if amount > total.get(name, 0.0):
             raise ConfigError(
-                f"evaluation_num_workers: all workers together need {amount:g} of {name!r}; the "
-                f"cluster has {total.get(name, 0.0):g}"
+                f"evaluation_num_workers: all workers and learners together need {amount:g} of "
+                f"{name!r}; the cluster has {total.get(name, 0.0):g}"
             )
 
 

@@ -420,13 +420,14 @@ def recorder_for(config: AlgorithmConfig, iteration: int) -> VideoRecorder | Non
 
 def check_evaluation_workers(config: AlgorithmConfig) -> None:
     """Check that the cluster has the GPUs and custom resources of all rollout and evaluation
-    workers.
+    workers and learners.
 
     Raises:
         ConfigError: it does not have them.
     """
     settings = evaluation_settings(config).updated(num_workers=config.evaluation_num_workers)
-    check_evaluation_resources([config, settings])
+    num_learner_gpus = config.get("num_gpus", 0) if settings.num_gpus_per_worker else 0
+    check_evaluation_resources([config, settings], num_learner_gpus)
 
 
 def check_evaluation_env(config: AlgorithmConfig, policies: dict[str, Policy]) -> None:

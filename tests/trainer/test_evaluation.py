@@ -12,12 +12,17 @@ import pytest
 
 from flowrl.algorithms.a2c import A2C, A2CConfig, A2CTorchPolicy
 from flowrl.algorithms.dqn import DQNConfig
+from flowrl.algorithms.impala import IMPALAConfig
 from flowrl.algorithms.td3 import TD3
 from flowrl.data.checkpoint import CheckpointError, list_checkpoints
 from flowrl.envs import MultiAgentEnv
 from flowrl.policies import ConfigError, ViewRequirement
 from flowrl.sampling.callbacks import DefaultCallbacks
-from flowrl.trainer.evaluation import EvaluationWorkers, evaluation_settings
+from flowrl.trainer.evaluation import (
+    EvaluationWorkers,
+    check_evaluation_workers,
+    evaluation_settings,
+)
 from flowrl.trainer.runs.saved_run import best_checkpoint
 from tests.extras import require_extra
 from tests.policies.fakes import DrawingNetwork
@@ -277,9 +282,22 @@ def test_workers_without_resources_beside_the_others_are_rejected_at_once(ray_se
         evaluation_interval=5,
         evaluation_num_workers=1,
     )
-    message = "evaluation_num_workers: all workers together need 1.2 of 'node:.* has 1"
+    message = "evaluation_num_workers: all workers and learners together need 1.2 of 'node:.* has 1"
     with config.build() as algorithm, pytest.raises(ConfigError, match=message):
         algorithm.train()
+
+
+def test_evaluation_workers_leave_the_gpus_of_learners_free(monkeypatch):
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"GPU": 3.0})
+    monkeypatch.setattr("flowrl.sampling.placement._is_in_placement_group", lambda: False)
+    config = IMPALAConfig(
+        env="CartPole-v1", num_workers=2, num_gpus_per_worker=0.5, evaluation_num_workers=2
+    )
+    check_evaluation_workers(config.updated(num_gpus=1))
+    message = "all workers and learners together need 4 of .GPU.; the cluster has 3"
+    with pytest.raises(ConfigError, match=message):
+        check_evaluation_workers(config.updated(num_gpus=2))
 
 
 class StepFails(gym.Wrapper):
