@@ -4,7 +4,7 @@ Each fault is injected several times into trainings on CartPole, or into their f
 figures to results/faults.json and this table, with a row per figure, to results/faults.md: the
 median over the repetitions, the lowest and the highest value.
 
-    python benchmarks/faults.py [--faults "a replay shard is killed"] [--rounds 3]
+    python benchmarks/faults.py [--faults "a replay actor is killed"] [--rounds 3]
 """
 
 from __future__ import annotations
@@ -319,7 +319,7 @@ def invalid_observation(rounds: int) -> Values:
 # -- replay, learners ------------------------------------------------------------------------------
 
 
-@fault("a replay shard is killed (Ape-X, 2 workers, 4 shards)")
+@fault("a replay actor is killed (Ape-X, 2 workers, 4 replay actors)")
 def kill_replay_shard(rounds: int) -> Values:
     gaps, lost = [], []
     settings = {"num_workers": 2, "learning_starts": 1000, "num_replay_shards": 4}

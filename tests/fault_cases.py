@@ -93,7 +93,7 @@ FAULTS = (
         ),
     ),
     FaultCase(
-        "A replay shard dies",
+        "A replay actor dies",
         "an empty one replaces it; its rows are counted as lost",
         (
             "ops/test_replay_actors.py::test_dead_shard_is_replaced",

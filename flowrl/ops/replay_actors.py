@@ -161,16 +161,16 @@ class ReplayActors:
             RuntimeError: it has died too often.
         """
         if self.journal is not None:
-            self.journal.end(f"replay shard {index} died")
+            self.journal.end(f"replay actor {index} died")
         shard = self.shards[index]
         shard.deaths += 1
         if shard.deaths >= MAX_DEATHS:
             raise RuntimeError(
-                f"replay shard {index} died {shard.deaths} times without storing or returning rows "
+                f"replay actor {index} died {shard.deaths} times without storing or returning rows "
                 "in between; the last cause is above. If it lacks memory, reduce "
                 "replay_buffer_capacity, or keep the rows in files (replay_buffer_dir)"
             ) from error
-        log.warning("replay shard %d died and is replaced by an empty one: %s", index, error)
+        log.warning("replay actor %d died and is replaced by an empty one: %s", index, error)
         self._count("num_replay_shard_restarts")
         self._count("num_replay_rows_lost", shard.rows)
         self.shards[index] = ShardRecord(
@@ -338,7 +338,7 @@ class ReplayActors:
                 shard.rows, shard.has_items, shard.node = rows, has_items, node
                 shard.deaths = 0 if batches else shard.deaths
         except ObjectLostError as error:
-            log.warning("batches of replay shard %d were lost: %s", index, error)
+            log.warning("batches of replay actor %d were lost: %s", index, error)
         except Exception as error:
             if not is_death(error):
                 raise
@@ -439,7 +439,7 @@ class ReplayActors:
         states = state["shards"]
         if len(states) != self.num_shards or len(state["restarts"]) != self.num_shards:
             raise ValueError(
-                f"cannot load a state of {len(states)} replay shards for {self.num_shards} shards: "
+                f"cannot load a state of {len(states)} replay actors for {self.num_shards}: "
                 "set num_replay_shards to the same number"
             )
         pairs = zip(self.started_shards(), states, strict=True)
@@ -452,7 +452,7 @@ class ReplayActors:
                 errors.append(error)
         if errors:
             if isinstance(errors[0], ValueError) and "capacity" in str(errors[0]):
-                add_note(errors[0], "replay_buffer_capacity is divided among the replay shards")
+                add_note(errors[0], "replay_buffer_capacity is divided among the replay actors")
             raise errors[0]
         restarts = state["restarts"]
         for shard, number, count in zip(self.shards, rows, restarts, strict=True):

@@ -321,7 +321,7 @@ def test_shard_that_dies_again_and_again_is_an_error(local_actors, monkeypatch):
             patch.setattr("flowrl.ops.replay_actors.fetch", killed)
             local_actors._process_stored("draws")
             local_actors._process_stored("draws")
-            with pytest.raises(RuntimeError, match="replay shard 1 died 3 times") as error:
+            with pytest.raises(RuntimeError, match="replay actor 1 died 3 times") as error:
                 local_actors._process_stored("draws")
         assert isinstance(error.value.__cause__, OutOfMemoryError)
         assert metrics.counters["num_replay_shard_restarts"] == 2
@@ -478,7 +478,7 @@ def test_restored_shards_draw_the_same_batches(actors):
     [first], [second] = (each.receive_batches(each.request_batches()) for each in (actors, other))
     np.testing.assert_array_equal(first["batch_indexes"], second["batch_indexes"])
     assert actors.rng.integers(1000) == other.rng.integers(1000)
-    with pytest.raises(ValueError, match="a state of 2 replay shards for 3"):
+    with pytest.raises(ValueError, match="a state of 2 replay actors for 3"):
         make(3).load_state_dict(state)
     other.stop()
 
