@@ -1,5 +1,6 @@
 """The web server of `flowrl watch`: what it serves, and what it refuses."""
 
+import contextlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 
@@ -95,12 +97,17 @@ def test_other_hosts_are_refused(server, host):
 
 
 def test_only_this_machine_can_connect(server):
-    port = server.url.rpartition(":")[2]
-    listening = subprocess.run(
-        ["python3", "-c", "print(open('/proc/net/tcp').read())"], capture_output=True, text=True
-    ).stdout
-    addresses = re.findall(rf"\b([0-9A-F]{{8}}):{int(port):04X} 00000000:0000 0A", listening)
-    assert addresses == ["0100007F"]
+    own_sockets = set()
+    for file in Path(f"/proc/{server.process.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the server has closed it meanwhile
+            own_sockets |= set(re.findall(r"socket:.(\d+)", os.readlink(file)))
+    listening = []  # addresses of this process only: others may use the port on other interfaces
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, address, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and inode in own_sockets:
+                listening.append(address)
+    assert listening == [f"0100007F:{int(server.url.rpartition(':')[2]):04X}"]
 
 
 @pytest.mark.parametrize(
