@@ -38,8 +38,8 @@ class LearnerActor:
     """One learner of a group, on a Ray actor.
 
     Args:
-        policies: policy id -> (class, observation space, action space, settings, state). Not the
-            policies: they would be built on the devices of the driver first.
+        policies: policy id -> (class, observation space, action space, settings, state). A
+            pickled policy would first be built on the device of its settings, not on `device`.
         rank: index of this learner in the group, from 0.
         size: number of learners in the group.
         store_address: (host, port) of the TCPStore through which the learners find each other.

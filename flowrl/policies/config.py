@@ -26,7 +26,7 @@ from flowrl.settings import (
 
 
 def _device(name: str) -> str:
-    # MPS has no float64, which the losses of distributional DQN use.
+    # MPS is not supported: it has no float64, which the losses of distributional DQN use.
     if not re.fullmatch(r"auto|cpu|(cuda|xpu)(:\d+)?", name):
         raise ValueError("must be auto, cpu, cuda, cuda:1 or xpu")
     return name
