@@ -70,7 +70,7 @@ class GymnasiumVectorEnv:
             )
         self.autoreset_mode = mode
         self.resets_in_next_step = mode is AutoresetMode.NEXT_STEP
-        self._resetting: np.ndarray = np.zeros(self.num_envs, bool)
+        self._resetting: Any = ()  # environments that the next step only resets
         self._num_restores = 0  # each restored run starts episodes with other seeds
         self._num_recreated = 0  # so does each environment that replaces a failed one
         self._is_seeded = False
@@ -98,7 +98,7 @@ class GymnasiumVectorEnv:
         first, _ = self._call("reset", **settings)
         observations[:] = self._by_env(first)
         self._is_seeded = True
-        self._resetting[:] = False
+        self._resetting = ()
         self._failed = False
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -174,8 +174,9 @@ class GymnasiumVectorEnv:
             )
         next_obs = self._by_env(stepped)
         done = np.logical_or(terminateds, truncateds)
-        if done.any():
-            ended = result.ended = np.flatnonzero(done)
+        (ended,) = done.nonzero()
+        if len(ended):
+            result.ended = ended
             same_step = self.autoreset_mode is AutoresetMode.SAME_STEP
             if same_step and "final_obs" not in infos:
                 raise ConfigError(
@@ -192,9 +193,7 @@ class GymnasiumVectorEnv:
             reset, _ = self._call("reset", options={"reset_mask": done})
             next_obs = self._by_env(reset)
         if self.resets_in_next_step:
-            if self._resetting.any():
-                result.skipped = np.flatnonzero(self._resetting)
-            self._resetting = done
+            result.skipped, self._resetting = self._resetting, ended
         observations[:] = next_obs
         result.infos = _Infos(infos, self.num_envs, set(map(int, result.ended))) if infos else []
         self._failed = False

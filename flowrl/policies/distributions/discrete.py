@@ -30,17 +30,19 @@ class Categorical(ActionDistribution):
     def act(
         cls, inputs: np.ndarray, rng: np.random.Generator, explore: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        logits = inputs - inputs.max(1, keepdims=True)
-        cumulative = np.exp(logits).cumsum(1)
+        # one row per action: numpy sums long rows faster than long columns
+        logits = np.array(inputs.T, order="C")
+        logits -= logits.max(0)
+        cumulative = np.exp(logits).cumsum(0)
         if explore:
             # inverse transform sampling: count the cumulative sums below a uniform draw
-            draws = rng.random((len(inputs), 1), dtype=np.float32) * cumulative[:, -1:]
-            actions = (cumulative <= draws).sum(1)
-            np.minimum(actions, logits.shape[1] - 1, out=actions)
+            draws = rng.random(len(inputs), dtype=np.float32) * cumulative[-1]
+            actions = (cumulative <= draws).sum(0)
+            np.minimum(actions, len(logits) - 1, out=actions)
         else:
-            actions = logits.argmax(1)
-        chosen = logits[np.arange(len(actions)), actions]
-        return actions, chosen - np.log(cumulative[:, -1])
+            actions = logits.argmax(0)
+        chosen = logits[actions, np.arange(len(actions))]
+        return actions, chosen - np.log(cumulative[-1])
 
     def sample(self) -> torch.Tensor:
         return torch.multinomial(self.logits.exp(), 1).squeeze(-1)
