@@ -1,4 +1,4 @@
-"""Memory, open files, threads and object store of long trainings.
+"""Memory, open files, threads and object store of long runs.
 
 Each training runs for 20 minutes. Every few seconds, the script reads what its process, its workers
 and Ray's object store hold. Writes the figures to results/soak.json and this table, with a row per

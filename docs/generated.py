@@ -18,7 +18,7 @@ from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from flowrl.settings import imported
+from flowrl.settings import import_object
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.plan_files import load_plan
 from flowrl.trainer.plan_settings import plan_config
@@ -108,7 +108,7 @@ def source_role(
 ) -> tuple[list[nodes.Node], list[Any]]:
     """{source}`module:Name.attribute`: a link to the lines of the code."""
     try:
-        code = inspect.unwrap(imported(text))
+        code = inspect.unwrap(import_object(text))
     except (ImportError, AttributeError) as error:
         message = inliner.reporter.error(f"{{source}}`{text}`: {error}", line=lineno)
         return [inliner.problematic(rawtext, rawtext, message)], [message]

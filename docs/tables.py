@@ -22,7 +22,7 @@ from flowrl.errors import ConfigError
 from flowrl.policies.policy_spec import PolicySpec
 from flowrl.sampling.policy_map import policy_class_and_config
 from flowrl.setting_aliases import SETTING_ALIASES
-from flowrl.settings import Settings, imported
+from flowrl.settings import Settings, import_object
 from flowrl.trainer import registry
 from flowrl.trainer.metric_reference import METRICS
 from flowrl.trainer.plan_files import shipped_plans
@@ -98,10 +98,10 @@ def page_of(plan: str) -> str:
 
 def _supports(config: Any, action_space: spaces.Space, **model: Any) -> bool:
     """Return whether a plan's policy can be built for an action space and a model."""
-    algorithm = imported(config.algorithm)
+    algorithm = import_object(config.algorithm)
     try:
         if model:
-            config = config.updated(model={**config.model.chosen(), **model})
+            config = config.updated(model={**config.model.explicit_settings(), **model})
         policy_class, settings = policy_class_and_config(
             "default_policy", PolicySpec(), algorithm.policy_class, config
         )
@@ -120,7 +120,9 @@ def _trains_with_lstm(plan: str, operators: list[str], action_space: spaces.Spac
     if _data(config, operators) != "replay buffer":
         return True
     try:
-        with config.updated(model={**config.model.chosen(), "use_lstm": True}).build(plan) as built:
+        with config.updated(model={**config.model.explicit_settings(), "use_lstm": True}).build(
+            plan
+        ) as built:
             built.train()
     except ValueError:  # a batch of sequences for a buffer of rows
         return False
@@ -157,7 +159,7 @@ def settings(path: str, own: str = "", group: str = "") -> str:
         own: "own" for those that the class or a base of its module declares itself.
         group: only those of this group.
     """
-    config: type[Settings] = imported(path)
+    config: type[Settings] = import_object(path)
     common = set(flowrl.AlgorithmConfig.model_fields) if own else set()
     base = flowrl.AlgorithmConfig.model_fields
     rows = []
@@ -252,7 +254,7 @@ def benchmark_scores() -> str:
     """Return the recorded scores of the rows with a known score, in short."""
     lines = []
     for row in rows_named([], shipped_tables()):
-        if row.anchors and (results := read_results(row, RESULTS)):
+        if row.published_scores and (results := read_results(row, RESULTS)):
             others = read_results(row, RESULTS, "sb3")
             lines.append([
                 row.env, f"`{row.plan}`", f"{row.env_steps:,}", _score(results), _score(others),
@@ -373,7 +375,7 @@ def errors() -> str:
     )
     rows = []
     for path in paths:
-        error = imported(path)
+        error = import_object(path)
         summary = " ".join((inspect.getdoc(error) or "").split("\n\n")[0].split())
         rows.append([f"`{error.__name__}`", f"`{error.__base__.__name__}`", f"`{error.__module__}`",
                      summary])  # fmt: skip

@@ -218,7 +218,7 @@ class _AlgorithmConfigTraining(TypedDict, total=False):
     model: flowrl.policies.config.ModelConfig | _ModelConfig
     """The network."""
     num_sgd_iter: int
-    """Passes over each train batch."""
+    """Epochs: passes over each train batch."""
     sgd_minibatch_size: int
     """Rows per update; 0 makes one update of the whole batch. The last minibatch may be smaller."""
     train_batch_size: int
@@ -240,7 +240,7 @@ class _AlgorithmConfigExploration(TypedDict, total=False):
     exploration_config: flowrl.policies.config.ExplorationConfig | _ExplorationConfig
     """How the policy explores."""
     explore: bool
-    """Whether workers explore while sampling; if False, they take the best actions."""
+    """Whether workers explore while sampling; if False, they act greedily."""
 
 class _AlgorithmConfigEvaluation(TypedDict, total=False):
     evaluation_interval: int | None
@@ -342,11 +342,11 @@ class _AlgorithmConfigReporting(TypedDict, total=False):
     monitor: bool
     """Measure the plan once per second while it trains, for the `diagnosis` of results and the file activity.jsonl of the run directory."""
     trace_s: float | None
-    """Write the last `trace_s` seconds of a training to trace.json in its run directory, as Chrome trace events, which https://ui.perfetto.dev shows; None writes no trace."""
+    """Write the last `trace_s` seconds of a run to trace.json in its run directory, as Chrome trace events, which https://ui.perfetto.dev shows; None writes no trace."""
     logged_names: Literal["classic", "nested"]
     """Names of metrics in TensorBoard, progress.csv, W&B and MLflow, where each metric has one name: classic (`episode_reward_mean`, `info/learner/…`) or nested (`env_runners/episode_return_mean`, `learners/…`). Results in Python have both."""
     log_to: list[Literal["wandb", "mlflow"]]
-    """Experiment trackers that receive every result: wandb, mlflow (extras of these names)."""
+    """Experiment loggers that receive every result: wandb, mlflow (extras of these names)."""
     log_config: dict[str, dict[str, Any]]
     """Tracker -> its settings: those of wandb.init (project, name, mode, …); of mlflow tracking_uri, experiment_name, run_name, tags."""
 
@@ -382,7 +382,7 @@ class _A3CConfigTraining(_OnPolicyConfigTraining, total=False):
     max_requests_in_flight_per_worker: int
     """Gradient requests in flight per worker. With 2, a worker does not wait for the update with its last gradient; its next gradient is computed with weights that lack this update."""
     max_policy_lag: int | None
-    """Maximum age of a gradient's weights, in updates; None for no limit."""
+    """Maximum policy lag of a gradient, in updates (optimizer steps); None for no limit."""
     stale_policy: Literal["drop", "wait"]
     """Drop gradients that exceed `max_policy_lag`, or make workers wait so that none does."""
 
@@ -394,7 +394,7 @@ class _AsyncLearnerConfigTraining(_AlgorithmConfigTraining, total=False):
     minibatch_buffer_size: int
     """Train batches that the learner alternates between while it uses each `num_sgd_iter` times."""
     num_learners: int
-    """Number of Ray actors that each learn from a part of every train batch; 0 learns in a thread of this process."""
+    """Number of Ray actors that each learn from a part of every train batch; 0 learns in a thread of the driver."""
     num_gpus: int
     """Like `num_learners`, with one GPU per actor. Set only one of the two."""
 
@@ -470,7 +470,7 @@ class _VTraceConfigTraining(_AsyncLearnerConfigTraining, total=False):
     )
     """Weight of the value loss: a number, or a schedule as for `lr`."""
     max_policy_lag: int | None
-    """Maximum age of a fragment's weights, in updates (optimizer steps); None for no limit."""
+    """Maximum policy lag of a fragment, in updates (optimizer steps); None for no limit."""
     stale_policy: Literal["drop", "wait"]
     """Drop fragments that exceed `max_policy_lag` when they arrive (they can exceed it later, in the learner's queue), or make workers wait so that no fragment ever does."""
     broadcast_interval: int
@@ -675,7 +675,7 @@ class _Methods:
     ) -> Self:
         """Set the callbacks class."""
     def reporting(self, **settings: Unpack[_AlgorithmConfigReporting]) -> Self:
-        """Set how often results are reported, their averages, and experiment trackers."""
+        """Set how often results are reported, their averages, and experiment loggers."""
     def debugging(self, **settings: Unpack[_AlgorithmConfigDebugging]) -> Self:
         """Set the seed."""
 

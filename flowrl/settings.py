@@ -29,7 +29,7 @@ Needs = Mapping[str, tuple[str, Any]]
 """Settings that have no effect with one value of another one: name -> (other setting, value)."""
 
 
-def imported(path: str) -> Any:
+def import_object(path: str) -> Any:
     """Return the object at "module:name".
 
     Raises:
@@ -432,7 +432,11 @@ class Settings(BaseModel):
         return [(name, self[name]) for name in self.keys()]
 
     def updated(self, **changes: Any) -> Self:
-        """Return a validated copy with changes; a dict updates a nested record key by key."""
+        """Return a validated copy with changes; a dict updates a nested record key by key.
+
+        Raises:
+            ConfigError: a setting is unknown or invalid, or settings do not fit together.
+        """
         changes = self.canonical(changes)
         values = {name: _copied(getattr(self, name)) for name in self.keys()}
         for name, value in changes.items():
@@ -474,7 +478,7 @@ class Settings(BaseModel):
         """Return the settings as a dict; nested records become dicts."""
         return {k: v.to_dict() if isinstance(v, Settings) else v for k, v in self.items()}
 
-    def chosen(self) -> dict[str, Any]:
+    def explicit_settings(self) -> dict[str, Any]:
         """Return the settings that were set explicitly."""
         return {name: self[name] for name in self.keys() if name in self.model_fields_set}
 

@@ -20,9 +20,9 @@ config = A2CConfig(
 
 
 def execution_plan(workers, config):
-    recent = 4 * config.train_batch_size  # older data misleads an on-policy loss
+    capacity = 4 * config.train_batch_size  # older rows mislead an on-policy loss
     buffer = MultiAgentReplayBuffer(
-        lambda policy_id: ReplayBuffer(recent, seed=config.seed),
+        lambda policy_id: ReplayBuffer(capacity, seed=config.seed),
         replay_batch_size=config.train_batch_size,
     )
     rollouts = ParallelRollouts(workers, mode="bulk_sync")

@@ -1,4 +1,4 @@
-"""Ape-X: workers fill replay buffers on actors, an asynchronous learner trains on samples."""
+"""Ape-X: workers fill replay buffers on actors, a learner thread trains on samples."""
 
 from flowrl import APEXConfig
 from flowrl.ops import (

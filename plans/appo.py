@@ -1,4 +1,4 @@
-"""APPO: workers sample without waiting, an asynchronous learner optimizes a clipped loss."""
+"""APPO: workers sample without waiting, a learner thread optimizes a clipped loss."""
 
 from flowrl import APPOConfig
 from flowrl.ops import (

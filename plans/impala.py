@@ -1,4 +1,4 @@
-"""IMPALA: workers sample without waiting, an asynchronous learner corrects with V-trace."""
+"""IMPALA: workers sample without waiting, a learner thread corrects with V-trace."""
 
 from flowrl import IMPALAConfig
 from flowrl.ops import (

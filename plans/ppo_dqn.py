@@ -57,13 +57,13 @@ config = AlgorithmConfig(
 def execution_plan(workers, config):
     ppo, dqn = config.for_policy("ppo"), config.for_policy("dqn")
     buffer = dqn.replay_buffer(["dqn"])
-    for_ppo, for_dqn = ParallelRollouts(workers, mode="bulk_sync").duplicate(2)
+    rollouts_for_ppo, rollouts_for_dqn = ParallelRollouts(workers, mode="bulk_sync").duplicate(2)
     train_ppo = (
-        for_ppo.for_each(SelectExperiences(["ppo"]))
+        rollouts_for_ppo.for_each(SelectExperiences(["ppo"]))
         .combine(ConcatBatches(ppo.train_batch_size, count_steps_by="agent_steps"))
         .for_each(TrainOneStep(workers, policies=["ppo"]))
     )
-    store = for_dqn.for_each(SelectExperiences(["dqn"])).for_each(
+    store = rollouts_for_dqn.for_each(SelectExperiences(["dqn"])).for_each(
         StoreToReplayBuffer(local_buffer=buffer)
     )
     train_dqn = (

@@ -68,9 +68,11 @@ config = AlgorithmConfig(
 
 def execution_plan(workers, config):
     ppo = config.for_policy("ppo")
-    for_ppo, for_dqn, for_sac = ParallelRollouts(workers, mode="bulk_sync").duplicate(3)
+    rollouts_for_ppo, rollouts_for_dqn, for_sac = ParallelRollouts(
+        workers, mode="bulk_sync"
+    ).duplicate(3)
     train_ppo = (
-        for_ppo.for_each(SelectExperiences(["ppo"]))
+        rollouts_for_ppo.for_each(SelectExperiences(["ppo"]))
         .combine(ConcatBatches(ppo.train_batch_size, count_steps_by="agent_steps"))
         .for_each(TrainOneStep(workers, policies=["ppo"]))
     )
@@ -89,6 +91,6 @@ def execution_plan(workers, config):
         )
         return store, train
 
-    branches = [train_ppo, *replayed(for_dqn, "dqn"), *replayed(for_sac, "sac")]
+    branches = [train_ppo, *replayed(rollouts_for_dqn, "dqn"), *replayed(for_sac, "sac")]
     all_three = Concurrently(branches, mode="round_robin", output_indexes=[0, 2, 4])
     return StandardMetricsReporting(all_three, workers, config)

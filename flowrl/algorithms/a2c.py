@@ -33,7 +33,13 @@ class A2CTorchPolicy(OnPolicyPolicy):
     config: A2CConfig
 
     def loss(self, batch: TensorBatch) -> torch.Tensor:
-        """Return the policy gradient, value and entropy losses, averaged over rows [B]."""
+        """Return the weighted sum of the policy gradient, value and entropy losses, a scalar.
+
+        Each is a mean over rows [B].
+
+        Args:
+            batch: has `actions` [B, …], and `advantages` and `value_targets`, float32 [B].
+        """
         inputs, _ = self.model.from_batch(batch)
         values = self.model.value_function()
         dist = self.dist_class(inputs, self.model)

@@ -29,13 +29,13 @@ class A3CConfig(A2CConfig):
     """Gradient requests in flight per worker. With 2, a worker does not wait for the update with
     its last gradient; its next gradient is computed with weights that lack this update."""
     max_policy_lag: NonNegativeInt | None = None
-    """Maximum age of a gradient's weights, in updates; None for no limit."""
+    """Maximum policy lag of a gradient, in updates (optimizer steps); None for no limit."""
     stale_policy: Literal["drop", "wait"] = "drop"
     """Drop gradients that exceed `max_policy_lag`, or make workers wait so that none does."""
     min_sample_timesteps_per_iteration: NonNegativeInt = 1000
 
     def staleness(self) -> dict[str, Any]:
-        """Return the options of AsyncGradients that limit the age of gradients."""
+        """Return the options of AsyncGradients that limit the policy lag of gradients."""
         return {"max_policy_lag": self.max_policy_lag, "stale_policy": self.stale_policy}
 
     @check_of_settings
@@ -58,7 +58,7 @@ class A3CConfig(A2CConfig):
                 f"max_policy_lag={max_lag} would drop most gradients: with "
                 f"num_workers={self.num_workers} and "
                 f"max_requests_in_flight_per_worker={requests}, {in_flight} gradients are in "
-                f"flight, and their weights are usually {in_flight - 1} updates old. Set "
+                f"flight, and their policy lag is usually {in_flight - 1} updates. Set "
                 f'stale_policy="wait", or max_policy_lag to at least {least}'
             )
         return self

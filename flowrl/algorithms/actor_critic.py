@@ -232,7 +232,7 @@ class ActorCriticPolicy(TargetNetworkPolicy):
     # -- learning ----------------------------------------------------------------------------------
 
     def loss(self, batch: TensorBatch) -> torch.Tensor:
-        """Return the sum of the critics' and the actor's losses, which share no parameters."""
+        """Return the sum of the critics' and the actor's losses, a scalar."""
         total = self.critic_loss(batch)
         if self.updates_actor():
             total = total + self.actor_loss(batch)

@@ -69,7 +69,7 @@ class APPOTorchPolicy(KLPenalty, TargetNetworkPolicy, VTracePolicy):
     config: APPOConfig
 
     def loss(self, batch: TensorBatch) -> torch.Tensor:
-        """Return IMPACT's loss (section 3), averaged over rows [B].
+        """Return IMPACT's loss (section 3), a scalar: a mean over rows [B].
 
         V-trace corrects for the target network's policy; ratios are relative to that policy.
         """

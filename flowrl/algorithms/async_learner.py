@@ -13,7 +13,7 @@ from flowrl.trainer.config import AlgorithmConfig
 
 
 class AsyncLearnerConfig(AlgorithmConfig):
-    """Settings of the algorithms with asynchronous workers and an asynchronous learner."""
+    """Settings of the algorithms with asynchronous workers and a learner thread."""
 
     max_requests_in_flight_per_worker: Annotated[Count, Field(le=1000)] = 2
     """Sample requests in flight per worker."""
@@ -23,7 +23,7 @@ class AsyncLearnerConfig(AlgorithmConfig):
     """Train batches that the learner alternates between while it uses each `num_sgd_iter` times."""
     num_learners: NonNegativeInt = 0
     """Number of Ray actors that each learn from a part of every train batch; 0 learns in a thread
-    of this process."""
+    of the driver."""
     num_gpus: NonNegativeInt = 0
     """Like `num_learners`, with one GPU per actor. Set only one of the two."""
 
@@ -33,7 +33,10 @@ class AsyncLearnerConfig(AlgorithmConfig):
             raise ValueError("num_learners and num_gpus: set only one of the two")
         on_actors = self.num_learners or self.num_gpus
         if self.microbatch_size and on_actors and self.policies is None:
-            raise ValueError("microbatch_size: it needs num_learners=0 and num_gpus=0")
+            raise ValueError(
+                "microbatch_size: learners on actors do not split minibatches: set num_learners=0 "
+                "and num_gpus=0, or microbatch_size=0"
+            )
         if self.minibatch_buffer_size > 1 and self.num_sgd_iter == 1:
             raise ValueError(
                 "minibatch_buffer_size above 1 needs num_sgd_iter of at least 2: each train batch "

@@ -23,7 +23,7 @@ from flowrl.state_schema import Amount, check_state
 from flowrl.trainer.algorithm import Algorithm, PolicyClass
 from flowrl.trainer.config import PlanSetting, PlanSource
 
-MAX_WEIGHT = 1e6  # of the penalty
+MAX_WEIGHT = 1e6  # largest weight of the penalty
 COLUMNS = ("obs", "new_obs", "actions", "rewards", "terminateds")
 
 
@@ -64,7 +64,7 @@ class CQLConfig(SACSettings, OfflineConfig):
         Raises:
             ConfigError: `input_` is not set.
         """
-        return self.recorded(workers, COLUMNS, _clip_actions)
+        return self.read_recorded(workers, COLUMNS, _clip_actions)
 
     def build(self, plan: PlanSource | None = None) -> CQL:
         return self._build(plan)
@@ -120,7 +120,7 @@ class CQLTorchPolicy(SACTorchPolicy):
         weight = log_weight.detach().exp().clamp(max=MAX_WEIGHT)
         self.stats["min_q_weight"] = weight
         penalty = weight * excess.sum()
-        # the weight rises by the gradient of weight * excess; at its maximum, it only falls
+        # gradient ascent on weight * excess; at MAX_WEIGHT only steps that lower the weight
         gain = weight * excess.detach().sum()
         slope = torch.where(weight < MAX_WEIGHT, gain, gain.clamp(max=0.0))
         gain = gain + (log_weight - log_weight.detach()) * slope

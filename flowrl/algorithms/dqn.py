@@ -231,7 +231,7 @@ class DQNTorchPolicy(TargetNetworkPolicy):
     def compute_log_likelihoods(
         self, actions: Any, obs_batch: Any = None, input_dict: dict[str, Any] | None = None
     ) -> np.ndarray:
-        """Return the log likelihoods [B] of the greedy policy: 0 for the best action, else minus
+        """Return the log-probabilities [B] of the greedy policy: 0 for the best action, else minus
         infinity."""
         best, _, _ = self._act({"obs": obs_batch} if input_dict is None else input_dict, False)
         self._check_actions(actions, len(best))

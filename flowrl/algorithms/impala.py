@@ -30,8 +30,8 @@ class IMPALATorchPolicy(VTracePolicy):
     config: IMPALAConfig
 
     def loss(self, batch: TensorBatch) -> torch.Tensor:
-        """Return the policy gradient, value and entropy losses (section 4.2 of the paper), averaged
-        over rows [B]."""
+        """Return the weighted sum of the policy gradient, value and entropy losses (section 4.2 of
+        the paper), a scalar: each is a mean over rows [B]."""
         inputs, _ = self.model.from_batch(batch)
         values = self.model.value_function().float()
         dist = self.dist_class(inputs, self.model)

@@ -32,7 +32,7 @@ class KLPenalty(TorchPolicy):
 
     def adapt_kl_coeff(self, kl: float) -> None:
         """Adapt the weight of the penalty to the KL divergence [nats] of the last train batch."""
-        self.kl_coeff = adapted(self.kl_coeff, kl, self.config.kl_target)
+        self.kl_coeff = next_kl_coeff(self.kl_coeff, kl, self.config.kl_target)
 
     def get_state(self) -> dict[str, Any]:
         initial = self.config.kl_coeff
@@ -48,7 +48,7 @@ class KLPenalty(TorchPolicy):
         self.kl_coeff = float(state["kl_coeff"]) if is_same else initial
 
 
-def adapted(kl_coeff: float, kl: float, kl_target: float) -> float:
+def next_kl_coeff(kl_coeff: float, kl: float, kl_target: float) -> float:
     """Return the next weight of the penalty; 0 stays 0.
 
     Args:

@@ -33,7 +33,7 @@ from flowrl.trainer.config import PlanSetting, PlanSource
 
 log = logging.getLogger("flowrl")
 
-MAX_EXPONENT = 5.0  # of the weights, so that no row dominates a batch
+MAX_EXPONENT = 5.0  # largest exponent of a weight; so no row dominates a batch
 
 
 class MARWILConfig(OfflineConfig):
@@ -71,7 +71,7 @@ class MARWILConfig(OfflineConfig):
         columns = ["obs", "actions"]
         if self.beta:
             columns += ["rewards", "terminateds", "truncateds", "unroll_id"]
-        return self.recorded(workers, columns, _PrepareRows(self.beta, self.gamma))
+        return self.read_recorded(workers, columns, _PrepareRows(self.beta, self.gamma))
 
     def build(self, plan: PlanSource | None = None) -> MARWIL:
         return self._build(plan)

@@ -93,7 +93,16 @@ class OffPolicyConfig(AlgorithmConfig):
     def new_buffer(
         self, policy_id: str = DEFAULT_POLICY_ID, shard: int = 0, num_shards: int = 1
     ) -> ReplayBuffer:
-        """Create an empty replay buffer for one policy, or one shard of it."""
+        """Create an empty replay buffer for one policy, or one shard of it.
+
+        Args:
+            policy_id: the policy whose rows are stored.
+            shard: index of the shard, from 0.
+            num_shards: number of shards; each has 1 / num_shards of the capacity.
+
+        Raises:
+            ConfigError: files cannot be written to `replay_buffer_dir`.
+        """
         capacity = math.ceil(self.replay_buffer_capacity / num_shards)
         settings = self.buffer_settings(policy_id, shard)
         settings["links"] = "consecutive" if self.normalize_observations else "equal"

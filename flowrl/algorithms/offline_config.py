@@ -131,7 +131,7 @@ class OfflineConfig(AlgorithmConfig):
             return partial(SpacesOnlyEnv, self.observation_space, self.action_space)
         return super().env_or_spaces()
 
-    def recorded(
+    def read_recorded(
         self,
         workers: WorkerSet,
         columns: Collection[str],

@@ -51,8 +51,8 @@ class PPOTorchPolicy(KLPenalty, OnPolicyPolicy):
     config: PPOConfig
 
     def loss(self, batch: TensorBatch) -> torch.Tensor:
-        """Return the loss of equation 9 of the paper, averaged over rows [B], plus the KL penalty
-        of equation 8."""
+        """Return the scalar loss of equation 9 of the paper, a mean over rows [B], plus the KL
+        penalty of equation 8."""
         config = self.config
         inputs, _ = self.model.from_batch(batch)
         values = self.model.value_function()

@@ -12,7 +12,7 @@ from flowrl.algorithms.dqn import DQN, DQNConfig, DQNTorchPolicy
 from flowrl.data import SampleBatch
 from flowrl.errors import ConfigError
 from flowrl.policies.config import ModelConfig
-from flowrl.policies.exploration import FORBIDDEN
+from flowrl.policies.exploration import MASKED_BELOW
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.policies.views import ViewRequirement, forward_views
 from flowrl.settings import Count, Positive, check_of_settings
@@ -193,22 +193,23 @@ class R2D2TorchPolicy(DQNTorchPolicy):
             returns[rows] += gamma**k * rewards[rows + k]
         next_rows = _unrolled_rows(lens) + steps
         next_values = target_q[next_rows, scores[next_rows].argmax(1)].astype(np.float64)
-        next_values[next_values <= FORBIDDEN] = 0.0  # all actions are masked
+        next_values[next_values <= MASKED_BELOW] = 0.0  # all actions are masked
         if self.config.use_h_function:
-            next_values = unscaled(next_values, eps)
+            next_values = inverse_rescale_value(next_values, eps)
         is_terminal = is_terminated[number + steps - 1]
         targets = returns + np.where(is_terminal, 0.0, gamma**steps * next_values)
-        return (scaled(targets, eps) if self.config.use_h_function else targets).astype(np.float32)
+        targets = rescale_value(targets, eps) if self.config.use_h_function else targets
+        return targets.astype(np.float32)
 
 
-def scaled(x: np.ndarray, eps: float) -> np.ndarray:
+def rescale_value(x: np.ndarray, eps: float) -> np.ndarray:
     """Return h(x) = sign(x) (sqrt(|x| + 1) - 1) + eps x (Pohlen et al. 2018, arXiv 1805.11593)."""
     result: np.ndarray = np.sign(x) * (np.sqrt(np.abs(x) + 1) - 1) + eps * x
     return result
 
 
-def unscaled(x: np.ndarray, eps: float) -> np.ndarray:
-    """Return the inverse of `scaled`."""
+def inverse_rescale_value(x: np.ndarray, eps: float) -> np.ndarray:
+    """Return the inverse of `rescale_value`."""
     root = np.sqrt(1 + 4 * eps * (np.abs(x) + 1 + eps))
     result: np.ndarray = np.sign(x) * (((root - 1) / (2 * eps)) ** 2 - 1)
     return result

@@ -17,7 +17,7 @@ from flowrl.algorithms.actor_critic import (
 )
 from flowrl.policies.config import ExplorationConfig
 from flowrl.policies.distributions import Categorical, SquashedGaussian
-from flowrl.policies.exploration import FORBIDDEN
+from flowrl.policies.exploration import MASKED_BELOW
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import Finite, Needs, Positive
@@ -137,10 +137,10 @@ class SACTorchPolicy(ActorCriticPolicy):
             return values - alpha * logp
         logp = torch.log_softmax(outputs, 1)
         soft_q = self.target_model.evaluate_critics(new_obs).amin(0) - alpha * logp
-        return torch.where(outputs <= FORBIDDEN, 0.0, logp.exp() * soft_q).sum(1)
+        return torch.where(outputs <= MASKED_BELOW, 0.0, logp.exp() * soft_q).sum(1)
 
     def _sample_actions(self, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return reparameterized actions [B, …] and their log probabilities [B]."""
+        """Return reparameterized actions [B, …] and their log-probabilities [B]."""
         dist: Any = self.dist_class(outputs, self.model)
         rows, size = outputs.shape
         sampled: tuple[torch.Tensor, torch.Tensor] = dist.sample_and_logp(
@@ -171,7 +171,7 @@ class SACTorchPolicy(ActorCriticPolicy):
     @staticmethod
     def _mean_target_entropy(outputs: torch.Tensor) -> torch.Tensor:
         """Return the mean of 0.98 of the maximum entropy of the actions that are not masked."""
-        allowed = (outputs > FORBIDDEN).sum(1).clip(1)
+        allowed = (outputs > MASKED_BELOW).sum(1).clip(1)
         return 0.98 * allowed.float().log().mean()
 
     def _discrete_loss(
@@ -182,7 +182,7 @@ class SACTorchPolicy(ActorCriticPolicy):
         probs = logp.exp()
         with torch.no_grad():
             q = self.model.q_values(batch["obs"], frozen=True).amin(0)
-        forbidden = outputs <= FORBIDDEN
+        forbidden = outputs <= MASKED_BELOW
         losses = torch.where(forbidden, 0.0, probs * (alpha * logp - q)).sum(1)
         entropy = -torch.where(forbidden, 0.0, probs * logp).sum(1)
         return losses.mean(), entropy.detach().mean()

@@ -50,7 +50,7 @@ class VTraceConfig(AsyncLearnerConfig):
     vf_loss_coeff: Schedule = 0.5
     """Weight of the value loss: a number, or a schedule as for `lr`."""
     max_policy_lag: NonNegativeInt | None = None
-    """Maximum age of a fragment's weights, in updates (optimizer steps); None for no limit."""
+    """Maximum policy lag of a fragment, in updates (optimizer steps); None for no limit."""
     stale_policy: Literal["drop", "wait"] = "drop"
     """Drop fragments that exceed `max_policy_lag` when they arrive (they can exceed it later, in
     the learner's queue), or make workers wait so that no fragment ever does."""
@@ -65,7 +65,7 @@ class VTraceConfig(AsyncLearnerConfig):
     """Capacity of the buffer of fragments to replay, in fragments."""
 
     def staleness(self) -> dict[str, Any]:
-        """Return the options of ParallelRollouts that limit the age of fragments."""
+        """Return the options of ParallelRollouts that limit the policy lag of fragments."""
         if self.max_policy_lag is None:
             return {}
         if self.stale_policy == "drop":
@@ -126,7 +126,7 @@ class VTraceLearner(TorchLearner):
             yield batch
             return
         trajectories = Trajectories(batch)
-        yield from trajectories.grouped(
+        yield from trajectories.iterate_groups(
             self.policy.shuffle_rng.permutation(len(trajectories)).tolist(), size
         )
 
@@ -134,7 +134,7 @@ class VTraceLearner(TorchLearner):
         """Yield whole trajectories in order, at least `size` rows at a time; the last microbatch
         may have fewer."""
         trajectories = Trajectories(batch)
-        return trajectories.grouped(range(len(trajectories)), size)
+        return trajectories.iterate_groups(range(len(trajectories)), size)
 
     def rows_of_process(
         self, batch: SampleBatch, rank: int, num_processes: int
@@ -158,7 +158,10 @@ class Trajectories:
 
     def __init__(self, batch: SampleBatch):
         if batch.zero_padded:
-            raise ValueError("a zero-padded batch: call flowrl.data.sequences.without_padding()")
+            raise ValueError(
+                "V-trace needs a batch without zero-padding: pass "
+                "flowrl.data.sequences.without_padding(batch)"
+            )
         self._batch = batch
         if "seq_lens" in batch:
             self._sizes = loss_rows_of_sequences(batch)
@@ -174,22 +177,22 @@ class Trajectories:
     def __len__(self) -> int:
         return len(self._parts)
 
-    def take(self, numbers: Iterable[int]) -> SampleBatch:
-        """Return the trajectories with these numbers, in that order."""
-        index = np.concatenate([self._parts[number] for number in numbers])
+    def take(self, indices: Iterable[int]) -> SampleBatch:
+        """Return the trajectories with these indices, in that order."""
+        index = np.concatenate([self._parts[i] for i in indices])
         if "seq_lens" in self._batch:
             return take_sequences(self._batch, index)
         return self._batch.take_rows(index)
 
-    def grouped(self, numbers: Iterable[int], size: int) -> Iterator[SampleBatch]:
-        """Yield trajectories in the order of `numbers`, with at least `size` rows each time; the
-        last ones may have fewer."""
+    def iterate_groups(self, indices: Iterable[int], min_rows: int) -> Iterator[SampleBatch]:
+        """Yield trajectories in the order of `indices`, with at least `min_rows` rows each time;
+        the last ones may have fewer."""
         chosen: list[int] = []
         rows = 0
-        for number in numbers:
-            chosen.append(number)
-            rows += int(self._sizes[self._parts[number]].sum())
-            if rows >= size:
+        for i in indices:
+            chosen.append(i)
+            rows += int(self._sizes[self._parts[i]].sum())
+            if rows >= min_rows:
                 yield self.take(chosen)
                 chosen, rows = [], 0
         if chosen:
@@ -228,7 +231,7 @@ class VTracePolicy(TorchPolicy):
 
         Args:
             batch: consecutive trajectories, each in order of time.
-            target_logp: log probabilities of the actions under the target policy, [B].
+            target_logp: log-probabilities of the actions under the target policy, [B].
             values: values of the observations, [B].
         """
         config = self.config
@@ -300,7 +303,7 @@ def _is_followed(batch: Any, rows: np.ndarray) -> np.ndarray:
 
 
 def vtrace_of_rows(
-    behaviour_logp: np.ndarray,
+    behavior_logp: np.ndarray,
     target_logp: np.ndarray,
     rewards: np.ndarray,
     values: np.ndarray,
@@ -308,9 +311,15 @@ def vtrace_of_rows(
     ends: np.ndarray,
     **settings: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Apply `vtrace` to rows [B] of consecutive trajectories of any lengths.
+    """Apply `vtrace` to consecutive trajectories of any lengths.
 
-    `ends` [B] marks the last row of each trajectory. Returns value targets [B] and advantages [B].
+    Args:
+        behavior_logp, target_logp, rewards, values, next_values: floats [B], see `vtrace`.
+        ends: whether a row is the last one of its trajectory, bool [B].
+        settings: `gamma` and the clip options of `vtrace`.
+
+    Returns:
+        value targets [B] and advantages [B].
     """
     last = np.flatnonzero(ends)
     lengths = np.diff(last, prepend=-1)
@@ -318,7 +327,7 @@ def vtrace_of_rows(
     mask = steps < lengths  # [T, N], one column per trajectory
     rows = np.where(mask, steps + (last - lengths + 1), 0)
     targets, advantages = vtrace(
-        behaviour_logp[rows],
+        behavior_logp[rows],
         target_logp[rows],
         rewards[rows],
         values[rows],

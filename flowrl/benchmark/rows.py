@@ -27,7 +27,7 @@ class BenchmarkRow:
         table: name of the table.
         plan, env: of the tuned example.
         env_steps: length of each run.
-        anchors: source -> known score, the mean return of evaluation episodes.
+        published_scores: source -> known score, the mean return of evaluation episodes.
         threshold: mean return of 100 training episodes; the result reports when a run first reaches
             it. None reports nothing.
         explore: sample actions in the evaluation instead of taking the best ones.
@@ -37,7 +37,7 @@ class BenchmarkRow:
     plan: str
     env: str
     env_steps: int
-    anchors: dict[str, float]
+    published_scores: dict[str, float]
     threshold: float | None = None
     explore: bool = False
 
@@ -49,7 +49,7 @@ class BenchmarkRow:
     @property
     def known_scores(self) -> str:
         """The known scores with their sources, such as `SB3 zoo -74`."""
-        return "; ".join(f"{source} {value:g}" for source, value in self.anchors.items())
+        return "; ".join(f"{source} {value:g}" for source, value in self.published_scores.items())
 
     def file_stem(self, library: str = "flowrl") -> str:
         """Return the name in files and folders, such as `ppo-ALE-Pong-v5`; with the name of another
@@ -190,7 +190,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: _is_number(value) and value >= 1 and value == int(value),
         "an int of at least 1",
     ),
-    "anchors": (
+    "published_scores": (
         lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
         "a mapping: source -> score",
     ),

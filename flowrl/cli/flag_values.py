@@ -11,7 +11,7 @@ from typing import Any, get_args, get_origin
 from gymnasium import spaces
 
 from flowrl.cli.arguments import json_object
-from flowrl.settings import Settings, imported
+from flowrl.settings import Settings, import_object
 
 
 @contextlib.contextmanager
@@ -94,7 +94,7 @@ def _imported(args: list[str]) -> Any:
     if args[0] == "None":
         return None
     try:
-        return imported(args[0])
+        return import_object(args[0])
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{args[0]!r} is not an import path module:name: {error}") from None
 

@@ -18,7 +18,7 @@ from flowrl.cli.arguments import Parser
 from flowrl.cli.display import print_failure
 from flowrl.errors import ConfigError
 from flowrl.setting_values import nearest
-from flowrl.settings import imported
+from flowrl.settings import import_object
 from flowrl.trainer.plan_files import is_shipped
 from flowrl.trainer.runs.signal_handler import (
     INTERRUPTED,
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"flowrl: {_unknown_command(name, arguments[1:])}", file=sys.stderr)
         return 2
     try:
-        return _call(imported(_COMMANDS[name]), arguments[1:])
+        return _call(import_object(_COMMANDS[name]), arguments[1:])
     except ConfigError as error:
         print_failure(error)
         return 2

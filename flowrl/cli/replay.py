@@ -14,7 +14,7 @@ from flowrl.cli.saved_runs import settings_of
 from flowrl.errors import ConfigError
 from flowrl.iter.journal import ReplayError
 from flowrl.trainer.runs.formatting import format_number
-from flowrl.trainer.runs.replaying import NOT_REPLAYED, Replay, ReplayedResult, Until
+from flowrl.trainer.runs.replaying import NOT_REPLAYED, ItemBreakpoint, ReplayedResult, RunReplayer
 from flowrl.trainer.runs.saved_run import read_config, read_setup
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def replay_command(arguments: list[str]) -> int:
     run_dir = options.run_dir.expanduser()
     with _build(run_dir, options.trust) as algorithm:
         try:
-            replay = Replay(algorithm, run_dir, options.until)
+            replay = RunReplayer(algorithm, run_dir, options.until)
             is_equal = _print_results(replay)
             if options.until is not None and replay.num_items < options.until.number:
                 name, number = options.until
@@ -66,13 +66,13 @@ def replay_command(arguments: list[str]) -> int:
     return 0 if is_equal else 1
 
 
-def _until(text: str) -> Until:
+def _until(text: str) -> ItemBreakpoint:
     name, _, number = text.rpartition(":")
     if not name or not (number.isascii() and number.isdigit()) or int(number) < 1:
         raise argparse.ArgumentTypeError(
             f"must be an operator and a number from 1, such as Dequeue:10, got {text!r}"
         )
-    return Until(name, int(number))
+    return ItemBreakpoint(name, int(number))
 
 
 def _build(run_dir: Path, trust: bool) -> Algorithm:
@@ -85,7 +85,7 @@ def _build(run_dir: Path, trust: bool) -> Algorithm:
     return config.updated(**NOT_REPLAYED).build_as(algorithm)
 
 
-def _print_results(replay: Replay) -> bool:
+def _print_results(replay: RunReplayer) -> bool:
     """Print a line per result; return whether there are results, and all are equal to the run's."""
     print(f"{'iteration':>9}  {'env steps':>11}  {'mean return':>11}")
     num_compared = num_equal = 0

@@ -206,7 +206,7 @@ def check_trusted(config: AlgorithmConfig, trust: bool) -> None:
     """
     code = None if trust else untrusted_code(config)
     if code is not None:
-        raise ConfigError(f"it names {code}: pass --trust to allow that")
+        raise ConfigError(f"the settings name {code}: pass --trust to import and execute it")
 
 
 def absolute_plan(plan: str) -> str:

@@ -162,7 +162,7 @@ def settings_of(
     except UntrustedCodeError as error:
         other = ", or --plan FILE" if error.code.startswith("the plan file") else ""
         raise ConfigError(
-            f"{path}: it names {error.code}: pass --trust to execute it{other}"
+            f"{path}: the checkpoint names {error.code}: pass --trust to execute it{other}"
         ) from None
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
@@ -214,7 +214,7 @@ def unused_settings_message(run: SavedRun, plan: str) -> str | None:
     config = config.updated(**absolute_folders(config))
     differing = {
         name: value
-        for name, value in config.chosen().items()
+        for name, value in config.explicit_settings().items()
         if name in run.config and not equal_code(value, run.config[name])
     }
     if not differing:

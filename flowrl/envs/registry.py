@@ -27,7 +27,7 @@ from flowrl.envs.atari import AtariSettings, has_old_form, is_atari, make_atari,
 from flowrl.envs.time_limit import Horizon, get_max_steps, set_max_steps
 from flowrl.errors import ConfigError, check_installed, install_hint
 from flowrl.setting_values import nearest
-from flowrl.settings import imported
+from flowrl.settings import import_object
 
 EnvCreator = Callable[["EnvContext"], Any]
 
@@ -356,7 +356,7 @@ def _creator_of_import(path: str) -> EnvCreator:
         gym.spec(name)
         return partial(_make_by_id, path)
     with suppress(AttributeError):
-        found = imported(path)
+        found = import_object(path)
     if found is None and name in _CREATORS:
         return _CREATORS[name]
     if not callable(found):

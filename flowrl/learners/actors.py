@@ -164,7 +164,8 @@ class LearnerGroup(Learner):
         """Update the policies from a batch; see Learner.
 
         Raises:
-            RuntimeError: the cluster lacks the GPUs, or learners died three times in a row.
+            RuntimeError: the cluster lacks the GPUs, or the learners were stopped.
+            ProcessGroupError, ray.exceptions.RayActorError: learners died three times in a row.
             Exception: an error that a policy raised.
         """
         import ray
@@ -181,7 +182,7 @@ class LearnerGroup(Learner):
         for attempt in range(MAX_ATTEMPTS):
             with self._lock:
                 if self._stopped:
-                    raise RuntimeError("the learners were stopped")
+                    raise RuntimeError("the learners were stopped: build a new algorithm to train")
                 loads = self._prepare_actors()
                 rows_ref = ray.put(rows)
                 arguments = (

@@ -248,7 +248,10 @@ class LearnOnWorker:
                 return newest
             time.sleep(ARRIVAL_CHECK_S)  # the store's own wait prints a warning at each timeout
         self._group_name = arrived_in
-        raise ProcessGroupError(f"group {arrived_in}: a member did not arrive in time")
+        raise ProcessGroupError(
+            f"group {arrived_in}: a worker did not join within {self._timeout_s:g} s: it has died, "
+            "or its machine is overloaded"
+        )
 
     def __repr__(self) -> str:
         return "LearnOnWorker"

@@ -46,6 +46,7 @@ class ProcessGroup:
         splits_rows: bool = False,
     ):
         self.rank, self.size, self.splits_rows = rank, size, splits_rows
+        self._timeout_s = timeout_s
         self.device = torch.device("cuda" if backend == "nccl" else "cpu")
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -54,8 +55,14 @@ class ProcessGroup:
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
         except (RuntimeError, ValueError) as error:
             raise ProcessGroupError(
-                f"process {rank} of {size} cannot join the group: {error}"
+                f"learning process {rank + 1} of {size} could not join its group: {error}"
             ) from error
+
+    def _lost_connection(self, error: Exception) -> ProcessGroupError:
+        return ProcessGroupError(
+            f"learning process {self.rank + 1} of {self.size} lost the connection to its group "
+            f"(another process died, or did not answer within {self._timeout_s:g} s): {error}"
+        )
 
     def all_reduce(self, values: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduce a tensor over all processes in place, and return it.
@@ -66,7 +73,7 @@ class ProcessGroup:
         try:
             dist.all_reduce(values, op)
         except RuntimeError as error:
-            raise ProcessGroupError(f"process {self.rank} of {self.size}: {error}") from error
+            raise self._lost_connection(error) from error
         return values
 
     def average_gradient(self, gradient: torch.Tensor, rows: int) -> None:
@@ -103,7 +110,7 @@ class ProcessGroup:
         try:
             dist.broadcast_object_list(values, src=self.size - 1, device=self.device)
         except RuntimeError as error:
-            raise ProcessGroupError(f"process {self.rank} of {self.size}: {error}") from error
+            raise self._lost_connection(error) from error
         return values[0]
 
     def pad_minibatches(self, minibatches: Iterator[T]) -> Iterator[T | None]:

@@ -276,8 +276,8 @@ def _queue(activity: Activity, facts: PlanFacts) -> Finding | None:
             "queue_too_large",
             enqueues[0].name,
             full,
-            f"Batches are {activity.policy_lag_mean:.0f} updates old when they are trained on: "
-            f"{queued} wait in the queue of {enqueues[0].name}. Set a "
+            f"Batches have a policy lag of {activity.policy_lag_mean:.0f} updates when they are "
+            f"trained on: {queued} wait in the queue of {enqueues[0].name}. Set a "
             f"smaller learner_queue_size (now {facts.queue_size}), or max_policy_lag.",
             enqueues[0].line,
         )

@@ -123,7 +123,7 @@ class RecordedEpisodes:
 
     Attributes:
         rewards: float64 [episodes, length of the longest].
-        log_ratios: float64 [episodes, length of the longest]: log-likelihood of each action under
+        log_ratios: float64 [episodes, length of the longest]: log-probability of each action under
             the evaluated policy minus that under the recorded one.
         num_incomplete: number of episodes with missing rows, which are not included.
     """
@@ -211,7 +211,7 @@ def _select_columns(policy: Policy, run: int, batch: SampleBatch) -> dict[str, n
         if not np.isfinite(np.asarray(batch[name], np.float64)).all():
             raise OfflineDataError(f"the column {name!r} has values that are not finite")
     parts = batch.timeslices(size=ROWS_AT_A_TIME)
-    logp = np.concatenate([np.zeros(0), *(_log_likelihoods(policy, part) for part in parts)])
+    logp = np.concatenate([np.zeros(0), *(_log_probabilities(policy, part) for part in parts)])
     agents = batch["agent_index"] if "agent_index" in batch else np.zeros(batch.count, int)
     return {
         "log_ratio": logp - batch["action_logp"],
@@ -224,8 +224,8 @@ def _select_columns(policy: Policy, run: int, batch: SampleBatch) -> dict[str, n
     }
 
 
-def _log_likelihoods(policy: Policy, rows: SampleBatch) -> np.ndarray:
-    """Return the log-likelihoods [rows] of recorded actions under a policy."""
+def _log_probabilities(policy: Policy, rows: SampleBatch) -> np.ndarray:
+    """Return the log-probabilities [rows] of recorded actions under a policy."""
     found = policy.compute_log_likelihoods(rows["actions"], rows["obs"])
     logp: np.ndarray = np.asarray(found, np.float64)
     if np.isnan(logp).any() or (logp == np.inf).any():

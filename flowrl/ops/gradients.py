@@ -99,7 +99,7 @@ class AsyncGradients(LocalIterator[Gradients]):
             lack the updates from the worker's last n - 1 gradients.
         policies: ids of the policies; None for all policies of the fragment that
             `policies_to_train` allows.
-        max_policy_lag: maximum age of a gradient's weights, in updates; None for no limit.
+        max_policy_lag: maximum policy lag of a gradient, in updates; None for no limit.
         stale_policy: "drop" drops older gradients and counts their env steps as
             `num_env_steps_dropped`; "wait" delays requests so that none becomes older (see
             StalenessLimit).

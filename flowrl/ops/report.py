@@ -52,7 +52,7 @@ class ReportingConfig(Settings):
     """Measure the plan once per second while it trains, for the `diagnosis` of results and the
     file activity.jsonl of the run directory."""
     trace_s: Positive | None = setting(None, group="reporting")
-    """Write the last `trace_s` seconds of a training to trace.json in its run directory, as Chrome
+    """Write the last `trace_s` seconds of a run to trace.json in its run directory, as Chrome
     trace events, which https://ui.perfetto.dev shows; None writes no trace."""
     logged_names: Literal["classic", "nested"] = setting("classic", group="reporting")
     """Names of metrics in TensorBoard, progress.csv, W&B and MLflow, where each metric has one

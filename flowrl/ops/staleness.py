@@ -10,7 +10,7 @@ from flowrl.setting_values import check_int
 
 
 class StalenessLimit:
-    """Limits how far sampling runs ahead of training, and so the age of fragments.
+    """Limits how far sampling runs ahead of training, and so the policy lag of fragments.
 
     A fragment is requested only while
 
@@ -26,7 +26,7 @@ class StalenessLimit:
 
     Use it in plans with one source of fragments that train on each fragment once. It counts the env
     steps of fragments that are lost to an operator's exception as `num_env_steps_dropped`; a filter
-    that drops fragments must do so itself. The age of fragments in a restored plan is unknown.
+    that drops fragments must do so itself. The policy lag is unknown in a restored plan.
 
     Args:
         batch_size: minimum env steps of a train batch.

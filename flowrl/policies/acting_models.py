@@ -22,7 +22,7 @@ from flowrl.policies.models.fcnet import FullyConnectedNetwork
 from flowrl.policies.models.recurrent import RecurrentNetwork
 from flowrl.policies.models.torso import TorsoNetwork
 
-MAX_GRAPHS = 4  # numbers of rows
+MAX_GRAPHS = 4  # CUDA graphs that are kept, one per number of rows
 MAX_CPU_PARAMETERS = 500_000  # copying more of them after each update takes longer than the GPU
 
 

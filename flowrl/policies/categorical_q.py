@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flowrl.policies.exploration import FORBIDDEN, MASKED_OUTPUT
+from flowrl.policies.exploration import MASKED_BELOW, MASKED_OUTPUT
 from flowrl.policies.q_values import QValues, TDLoss
 
 MAX_DENSE_ATOMS = 101
@@ -48,14 +48,14 @@ class CategoricalQ(QValues):
         of_actions = self._outputs_of_actions(outputs)
         if not self.dueling:
             return of_actions
-        allowed = of_actions > FORBIDDEN
+        allowed = of_actions > MASKED_BELOW
         # all actions may be forbidden at a terminal state
         where: Any = torch.where if isinstance(outputs, torch.Tensor) else np.where
         mean = where(allowed, of_actions, 0.0).sum(1) / allowed.sum(1).clip(1)
         return of_actions + (outputs[:, -self.num_atoms :] - mean)[:, None]
 
     def first_atoms(self, outputs: Any) -> Any:
-        """Return the outputs of each action's first atom, [B, actions]: at most FORBIDDEN for
+        """Return the outputs of each action's first atom, [B, actions]: at most MASKED_BELOW for
         masked actions."""
         return self._outputs_of_actions(outputs)[..., 0]
 
@@ -68,14 +68,14 @@ class CategoricalQ(QValues):
         """Return the mean returns [B, actions]; forbidden actions score far below all others."""
         logits = self.logits(outputs)
         values: np.ndarray = softmax(logits) @ self.support
-        return np.where(logits[..., 0] > FORBIDDEN, values, MASKED_OUTPUT)
+        return np.where(logits[..., 0] > MASKED_BELOW, values, MASKED_OUTPUT)
 
     def greedy_scores_of_tensors(self, outputs: torch.Tensor) -> torch.Tensor:
         """Return `greedy_scores` of tensors."""
         logits = self.logits(outputs)
         # not a matrix product, which autocast would compute in bfloat16
         values: torch.Tensor = (logits.softmax(-1) * self._support_on(logits.device)).sum(-1)
-        return torch.where(logits[..., 0] > FORBIDDEN, values, MASKED_OUTPUT)
+        return torch.where(logits[..., 0] > MASKED_BELOW, values, MASKED_OUTPUT)
 
     def td_targets(
         self,
@@ -88,7 +88,7 @@ class CategoricalQ(QValues):
         """Return the target distributions of the actions, [B, atoms]; see QValues.td_targets."""
         probs = self._logits_of(outputs, best_actions).softmax(1)
         first_atoms = self.first_atoms(outputs).gather(1, best_actions[:, None])[:, 0]
-        discounts = torch.where(first_atoms <= FORBIDDEN, 0.0, discounts)
+        discounts = torch.where(first_atoms <= MASKED_BELOW, 0.0, discounts)
         return self.project(probs, rewards, discounts)
 
     def td_loss(

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from flowrl.data.checkpoint import CheckpointError
-from flowrl.settings import imported
+from flowrl.settings import import_object
 
 SETTINGS_CLASS = "flowrl.settings:Settings"
 POLICY_CLASS = "flowrl.policies.policy:Policy"
@@ -41,7 +41,7 @@ class UntrustedCodeError(CheckpointError):
     def __init__(self, code: str, remedy: str, path: Any = None, setting: str | None = None):
         where = "" if path is None else f"{path}: "
         if setting is None:
-            super().__init__(f"{where}it names {code}, which is not trusted: {remedy}")
+            super().__init__(f"{where}the checkpoint names {code}, which is not trusted: {remedy}")
         else:
             changes = "…"
             # a mapping would change a policy of the checkpoint, whose code is not trusted
@@ -98,7 +98,7 @@ class CodeResolver:
             ImportError, AttributeError: the code does not exist.
         """
         if self.trust:
-            return self._known[path] if path in self._known else imported(path)
+            return self._known[path] if path in self._known else import_object(path)
         if path in self._known:
             # constructing a class in a setting of another kind could run code: A2C(**env_config)
             return _of_kind(self._known[path], base, path)
@@ -121,7 +121,7 @@ def untrusted(code: str) -> UntrustedCodeError:
 
 def _of_kind(code: Any, base: str | None, path: str) -> Any:
     """Return a class that is a subclass of the class with the import path `base`."""
-    if base is None or not (isinstance(code, type) and issubclass(code, imported(base))):
+    if base is None or not (isinstance(code, type) and issubclass(code, import_object(base))):
         raise untrusted(f"the code {path!r}")
     return code
 

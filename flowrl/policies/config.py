@@ -279,7 +279,7 @@ class PolicyConfig(Settings):
     seed: NonNegativeInt | None = setting(None, group="debugging")
     """Seed of every random stream; None uses entropy of the machine."""
     num_sgd_iter: Annotated[Count, Field(le=MAX_SGD_ITER)] = 1
-    """Passes over each train batch."""
+    """Epochs: passes over each train batch."""
     sgd_minibatch_size: NonNegativeInt = 0
     """Rows per update; 0 makes one update of the whole batch. The last minibatch may be
     smaller."""

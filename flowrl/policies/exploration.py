@@ -13,8 +13,8 @@ from flowrl.policies.config import ExplorationConfig
 from flowrl.policies.distributions import Product
 from flowrl.policies.schedules import value_at
 
-FORBIDDEN = -1e8  # logits and values below this belong to masked actions
-MASKED_OUTPUT = 10 * FORBIDDEN  # of masked actions; exp of it is 0, differences of two are finite
+MASKED_BELOW = -1e8  # outputs below this value belong to masked actions
+MASKED_OUTPUT = 10 * MASKED_BELOW  # output of a masked action: exp is 0, differences are finite
 
 
 class ExploringPolicy(Protocol):
@@ -55,7 +55,7 @@ class Exploration:
         self._space = action_space
         self._dist_class = dist_class
         self._normalize_actions = normalize_actions
-        self._bounds: tuple[Any, Any] | None = None  # of actions with noise
+        self._bounds: tuple[Any, Any] | None = None  # lower and upper bounds of actions with noise
         if isinstance(action_space, spaces.Box) and is_bounded(action_space):
             bounds = action_space.low, action_space.high
             self._bounds = (-1.0, 1.0) if normalize_actions else bounds
@@ -84,7 +84,7 @@ class Exploration:
         Args:
             inputs: distribution inputs [B, num_inputs].
             policy: provides the random generator, the counters and the worker's index.
-            explore: False returns the best actions.
+            explore: False returns greedy actions.
 
         Returns:
             actions [B, …] and their log-probabilities [B], which are exact for StochasticSampling,
@@ -139,7 +139,7 @@ class Exploration:
         if is_random.any():
             # a uniform choice: the largest of random numbers, one per allowed action
             draws = policy.rng.random(values.shape)
-            random = np.where(values < FORBIDDEN, -1, draws).argmax(1)
+            random = np.where(values < MASKED_BELOW, -1, draws).argmax(1)
             actions = np.where(is_random, random, actions)
         return actions
 
@@ -188,7 +188,7 @@ class Exploration:
                 inputs, lambda component, part: self._uniform(component.space, component, part, rng)
             )
         if not isinstance(space, spaces.Box):
-            uniform_logits = np.where(inputs < FORBIDDEN, inputs, np.float32(0))
+            uniform_logits = np.where(inputs < MASKED_BELOW, inputs, np.float32(0))
             return dist_class.act(uniform_logits, rng, True)
         shape, count = (len(inputs), *space.shape), len(inputs)
         if not is_bounded(space):

@@ -50,7 +50,7 @@ class ExportablePolicy(Protocol):
 
 
 class ActingModule(torch.nn.Module):
-    """A module that computes a policy's best actions, in the environment's action space.
+    """A module that computes a policy's greedy actions, in the environment's action space.
 
     Args:
         policy: provides the weights and the normalization.

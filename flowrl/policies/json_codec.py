@@ -21,7 +21,7 @@ from flowrl.policies.code_references import (
     code_path,
 )
 from flowrl.policies.policy_spec import PolicySpec, changed_specs, changes_specs
-from flowrl.settings import Settings, imported, within_record
+from flowrl.settings import Settings, import_object, within_record
 
 # keys that mark encoded objects
 _CODE = "__code__"
@@ -180,7 +180,7 @@ def encode(value: Any) -> Any:
         return {_ARRAY: data, "dtype": value.dtype.str, "shape": list(value.shape)}
     path = code_path(value) if hasattr(value, "__qualname__") else ""
     try:
-        if not path or imported(path) is not value:
+        if not path or import_object(path) is not value:
             raise TypeError(f"{value!r} cannot be stored")
     except (ImportError, AttributeError) as error:
         raise TypeError(f"{value!r} cannot be imported") from error

@@ -102,7 +102,9 @@ class Policy(ActsOnObservations):
         """
         if isinstance(config, cls.config_class):
             return config
-        values = config.chosen() if isinstance(config, PolicyConfig) else dict(config.items())
+        values = (
+            config.explicit_settings() if isinstance(config, PolicyConfig) else dict(config.items())
+        )
         if isinstance(config, PolicyConfig):
             values = {k: v for k, v in values.items() if k in cls.config_class.model_fields}
         return cls.config_class(**values)
@@ -194,7 +196,9 @@ class Policy(ActsOnObservations):
         self, actions: Any, obs_batch: Any = None, input_dict: dict[str, Any] | None = None
     ) -> np.ndarray:
         """Return log-probabilities [B] of actions [B, …], given observations or all views."""
-        raise NotImplementedError(f"{type(self).__name__} has no compute_log_likelihoods()")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no compute_log_likelihoods(): implement it"
+        )
 
     def actions_for_env(self, actions: Any) -> Any:
         """Convert actions [B, …] to the environment's form: scaled and clipped to its bounds,
@@ -301,7 +305,10 @@ class Policy(ActsOnObservations):
 
     def apply_gradients(self, gradients: Any) -> None:
         """Update the policy once with a gradient from `compute_gradients`."""
-        raise NotImplementedError(f"{type(self).__name__} has no apply_gradients()")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no apply_gradients(): implement it, or leave the policy "
+            "out of policies_to_train"
+        )
 
     def end_epoch(self, batch: SampleBatch | None, stats: dict[str, float]) -> bool:
         """Return True to stop after this pass; called after each pass.
@@ -333,7 +340,9 @@ class Policy(ActsOnObservations):
 
     def export(self, path: Any, format: str | None = None) -> Any:
         """Write the acting part to a file that can be used without flowrl."""
-        raise NotImplementedError(f"{type(self).__name__} has no export()")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no export(): implement it, or export a TorchPolicy"
+        )
 
     def get_weights(self) -> dict[str, np.ndarray]:
         """Return copies of the weights by name; empty for a policy that does not learn."""

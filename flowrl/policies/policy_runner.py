@@ -72,7 +72,7 @@ class PolicyRunner:
         Args:
             obs: raw observation.
             prev_reward: reward of the previous action.
-            explore: sample from the policy; False returns the best action.
+            explore: sample from the policy; False returns the greedy action.
 
         Raises:
             ConfigError: the observation is not in the observation space, or the reward is not

@@ -45,7 +45,7 @@ class ActsOnObservations:
                 numbers, in the structure of the observation space. For Dict spaces also a list of
                 observations.
             state: recurrent state of the previous call; None starts new episodes.
-            deterministic: return the most likely actions instead of sampling them.
+            deterministic: return greedy actions instead of sampling them.
 
         Returns:
             one action or actions [B, …]; and the recurrent state, None without recurrence.

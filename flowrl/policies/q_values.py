@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from flowrl.policies.exploration import FORBIDDEN
+from flowrl.policies.exploration import MASKED_BELOW
 
 
 class TDLoss(NamedTuple):
@@ -80,7 +80,7 @@ class QValues:
         """Return the targets of the actions' values, R + d Q(s', best action), [B].
 
         The value of a state in which all actions are masked counts as 0, and so does any value of
-        at most FORBIDDEN.
+        at most MASKED_BELOW.
 
         Args:
             outputs, state_values: of the target network at the next observations.
@@ -88,7 +88,7 @@ class QValues:
             rewards, discounts: [B]; a discount is 0 at a terminal state.
         """
         next_q = self.values(outputs, state_values).gather(1, best_actions[:, None])[:, 0]
-        next_q = torch.where(next_q <= FORBIDDEN, 0.0, next_q)  # NaN stays
+        next_q = torch.where(next_q <= MASKED_BELOW, 0.0, next_q)  # NaN stays
         return torch.where(discounts > 0, rewards + discounts * next_q, rewards).float()
 
     def values(self, outputs: torch.Tensor, state_values: torch.Tensor | None) -> torch.Tensor:
@@ -116,7 +116,7 @@ class QValues:
 
 def _dueling(advantages: torch.Tensor, state_values: torch.Tensor) -> torch.Tensor:
     """Combine advantages [B, n] and values [B]; the mean is over allowed actions."""
-    allowed = advantages > FORBIDDEN
+    allowed = advantages > MASKED_BELOW
     # all actions may be forbidden at a terminal state
     count = allowed.sum(1, keepdim=True).clip(1)
     mean = torch.where(allowed, advantages, 0.0).sum(1, keepdim=True) / count
@@ -125,7 +125,7 @@ def _dueling(advantages: torch.Tensor, state_values: torch.Tensor) -> torch.Tens
 
 def dueling_numpy(advantages: np.ndarray, state_values: np.ndarray) -> np.ndarray:
     """Combine advantages [B, n] and values [B] of arrays; forbidden actions do not change."""
-    if advantages.min(initial=0.0) > FORBIDDEN:
+    if advantages.min(initial=0.0) > MASKED_BELOW:
         q: np.ndarray = advantages + (state_values - advantages.mean(1))[:, None]
         return q
     return _dueling(torch.from_numpy(advantages), torch.from_numpy(state_values)).numpy()

@@ -125,7 +125,7 @@ def n_step_returns(
 
 
 def vtrace(
-    behaviour_logp: np.ndarray,
+    behavior_logp: np.ndarray,
     target_logp: np.ndarray,
     rewards: np.ndarray,
     values: np.ndarray,
@@ -146,7 +146,7 @@ def vtrace(
     min(clip_pg_rho, pi / mu) (r_t + gamma v_{t+1} - V(s_t)).
 
     Args:
-        behaviour_logp: log-probabilities of the actions under mu, which sampled them, [T, N].
+        behavior_logp: log-probabilities of the actions under mu, which sampled them, [T, N].
         target_logp: log-probabilities of the actions under pi, [T, N].
         rewards, values, dones, gamma: as in `generalized_advantages`.
         next_values: value of the state after each step, 0 where the episode terminated, [T, N].
@@ -159,15 +159,15 @@ def vtrace(
     Raises:
         ValueError: the arrays have different shapes.
     """
-    rewards, behaviour_logp, target_logp, values, next_values, dones = _as_floats(
+    rewards, behavior_logp, target_logp, values, next_values, dones = _as_floats(
         rewards=rewards,
-        behaviour_logp=behaviour_logp,
+        behavior_logp=behavior_logp,
         target_logp=target_logp,
         values=values,
         next_values=next_values,
         dones=dones,
     )
-    ratios = np.exp(target_logp - behaviour_logp)
+    ratios = np.exp(target_logp - behavior_logp)
     deltas = np.minimum(clip_rho, ratios) * (rewards + gamma * next_values - values)
     decay = gamma * lambda_ * np.minimum(clip_c, ratios) * (1.0 - dones.astype(ratios.dtype))
     corrections = deltas.copy()  # v_t - V(s_t)

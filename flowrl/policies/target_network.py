@@ -40,6 +40,9 @@ class TargetNetworkPolicy(TorchPolicy):
 
         Args:
             tau: share of the online network's weights w; None uses the setting `tau`.
+
+        Returns:
+            whether it was updated; a subclass may skip updates.
         """
         tau = self.config.tau if tau is None else tau
         self._target.vector.data.lerp_(self.flat.vector.data, tau)
@@ -62,11 +65,17 @@ class TargetNetworkPolicy(TorchPolicy):
 
     def set_state(self, state: dict[str, Any]) -> None:
         if "target" not in state:
-            raise ValueError(f"the state of a {type(self).__name__} lacks target")
+            raise ValueError(
+                f'the state of a {type(self).__name__} has no "target": it belongs to a policy '
+                "without a target network"
+            )
         tensors, arrays = self.target_model.state_dict(), state["target"]
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if shapes != {name: np.shape(array) for name, array in arrays.items()}:
-            raise ValueError("the target network of this state has other parameters")
+            raise ValueError(
+                "the target network of this state has parameters of other names or shapes: it "
+                "belongs to a policy with another network (setting `model`)"
+            )
         super().set_state(state)
         for name, tensor in tensors.items():
             tensor.copy_(torch.from_numpy(np.array(arrays[name])))

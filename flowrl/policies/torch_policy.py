@@ -222,7 +222,7 @@ class TorchPolicy(Policy):
 
     @property
     def to_dist_inputs(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Function from model outputs [B, …] to distribution inputs of best actions, for export."""
+        """Function from model outputs [B, …] to distribution inputs of greedy actions."""
         return _unchanged
 
     def extra_action_out(
@@ -456,7 +456,7 @@ class TorchPolicy(Policy):
     def export(self, path: Path | str, format: str | None = None) -> Path:
         """Write the acting part to a file that can be used without flowrl.
 
-        The exported program includes the normalization and takes the best actions. Its input is a
+        The exported program includes the normalization and takes the greedy actions. Its input is a
         dict of the policy's views, [B, …] each: `obs` (raw observations, with the dtypes of the
         observation space) and, for recurrent policies, `state_in_0`, … (float32, zeros at an
         episode's start). Its output is a dict of `actions`, in the environment's form and with the

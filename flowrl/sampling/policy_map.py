@@ -133,7 +133,7 @@ def _policy_settings(policy_class: type[Policy], config: Any) -> dict[str, Any]:
     """
     known = policy_class.config_class.model_fields
     if isinstance(config, PolicyConfig):
-        return dict(policy_class.config_from(config).chosen())
+        return dict(policy_class.config_from(config).explicit_settings())
     return {
         name: value
         for name, value in canonical_names(dict(config)).items()

@@ -99,7 +99,7 @@ class WorkerConfig(PolicyConfig):
     """Build the column `infos` and send it with each fragment; if False, it is built or fetched
     when it is read."""
     explore: bool = setting(True, group="exploration", in_evaluation=True)
-    """Whether workers explore while sampling; if False, they take the best actions."""
+    """Whether workers explore while sampling; if False, they act greedily."""
 
     policies: Annotated[Any, SkipValidation] = setting(None, group="multi_agent")
     """Policy id -> PolicySpec, or a collection of ids; None for one default policy."""

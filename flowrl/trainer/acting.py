@@ -25,7 +25,8 @@ class ActsWithPolicies:
             policy_id: None for the only policy, or the one with the id "default_policy".
 
         Raises:
-            ConfigError: there is no such policy, or None does not say which one.
+            ConfigError: there is no policy with this id, or it is None and none of several
+                policies is "default_policy".
             RuntimeError: the algorithm was stopped.
         """
         policies = self.workers.local_worker().policy_map
@@ -73,7 +74,7 @@ class ActsWithPolicies:
                 space. For Dict spaces also a list of observations.
             state: recurrent state of the previous call, one array per part: [size] for one
                 observation, [B, size] for a batch; None starts new episodes.
-            deterministic: return the most likely actions instead of sampling them.
+            deterministic: return greedy actions instead of sampling them.
             policy_id: see `get_policy`.
 
         Returns:

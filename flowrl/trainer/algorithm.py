@@ -159,7 +159,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
             raise ConfigError(
                 f"it needs a {cls.config_class.__name__}, got a {type(config).__name__}"
             )
-        values = values.chosen() if isinstance(values, AlgorithmConfig) else dict(values)
+        values = values.explicit_settings() if isinstance(values, AlgorithmConfig) else dict(values)
         return cls.config_class.from_dict({**values, **settings})
 
     @classmethod
@@ -294,7 +294,11 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         """Return the next result of the plan, with `training_iteration` and times [s].
 
         Raises:
+            ConfigError: the plan or its settings cannot start, or the plan does not end in
+                StandardMetricsReporting.
             RuntimeError: the algorithm was stopped, or the plan has ended.
+            Exception: the error of an operator, an environment or a callback, with a note that says
+                where in the plan it was raised.
         """
         try:
             result = self._train()
@@ -351,7 +355,10 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
             with self.monitor.pulling():
                 plan_result = next(self.plan)
         except StopIteration:
-            raise RuntimeError("the plan has ended: it yields no more results") from None
+            raise RuntimeError(
+                "the plan has ended, because a source of it has no more items (such as recorded "
+                "experience that is read once): build a new algorithm to train again"
+            ) from None
         if type(plan_result) is not dict or "timesteps_total" not in plan_result:
             raise ConfigError(
                 "plan: it must end in StandardMetricsReporting, but it yielded a "

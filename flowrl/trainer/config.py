@@ -28,7 +28,7 @@ from flowrl.settings import (
     Positive,
     check_of_settings,
     contains_search,
-    imported,
+    import_object,
     setting,
 )
 from flowrl.trainer.fluent import FluentSettings
@@ -141,7 +141,7 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
     """Whether the largest or the smallest value is the best."""
 
     log_to: list[LoggerName] = setting([], group="reporting")
-    """Experiment trackers that receive every result: wandb, mlflow (extras of these names)."""
+    """Experiment loggers that receive every result: wandb, mlflow (extras of these names)."""
     log_config: dict[str, dict[str, Any]] = setting({}, group="reporting")
     """Tracker -> its settings: those of wandb.init (project, name, mode, …); of mlflow
     tracking_uri, experiment_name, run_name, tags."""
@@ -260,7 +260,7 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
         return getattr(self._algorithm_class(), "policy_class", None)
 
     def _algorithm_class(self) -> Any:
-        return imported(self.algorithm)
+        return import_object(self.algorithm)
 
     @model_validator(mode="before")
     @classmethod
@@ -452,19 +452,19 @@ def absolute_folders(config: Any, start: str = "") -> dict[str, str]:
     }
 
 
-def check_folder(output: str, setting: str = "output") -> None:
+def check_folder(folder: str, setting: str = "output") -> None:
     """Check that files can be written to a folder; nothing is created.
 
     Raises:
         ConfigError: the path is a URI or a file, or the folder cannot be created.
     """
-    if "://" in output:
-        raise ConfigError(f"{setting}: must be a folder on this machine, got {output}")
-    path = Path(output).expanduser().absolute()
+    if "://" in folder:
+        raise ConfigError(f"{setting}: must be a folder on this machine, got {folder}")
+    path = Path(folder).expanduser().absolute()
     existing = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise ConfigError(
-            f"{setting}: {output} cannot be written: {existing} is not a writable folder"
+            f"{setting}: {folder} cannot be written: {existing} is not a writable folder"
         )
 
 

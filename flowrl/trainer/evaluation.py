@@ -50,7 +50,7 @@ def check_env(config: AlgorithmConfig) -> None:
         raise ConfigError(NO_ENV_MESSAGE)
 
 
-class Played(NamedTuple):
+class EvaluationEpisodes(NamedTuple):
     """The episodes of an evaluation."""
 
     episodes: list[EpisodeMetrics]  # in the order in which they ended
@@ -67,7 +67,7 @@ def evaluate_policies(
     by_steps: bool = False,
     part: int = 0,
     video: VideoRecorder | None = None,
-) -> Played:
+) -> EvaluationEpisodes:
     """Play whole episodes with frozen observation filters.
 
     So that short episodes are not overrepresented, each environment plays an equal share of the
@@ -104,7 +104,7 @@ def evaluate_policies(
     worker = _evaluation_worker(env, policies, settings)
     try:
         episodes, num_unfinished = _play_episodes(worker, duration, by_steps, video)
-        return Played(episodes, worker.num_faulty_episodes, num_unfinished)
+        return EvaluationEpisodes(episodes, worker.num_faulty_episodes, num_unfinished)
     finally:
         try:
             if video is not None:
@@ -195,7 +195,7 @@ def _play_episodes(
     return episodes, num_unfinished
 
 
-def summarize_episodes(played: Played, policies: Sequence[str] = ()) -> dict[str, Any]:
+def summarize_episodes(played: EvaluationEpisodes, policies: Sequence[str] = ()) -> dict[str, Any]:
     """Return the metrics of an evaluation; NaN without an episode.
 
     Args:
@@ -363,7 +363,7 @@ class EvaluationWorkers:
         finally:
             self._requests = []
         episodes = [EpisodeMetrics(*fields) for part in parts for fields in part.episodes]
-        played = Played(
+        played = EvaluationEpisodes(
             episodes,
             sum(part.num_faulty for part in parts),
             sum(part.num_unfinished for part in parts),
@@ -398,7 +398,7 @@ def _has_started(worker: RolloutWorker) -> None:
 def _evaluate_on_worker(
     worker: RolloutWorker, state: tuple[Any, ...], config: AlgorithmConfig, duration: int,
     explore: bool, part: int,
-) -> Played:  # fmt: skip
+) -> EvaluationEpisodes:  # fmt: skip
     *weights_and_more, iteration = state
     worker.set_weights(*weights_and_more)
     by_steps = config.evaluation_duration_unit == "timesteps"

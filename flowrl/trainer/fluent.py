@@ -150,7 +150,7 @@ class FluentSettings(WorkerConfig):
 
     @_group
     def reporting(self, **settings: Any) -> Self:
-        """Set how often results are reported, their averages, and experiment trackers."""
+        """Set how often results are reported, their averages, and experiment loggers."""
         return self._set("reporting", settings)
 
     @_group

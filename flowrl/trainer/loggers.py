@@ -207,7 +207,7 @@ class ResultLoggers:
     def _start_logger(self, name: str) -> Any:
         config = {
             key: value if isinstance(value, (int, float, str)) else repr(value)
-            for key, value in self._config.chosen().items()
+            for key, value in self._config.explicit_settings().items()
             if key not in ("policies", "log_config")
         }
         settings, run_id = self._config.log_config.get(name, {}), self.run_ids.get(name)

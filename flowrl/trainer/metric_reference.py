@@ -56,11 +56,11 @@ RESULT_METRICS = {
     "num_episodes_restarted": Metric("episodes", "Episodes that a checkpoint could not resume."),
     "env_runners/policy_lag_mean": Metric(
         "updates",
-        "Mean age of the weights that sampled the fragments trained on; 0 if there are none.",
+        "Mean policy lag of the fragments trained on; 0 if there are none.",
     ),
     "env_runners/policy_lag_max": Metric(
         "updates",
-        "Largest age of the weights that sampled the fragments trained on; 0 if there are none.",
+        "Largest policy lag of the fragments trained on; 0 if there are none.",
     ),
     "diagnosis": Metric("text", "What limited the training in its last ten seconds."),
     "time_this_iter_s": Metric("seconds", "Duration of this iteration, without evaluation."),
@@ -107,10 +107,10 @@ _LEARNER_METRICS = {
     "alpha": Metric("", "Entropy temperature."),
     "cql_gap": Metric("reward", "CQL: soft maximum of the Q-values minus those of the data."),
     "min_q_weight": Metric("", "CQL: weight of the conservative penalty."),
-    "mean_logp": Metric("nats", "MARWIL and BC: mean log-likelihood of the recorded actions."),
+    "mean_logp": Metric("nats", "MARWIL and BC: mean log-probability of the recorded actions."),
     "mean_weight": Metric("", "MARWIL: mean weight of the recorded actions."),
-    "policy_lag_mean": Metric("updates", "Mean age of the weights that sampled the batch."),
-    "policy_lag_max": Metric("updates", "Largest age of the weights that sampled the batch."),
+    "policy_lag_mean": Metric("updates", "Mean policy lag of the batch."),
+    "policy_lag_max": Metric("updates", "Largest policy lag of the batch."),
     "num_skipped_updates": Metric("updates", "Updates skipped so far for non-finite values."),
     "num_agent_steps_trained_lifetime": Metric("agent steps", "Agent steps trained on so far."),
 }

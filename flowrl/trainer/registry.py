@@ -7,7 +7,7 @@ from typing import Any
 from flowrl.errors import ConfigError
 from flowrl.setting_aliases import setting_hint
 from flowrl.setting_values import nearest
-from flowrl.settings import imported
+from flowrl.settings import import_object
 
 # name -> class, or the import path of a shipped class
 _ALGORITHMS: dict[str, Any] = {
@@ -75,7 +75,7 @@ def algorithm_class(name: str) -> Any:
         hint = nearest(str(name), algorithm_names())
         raise ConfigError(f"unknown algorithm {name!r}.{hint} Known: {', '.join(_ALGORITHMS)}")
     algorithm = _ALGORITHMS[registered]
-    return imported(algorithm) if isinstance(algorithm, str) else algorithm
+    return import_object(algorithm) if isinstance(algorithm, str) else algorithm
 
 
 def algorithms_with(name: str) -> str:

@@ -12,7 +12,7 @@ from flowrl.policies.policy_spec import specs_of
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.plan_files import is_shipped
 
-# settings of experiment trackers that only name and describe a run
+# settings of experiment loggers that only name and describe a run
 _PLAIN_LOGGER_SETTINGS = {
     "project", "name", "group", "tags", "notes", "job_type", "mode", "experiment_name", "run_name",
 }  # fmt: skip
@@ -29,7 +29,7 @@ def untrusted_code(config: AlgorithmConfig, passed: Collection[str] = ()) -> str
     Shipped plans, registered environments and registered models are trusted. A plan file, an
     environment id "module:Id" and a model "module:Class" are not; neither are the address of a Ray
     cluster on other machines, because this process exchanges pickled objects with it, and the
-    settings of experiment trackers, which can name servers and repositories. Settings that are
+    settings of experiment loggers, which can name servers and repositories. Settings that are
     code, not text, are not checked here: see `flowrl.policies.code_references`.
 
     Args:

@@ -57,13 +57,13 @@ def branches(workers, config):
     """Build the branches of the plan `ppo_dqn`."""
     ppo, dqn = config.for_policy("ppo"), config.for_policy("dqn")
     buffer = dqn.replay_buffer(["dqn"])
-    for_ppo, for_dqn = ParallelRollouts(workers, mode="bulk_sync").duplicate(2)
+    rollouts_for_ppo, rollouts_for_dqn = ParallelRollouts(workers, mode="bulk_sync").duplicate(2)
     train_ppo = (
-        for_ppo.for_each(SelectExperiences(["ppo"]))
+        rollouts_for_ppo.for_each(SelectExperiences(["ppo"]))
         .combine(ConcatBatches(ppo.train_batch_size, count_steps_by="agent_steps"))
         .for_each(TrainOneStep(workers, policies=["ppo"]))
     )
-    store = for_dqn.for_each(SelectExperiences(["dqn"])).for_each(
+    store = rollouts_for_dqn.for_each(SelectExperiences(["dqn"])).for_each(
         StoreToReplayBuffer(local_buffer=buffer)
     )
     train_dqn = (
@@ -247,7 +247,7 @@ def test_invalid_compositions_are_rejected():
     algorithm = Algorithm(ppo_and_dqn())
     assert not hasattr(AlgorithmConfig(policies=ppo_and_dqn().policies), "replay_buffer")
     buffer = DQN.updated(policies=ppo_and_dqn().policies).replay_buffer(["ppo"])
-    for_ppo = (
+    rollouts_for_ppo = (
         ParallelRollouts(algorithm.workers)
         .for_each(SelectExperiences(["ppo"]))
         .for_each(StoreToReplayBuffer(local_buffer=buffer))
@@ -255,5 +255,5 @@ def test_invalid_compositions_are_rejected():
     with pytest.raises(
         ConfigError, match="'ppo' has a PPOConfig, which does not learn from replay"
     ):
-        next(for_ppo)
+        next(rollouts_for_ppo)
     algorithm.stop()

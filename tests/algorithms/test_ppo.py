@@ -5,7 +5,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from flowrl.algorithms.kl_penalty import adapted
+from flowrl.algorithms.kl_penalty import next_kl_coeff
 from flowrl.algorithms.ppo import PPO, PPOTorchPolicy, clipped_surrogate
 from flowrl.data import SampleBatch
 from tests.policies.fakes import DrawingNetwork
@@ -117,7 +117,7 @@ def test_surrogate_matches_hand_computed_values():
     ],
 )
 def test_kl_coefficient_follows_the_divergence(coeff, kl, expected):
-    assert adapted(coeff, kl, kl_target=0.01) == pytest.approx(expected)
+    assert next_kl_coeff(coeff, kl, kl_target=0.01) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["advantages", "value_targets", "action_logp", "vf_preds"])

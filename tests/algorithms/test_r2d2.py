@@ -5,7 +5,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from flowrl.algorithms.r2d2 import R2D2Config, R2D2TorchPolicy, scaled, unscaled
+from flowrl.algorithms.r2d2 import R2D2Config, R2D2TorchPolicy, inverse_rescale_value, rescale_value
 from flowrl.data import SampleBatch
 from flowrl.envs import make_multi_agent
 from flowrl.policies import ConfigError, PolicySpec, ViewRequirement
@@ -27,8 +27,10 @@ SMALL = {
 def test_unscaled_inverts_scaled():
     x = np.concatenate([-np.logspace(-3, 5, 30), [0.0], np.logspace(-3, 5, 30)])
     for eps in (1e-3, 1e-2):
-        np.testing.assert_allclose(unscaled(scaled(x, eps), eps), x, rtol=1e-6, atol=1e-9)
-    assert scaled(np.array([3.0, -3.0]), 0.01).tolist() == pytest.approx([1.03, -1.03])
+        np.testing.assert_allclose(
+            inverse_rescale_value(rescale_value(x, eps), eps), x, rtol=1e-6, atol=1e-9
+        )
+    assert rescale_value(np.array([3.0, -3.0]), 0.01).tolist() == pytest.approx([1.03, -1.03])
 
 
 @pytest.mark.parametrize("lost", [[], [2], [1, 4], [3, 6]])
@@ -146,10 +148,12 @@ def test_loss_matches_a_step_by_step_unroll(more):
                 selector = online if config.double_q else target
                 value = target[i + k][int(np.argmax(selector[i + k]))]
                 if config.use_h_function:
-                    value = float(unscaled(np.float64(value), config.h_function_epsilon))
+                    value = float(
+                        inverse_rescale_value(np.float64(value), config.h_function_epsilon)
+                    )
                 td_target += 0.9**k * value
             if config.use_h_function:
-                td_target = float(scaled(np.float64(td_target), config.h_function_epsilon))
+                td_target = float(rescale_value(np.float64(td_target), config.h_function_epsilon))
             error = online[i][int(row["actions"])] - td_target
             errors.append(error)
             total += 0.5 * error**2 if abs(error) < 1 else abs(error) - 0.5

@@ -162,7 +162,7 @@ def test_names_of_tables_and_rows():
 
 
 def test_row_that_is_in_two_tables_is_rejected(tmp_path):
-    row = "- {plan: ppo, env: CartPole-v1, env_steps: 10, anchors: {}}"
+    row = "- {plan: ppo, env: CartPole-v1, env_steps: 10, published_scores: {}}"
     (tmp_path / "rows.yaml").write_text(f"a:\n  {row}\nb:\n  {row}\n")
     with pytest.raises(ConfigError, match="several rows ppo/CartPole-v1"):
         benchmark_rows(tmp_path / "rows.yaml")
@@ -177,27 +177,35 @@ def test_row_that_is_in_two_tables_is_rejected(tmp_path):
         ("2024: []", "must be a plain word, got 2024"),
         ("a: [5]", "row 1 of 'a' must be a mapping, got 5"),
         ("a: [{plan: ppo, treshold: 5}]", "unknown field 'treshold'. Did you mean 'threshold'"),
-        ("a: [{plan: ppo, env_steps: 5}]", "row 1 of 'a' lacks env, anchors"),
+        ("a: [{plan: ppo, env_steps: 5}]", "row 1 of 'a' lacks env, published_scores"),
         ("a: [{ROW, env_steps: 0}]", "env_steps must be an int of at least 1, got 0"),
         ("a: [{ROW, env_steps: .inf}]", "env_steps must be an int of at least 1, got inf"),
         ("a: [{ROW, env_steps: 5, threshold: .nan}]", "threshold must be a number, got nan"),
         ("a: [{ROW, env_steps: 5, threshold: high}]", "threshold must be a number, got 'high'"),
         ("a: [{ROW, env_steps: 5, explore: 'no'}]", "explore must be true or false, got 'no'"),
-        ("a: [{env: A, plan: ppo, env_steps: 5, anchors: null}]", "anchors must be a mapping"),
-        ("a: [{env: A, plan: ppo, env_steps: 5, anchors: {x: y}}]", "anchors must be a mapping"),
-        ("a: [{env: A, plan: pp0, env_steps: 5, anchors: {}}]", "Did you mean 'ppo'"),
+        (
+            "a: [{env: A, plan: ppo, env_steps: 5, published_scores: null}]",
+            "published_scores must be a mapping",
+        ),
+        (
+            "a: [{env: A, plan: ppo, env_steps: 5, published_scores: {x: y}}]",
+            "published_scores must be a mapping",
+        ),
+        ("a: [{env: A, plan: pp0, env_steps: 5, published_scores: {}}]", "Did you mean 'ppo'"),
         ("a: []\na: []", "the key 'a' occurs twice"),
     ],
 )
 def test_invalid_tables_are_rejected(tmp_path, text, match):
     file = tmp_path / "rows.yaml"
-    file.write_text(text.replace("ROW", "plan: ppo, env: A, anchors: {}"))
+    file.write_text(text.replace("ROW", "plan: ppo, env: A, published_scores: {}"))
     with pytest.raises(ConfigError, match=match):
         benchmark_rows(file)
 
 
 def test_env_steps_may_have_an_exponent(tmp_path):
-    (tmp_path / "rows.yaml").write_text("a: [{plan: ppo, env: A, anchors: {}, env_steps: 1e5}]")
+    (tmp_path / "rows.yaml").write_text(
+        "a: [{plan: ppo, env: A, published_scores: {}, env_steps: 1e5}]"
+    )
     (row,) = benchmark_rows(tmp_path / "rows.yaml")
     assert (row.env_steps, type(row.env_steps)) == (100_000, int)
     with pytest.raises(ConfigError, match=r"`flowrl benchmark --list --tables .*rows\.yaml` shows"):

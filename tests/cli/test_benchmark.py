@@ -14,7 +14,7 @@ from tests.extras import require_extra
 
 TABLES = """
 tiny:
-  - {plan: a2c, env: CartPole-v1, env_steps: 256, threshold: 5, anchors: {maximum: 500}}
+  - {plan: a2c, env: CartPole-v1, env_steps: 256, threshold: 5, published_scores: {maximum: 500}}
 """
 
 
@@ -223,7 +223,7 @@ def test_invalid_tables_are_rejected_before_anything_is_trained(cli, tmp_path):
     for option in ("--list", "--seeds=1"):
         code, _, err = cli("benchmark", option, "--tables", "tables.yaml")
         assert code == 2
-        assert "tables.yaml: row 1 of 'mine' lacks env, env_steps, anchors" in err
+        assert "tables.yaml: row 1 of 'mine' lacks env, env_steps, published_scores" in err
     _, _, err = cli("benchmark", "--list", "--tables", "missing.yaml")
     assert "missing.yaml: cannot be read" in err
     (tmp_path / "empty.yaml").write_text("mine: []\n")
@@ -234,7 +234,7 @@ def test_invalid_tables_are_rejected_before_anything_is_trained(cli, tmp_path):
 
 def test_damaged_results_of_any_row_are_rejected_before_anything_is_trained(cli, tmp_path):
     require_extra("plot")
-    row = "{env: CartPole-v1, env_steps: 256, anchors: {}, plan:"
+    row = "{env: CartPole-v1, env_steps: 256, published_scores: {}, plan:"
     (tmp_path / "tables.yaml").write_text(f"a: [{row} a2c}}]\nb: [{row} ppo}}]\n")
     results = tmp_path / "runs" / "results"
     results.mkdir(parents=True)

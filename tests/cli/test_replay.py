@@ -17,7 +17,7 @@ from flowrl.errors import ConfigError
 from flowrl.trainer.plan_settings import plan_config
 from flowrl.trainer.runs.comparison import first_difference
 from flowrl.trainer.runs.recording import JOURNAL
-from flowrl.trainer.runs.replaying import NOT_REPLAYED, Replay
+from flowrl.trainer.runs.replaying import NOT_REPLAYED, RunReplayer
 
 stopped_at = []
 
@@ -77,7 +77,7 @@ def test_a_replay_ends_with_the_weights_of_the_run(tmp_path):
     changes = {name: settings[name] for name in names}
     config = plan_config("a3c", "CartPole-v1", tuned=False).updated(**changes, **NOT_REPLAYED)
     with config.build() as algorithm:
-        replayed = Replay(algorithm, run_dir)
+        replayed = RunReplayer(algorithm, run_dir)
         assert all(one.difference is None for one in replayed.results())
         policy = algorithm.get_policy()
         expected = saved["worker"]["policies"]["default_policy"]
@@ -185,7 +185,7 @@ def test_the_death_of_a_worker_ends_the_recording(tmp_path):
     total = config.updated(total_timesteps=100_000, **NOT_REPLAYED)
     safe = total.updated(env=lambda context: CartPoleEnv())
     with safe.build() as algorithm:
-        replayed = Replay(algorithm, tmp_path / "run")
+        replayed = RunReplayer(algorithm, tmp_path / "run")
         results = list(replayed.results())
     assert results
     assert all(one.difference is None for one in results)
@@ -198,7 +198,7 @@ def test_a_replay_needs_workers_that_have_not_started(a3c_run):
     with A3CConfig(env="CartPole-v1", num_workers=0).build() as algorithm:
         algorithm.train()
         with pytest.raises(RuntimeError, match="before the workers start"):
-            Replay(algorithm, a3c_run)
+            RunReplayer(algorithm, a3c_run)
 
 
 def test_a_run_without_a_journal_is_refused(tmp_path):
@@ -206,7 +206,7 @@ def test_a_run_without_a_journal_is_refused(tmp_path):
         A3CConfig(env="CartPole-v1").build() as algorithm,
         pytest.raises(ConfigError, match=r"it has no journal\.msgpack"),
     ):
-        Replay(algorithm, tmp_path)
+        RunReplayer(algorithm, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ config = APEXConfig(env="CartPole-v1", num_workers=2, num_replay_shards=2, learn
 def execution_plan(workers, config):
     actors = config.replay_actors()
     store = ParallelRollouts(workers, mode="bulk_sync").for_each(StoreToReplayBuffer(actors=actors))
-    train = Replay(actors=actors).for_each(TrainOneStep(workers))
+    train = RunReplayer(actors=actors).for_each(TrainOneStep(workers))
     return StandardMetricsReporting(
         Concurrently([store, train], mode="async", output_indexes=[1]), workers, config
     )

@@ -67,13 +67,15 @@ def test_rollouts_have_exactly_the_fragment_length(batch_mode):
 
 def test_rollouts_of_complete_episodes_have_at_least_the_fragment_length():
     config = AlgorithmConfig().rollouts(batch_mode="complete_episodes", rollout_fragment_length=100)
-    worker = make_worker(length=98, **config.chosen())
+    worker = make_worker(length=98, **config.explicit_settings())
     for _ in range(2):
         batch = worker.sample()
         assert batch.count == 196
         assert batch["t"].tolist() == [*range(98), *range(98)]
         assert np.flatnonzero(batch["dones"]).tolist() == [97, 195]
-    assert make_worker(length=98, **config.chosen()).sampler.next().count == 98  # one episode
+    assert (
+        make_worker(length=98, **config.explicit_settings()).sampler.next().count == 98
+    )  # one episode
 
 
 @pytest.mark.parametrize(

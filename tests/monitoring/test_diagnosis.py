@@ -216,7 +216,7 @@ def test_learner_thread_whose_queue_is_full():
     old = activity(*learner_thread(6.0, 0.1, 9.8, queue=100), policy_lag_mean=90.0)
     found = first(old, facts(queue_size=128))
     assert found.cause == "queue_too_large"
-    assert "90 updates old" in found.text
+    assert "a policy lag of 90 updates" in found.text
 
 
 def test_transfers_and_weights():

@@ -10,7 +10,7 @@ from flowrl.algorithms.ppo import PPOTorchPolicy
 from flowrl.data import SampleBatch
 from flowrl.policies import TorchPolicy
 from flowrl.policies.learning.kernels.registry import _KERNELS
-from flowrl.settings import imported
+from flowrl.settings import import_object
 
 OBS = spaces.Box(-1, 1, (3,), np.float32)
 BOX = spaces.Box(-2, 2, (2, 2), np.float32)
@@ -19,7 +19,7 @@ THREE = spaces.Discrete(3)
 
 @pytest.mark.parametrize("name", _KERNELS)
 def test_registry_names_existing_classes_and_methods(name):
-    policy_class = imported(":".join(name.rsplit(".", 1)))
+    policy_class = import_object(":".join(name.rsplit(".", 1)))
     assert issubclass(policy_class, TorchPolicy)
     for method in _KERNELS[name].methods:
         assert callable(getattr(policy_class, method))

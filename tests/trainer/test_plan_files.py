@@ -68,7 +68,7 @@ def test_config_of_a_plan_file_is_not_used_with_another_plan(my_plan, build):
         lambda plan: A2C.from_plan("my_plan.py"),
         lambda plan: plan.config.build(plan=plan),
         lambda plan: plan.config.build(plan=plan.execution_plan),
-        lambda plan: A2CConfig(**plan.config.chosen(), plan=plan).build(),
+        lambda plan: A2CConfig(**plan.config.explicit_settings(), plan=plan).build(),
         lambda plan: A2C(plan.config, plan=plan),
     ],
 )

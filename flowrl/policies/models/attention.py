@@ -12,7 +12,7 @@ from gymnasium import spaces
 from torch import nn
 
 from flowrl.policies.config import ModelConfig
-from flowrl.policies.models.base import ModelV2, State, computed
+from flowrl.policies.models.base import ModelV2, State, last_features
 from flowrl.policies.models.torso import Heads, Torso, shares_layers
 from flowrl.policies.views import ViewRequirement
 
@@ -241,7 +241,7 @@ class AttentionNetwork(ModelV2):
         return self.heads.outputs(features), new_memory
 
     def value_function(self) -> torch.Tensor:
-        return self.heads.values(computed(self._features))
+        return self.heads.values(last_features(self._features))
 
 
 def _sinusoidal_encodings(count: int, size: int) -> torch.Tensor:

@@ -348,7 +348,7 @@ def _state_names(count: int) -> list[str]:
     return [f"state_in_{i}" for i in range(count)]
 
 
-def computed(features: torch.Tensor | None) -> torch.Tensor:
+def last_features(features: torch.Tensor | None) -> torch.Tensor:
     """Return what the last forward pass has computed.
 
     Raises:

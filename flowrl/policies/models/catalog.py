@@ -24,7 +24,7 @@ from flowrl.policies.models.torso import TorsoNetwork
 from flowrl.policies.torch_random import torch_seed
 from flowrl.policies.views import MASK, ViewRequirement
 from flowrl.setting_values import nearest
-from flowrl.settings import imported
+from flowrl.settings import import_object
 
 _CUSTOM_MODELS: dict[str, Callable[..., Any]] = {}
 
@@ -198,7 +198,7 @@ def _custom_factory(custom_model: Any) -> Any:
             factory = _CUSTOM_MODELS[factory]
         elif ":" in factory:
             try:
-                factory = imported(factory)
+                factory = import_object(factory)
             except (ImportError, AttributeError, ValueError) as error:
                 raise ConfigError(
                     f"custom_model: {factory!r} cannot be imported: {error}"

@@ -14,11 +14,17 @@ from gymnasium import spaces
 from torch import nn
 
 from flowrl.policies.config import ModelConfig
-from flowrl.policies.models.base import ModelV2, State, computed, full_precision, is_float32_on_cpu
+from flowrl.policies.models.base import (
+    ModelV2,
+    State,
+    full_precision,
+    is_float32_on_cpu,
+    last_features,
+)
 from flowrl.policies.models.flatten import flatten, flatten_numpy, nested_size
 from flowrl.policies.models.matrix_products import matmul_for
 
-MAX_BUFFERS = 4  # numbers of rows for which memory is kept
+MAX_BUFFERS = 4  # buffers that are kept, one set per number of rows
 MIN_TORCH_RELU_SIZE = 4096  # elements
 
 _ACTING = {"compute_outputs", "compute_values", "forward_numpy", "outputs_numpy", "values_numpy"}
@@ -158,7 +164,7 @@ class FullyConnectedNetwork(ModelV2):
         return outputs, state
 
     def value_function(self) -> torch.Tensor:
-        hidden = computed(self._features)
+        hidden = last_features(self._features)
         if not self.shares_layers:
             hidden = self._run(hidden, self._value_layers[:-1])
         with full_precision(hidden):

@@ -132,7 +132,10 @@ class MaskedModel(ModelV2):
         )
         allowed = np.asarray(observations[MASK]) != 0
         if allowed.shape != (len(outputs), sum(self._sizes)):
-            raise ValueError(f"action_mask: shape {allowed.shape} for outputs {outputs.shape}")
+            expected = len(outputs), sum(self._sizes)
+            raise ValueError(
+                f"action_mask: expected the shape {expected} [batch, actions], got {allowed.shape}"
+            )
         if allowed.shape != outputs.shape:
             unmasked = np.ones((len(outputs), self._num_unmasked), bool)
             allowed = np.concatenate([allowed.repeat(self._outputs_per_action, 1), unmasked], 1)

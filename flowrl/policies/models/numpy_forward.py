@@ -12,7 +12,7 @@ from flowrl.policies.models.matrix_products import Matmul
 
 _threshold_backward = torch.ops.aten.threshold_backward.grad_input
 
-SPARSE_ROWS = 0.75  # skip rows with zero gradient if fewer than this share have another
+SPARSE_ROWS = 0.75  # below this share of rows with a nonzero gradient, compute with these rows only
 
 
 class _NumpyForward(torch.autograd.Function):

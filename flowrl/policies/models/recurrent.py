@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from flowrl.policies.config import ModelConfig
-from flowrl.policies.models.base import ModelV2, State, computed, is_float32_on_cpu
+from flowrl.policies.models.base import ModelV2, State, is_float32_on_cpu, last_features
 from flowrl.policies.models.encoders import FlatEncoder
 from flowrl.policies.models.fcnet import NUMPY_ACTIVATIONS, numpy_views
 from flowrl.policies.models.flatten import (
@@ -311,7 +311,7 @@ class RecurrentNetwork(ModelV2):
         return self.heads.outputs(hidden), new_state
 
     def value_function(self) -> torch.Tensor:
-        return self.heads.values(computed(self._features))
+        return self.heads.values(last_features(self._features))
 
     # -- acting ------------------------------------------------------------------------------------
 

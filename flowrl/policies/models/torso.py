@@ -11,7 +11,7 @@ from torch import nn
 
 from flowrl.data.spaces import has_image
 from flowrl.policies.config import ModelConfig
-from flowrl.policies.models.base import ModelV2, State, computed, full_precision
+from flowrl.policies.models.base import ModelV2, State, full_precision, last_features
 from flowrl.policies.models.encoders import (
     ImageEncoder,
     init_orthogonal,
@@ -122,7 +122,7 @@ class TorsoNetwork(ModelV2):
         return self.heads.outputs(features), state
 
     def value_function(self) -> torch.Tensor:
-        features = computed(self._features)
+        features = last_features(self._features)
         if self.value_torso is not None:
             features = self.value_torso(self._observations)
         return self.heads.values(features)

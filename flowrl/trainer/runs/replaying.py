@@ -1,4 +1,4 @@
-"""Replay: run a recorded training again in this process, item by item."""
+"""RunReplayer: repeat a recorded run in this process, item by item."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ReplayedResult(NamedTuple):
     difference: str | None
 
 
-class Until(NamedTuple):
+class ItemBreakpoint(NamedTuple):
     """A breakpoint: the `number`-th item of the operator `name`, such as `Enqueue`, or as `stats()`
     names it, such as `for_each(Enqueue)`."""
 
@@ -54,7 +54,7 @@ class Until(NamedTuple):
     number: int
 
 
-class Replay:
+class RunReplayer:
     """Run a recorded training again. Its remote workers and replay actors are in this process.
 
     Args:
@@ -71,7 +71,7 @@ class Replay:
         ReplayError: the journal is damaged.
     """
 
-    def __init__(self, algorithm: Any, run_dir: Path, until: Until | None = None):
+    def __init__(self, algorithm: Any, run_dir: Path, until: ItemBreakpoint | None = None):
         journal = run_dir / JOURNAL
         if not journal.is_file():
             raise ConfigError(
@@ -116,7 +116,7 @@ class Replay:
             yield ReplayedResult(result, expected is not None, difference)
 
 
-def _stop_at(until: Until, plan: Stage) -> Stage:
+def _stop_at(until: ItemBreakpoint, plan: Stage) -> Stage:
     """Set a breakpoint after an item of a stage of a plan that has not been started; return the
     stage."""
     stages = stages_by_name(plan)

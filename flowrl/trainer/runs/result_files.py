@@ -179,14 +179,15 @@ def result_to_json(value: Any, path: str = "") -> Any:
     """Return a result as JSON values, with null for NaN and infinity.
 
     Raises:
-        TypeError: a value is not a number, text, list or dict, or a key is not a number or text.
+        TypeError: a value is not a number, string, list or dict, or a key is not a number or
+            string.
     """
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, (str, int, float, bool, np.generic)):
                 raise TypeError(
-                    f"the result has in {path.lstrip('/')!r} the key {key!r}: keys are texts and "
-                    "numbers"
+                    f"the result has in {path.lstrip('/')!r} the key {key!r}: keys must be "
+                    "strings or numbers"
                 )
         return {str(key): result_to_json(inner, f"{path}/{key}") for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -195,7 +196,7 @@ def result_to_json(value: Any, path: str = "") -> Any:
         return result_to_json(value.tolist(), path)
     if value is not None and not isinstance(value, (bool, int, float, str)):
         raise TypeError(
-            f"the result has {path.lstrip('/')!r} of type {type(value).__name__}: results are "
-            "numbers, texts, lists and dicts (float(value) converts a tensor with one number)"
+            f"the result has {path.lstrip('/')!r} of type {type(value).__name__}: entries "
+            "must be numbers, strings, lists or dicts (float(value) converts a tensor)"
         )
     return None if isinstance(value, float) and not math.isfinite(value) else value

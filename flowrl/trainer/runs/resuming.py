@@ -58,7 +58,7 @@ def total_of_resumed(before: int | None, stop: StopRules, saved: StopRules) -> i
 
 
 def reached_limit(algorithm: Any, stop: StopRules, run_dir: Path | None) -> str | None:
-    """Return the limit that a training has already reached, or None.
+    """Return the limit that a run has already reached, or None.
 
     Args:
         algorithm: the algorithm.

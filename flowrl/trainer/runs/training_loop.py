@@ -122,7 +122,7 @@ def train_until(
 
 
 def _open_files(algorithm: Any, run: RunDirectory, files: ExitStack) -> Recording:
-    """Open the files that a training writes besides its results: journal, activities, trace.
+    """Open the files that a run writes besides its results: journal, activities, trace.
 
     Args:
         algorithm: the algorithm.

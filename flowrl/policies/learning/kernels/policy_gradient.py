@@ -34,7 +34,10 @@ class CategoricalRows:
         """
         actions = actions.astype(np.int64, copy=False)
         if actions.min(initial=0) < 0:
-            raise IndexError(f"action {actions.min()} of a space with {self._probs.shape[1]}")
+            raise IndexError(
+                f"action {actions.min()}: actions must be in [0, {self._probs.shape[1]}): is the "
+                "batch of another action space?"
+            )
         self._chosen = np.arange(len(actions)), actions
         return self._log_probs[self._chosen]
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flowrl.policies.categorical_q import CategoricalQ, softmax
-from flowrl.policies.exploration import FORBIDDEN
+from flowrl.policies.exploration import MASKED_BELOW
 from flowrl.policies.learning.kernels.backprop import Backprop
 from flowrl.policies.models.fcnet import uses_numpy
 from flowrl.policies.models.tensor_batch import TensorBatch
@@ -92,11 +92,11 @@ def td_targets(
     if isinstance(q_function, CategoricalQ):
         probs = softmax(q_function.logits(outputs)[rows, best_actions])
         first_atoms = q_function.first_atoms(outputs)[rows, best_actions]
-        discounts = np.where(first_atoms <= FORBIDDEN, 0.0, discounts)
+        discounts = np.where(first_atoms <= MASKED_BELOW, 0.0, discounts)
         return project(q_function, probs, rewards, discounts)
     next_q = outputs if state_values is None else dueling_numpy(outputs, state_values)
     best = next_q[rows, best_actions]
-    discounted = discounts * np.where(best <= FORBIDDEN, 0, best)
+    discounted = discounts * np.where(best <= MASKED_BELOW, 0, best)
     return np.where(discounts > 0, rewards + discounted, rewards).astype(np.float32)
 
 
