@@ -25,6 +25,7 @@ from flowrl.envs.atari import (
     is_unprocessed,
 )
 from flowrl.envs.call_limits import NO_LIMITS, CallLimits
+from flowrl.envs.env_record import NEW, History
 from flowrl.envs.gymnasium_vector_env import GymnasiumVectorEnv
 from flowrl.envs.multi_agent import is_multi_agent
 from flowrl.envs.multi_agent_vector_env import DirectMultiAgentVectorEnv
@@ -38,7 +39,7 @@ from flowrl.envs.registry import (
     ensure_registered,
     env_id_of,
 )
-from flowrl.envs.restarting_envs import NEW, History, RestartingEnvs
+from flowrl.envs.restarting_envs import RestartingEnvs
 from flowrl.envs.single_agent_adapter import SingleAgentAdapter
 from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv
 from flowrl.errors import ConfigError, add_note, check_installed, install_hint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,6 +14,7 @@ from flowrl.envs.env_state import copy_actions
 from flowrl.envs.multi_agent import is_multi_agent
 from flowrl.envs.restarting_envs import RestartingEnvs
 from flowrl.envs.validation import (
+    FLAG_TYPES,
     LARGEST_REWARD,
     InvalidStepError,
     ObservationCheck,
@@ -29,10 +31,10 @@ MAX_CACHED_AGENTS = 10_000  # agents whose spaces are cached
 MAX_STEPS_WITHOUT_ACTIONS = 1000  # consecutive steps of an episode in which no agent may act
 
 _NOT_DONE = {"__all__": False}
-_FLAG_TYPES = {bool, np.bool_}
 _STEP_RESULTS = ("observations", "rewards", "terminateds", "truncateds", "infos")
 
 
+@dataclass(slots=True, eq=False)
 class MultiAgentStep:
     """Results of one environment in one step, by agent id.
 
@@ -44,21 +46,15 @@ class MultiAgentStep:
         skipped: whether the environment was reset instead of stepped (NEXT_STEP autoreset mode).
     """
 
-    __slots__ = (
-        "failed", "infos", "obs", "rewards", "skipped", "start", "start_infos",
-        "terminateds", "truncateds",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.obs: dict[Any, Any] = {}
-        self.rewards: dict[Any, float] = {}
-        self.terminateds: dict[Any, bool] = _NOT_DONE
-        self.truncateds: dict[Any, bool] = _NOT_DONE
-        self.infos: dict[Any, dict[str, Any]] = {}
-        self.start: dict[Any, Any] | None = None
-        self.start_infos: dict[Any, dict[str, Any]] = {}
-        self.failed: Exception | None = None
-        self.skipped = False
+    obs: dict[Any, Any] = field(default_factory=dict)
+    rewards: dict[Any, float] = field(default_factory=dict)
+    terminateds: dict[Any, bool] = field(default_factory=_NOT_DONE.copy)
+    truncateds: dict[Any, bool] = field(default_factory=_NOT_DONE.copy)
+    infos: dict[Any, dict[str, Any]] = field(default_factory=dict)
+    start: dict[Any, Any] | None = None
+    start_infos: dict[Any, dict[str, Any]] = field(default_factory=dict)
+    failed: Exception | None = None
+    skipped: bool = False
 
 
 class MultiAgentVectorEnv(Protocol):
@@ -232,7 +228,7 @@ class DirectMultiAgentVectorEnv:
         if "__all__" not in step.terminateds or "__all__" not in step.truncateds:
             raise _missing_flag_error(step)
         for flags in (step.terminateds, step.truncateds):
-            if not _FLAG_TYPES.issuperset(map(type, flags.values())):
+            if not FLAG_TYPES.issuperset(map(type, flags.values())):
                 check_flags(flags.values(), f"the flags of sub-environment {index}")
         if self._drop_invalid:
             try:

@@ -23,8 +23,8 @@ from gymnasium.spaces import Space
 from gymnasium.vector.utils import CloudpickleWrapper
 
 from flowrl.envs.env_process import EnvProcess, EnvProcessError, close_all, portable
-from flowrl.envs.restarting_envs import NEW, History, RestartingEnvs
-from flowrl.envs.restarting_envs_state import merged_state, split_state, state_without_episode
+from flowrl.envs.env_record import NEW, History, merged_state, split_state, state_without_episode
+from flowrl.envs.restarting_envs import RestartingEnvs
 from flowrl.envs.validation import ObservationCheck
 from flowrl.envs.vector_env import DirectVectorEnv, VectorStep
 from flowrl.errors import ConfigError, add_note

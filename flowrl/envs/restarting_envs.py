@@ -18,11 +18,19 @@ from bdb import BdbQuit
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
 
+from flowrl.envs.env_record import (
+    NEW,
+    EnvRecord,
+    History,
+    check_restarting_envs_state,
+    record_of,
+    state_of,
+)
 from flowrl.envs.env_state import (
     find_rng,
     get_env_state,
@@ -33,7 +41,6 @@ from flowrl.envs.env_state import (
     size_of_action,
     unpack_actions,
 )
-from flowrl.envs.restarting_envs_state import check_restarting_envs_state
 from flowrl.envs.validation import RESET_RESULTS, check_result, env_name, unwrapped
 from flowrl.errors import ConfigError, add_note
 from flowrl.seeding import derive_seed, restore_stream
@@ -50,23 +57,6 @@ RESET_ERRORS = (*CODE_ERRORS, LookupError, ValueError, gym.error.Error)
 LATE_STEPS = 100  # steps of an episode after which a failure is a late one
 LATE_FACTOR = 100  # times as many late failures as others are allowed
 _NO_SEED = re.compile(r"reset\(\) got an unexpected keyword argument '(seed|options)'")
-
-
-class History(NamedTuple):
-    """What the environments at an index have done since the first one was created.
-
-    Attributes:
-        num_created: how often it was created; selects its seeds.
-        has_reset: whether a reset succeeded.
-        has_finished: whether an episode or a fragment was completed.
-    """
-
-    num_created: int = 0
-    has_reset: bool = False
-    has_finished: bool = False
-
-
-NEW = History()
 
 
 class RestartingEnvs:
@@ -87,7 +77,7 @@ class RestartingEnvs:
         on_env_created: called with the index and the environment after each creation.
         name: name of the environment until it exists, for messages.
         worker_index: for messages.
-        history: of each environment, in earlier processes.
+        history: what each environment has done in earlier processes.
         first_index: index of the first environment among those of the worker. The functions receive
             this kind of index, and it selects the seeds.
 
@@ -119,26 +109,17 @@ class RestartingEnvs:
         self._make_env = make_env
         self._seed = seed
         self._max_restarts = max_restarts
-        self._failures = [0] * num_envs  # consecutive
-        self._late_failures = [0] * num_envs  # consecutive, after LATE_STEPS steps of an episode
-        self._failed_steps = [0] * num_envs  # of the episode, at the last failure
-        self._recovered = [False] * num_envs  # completed a fragment since the last failure
-        self._num_created = [history.num_created] * num_envs
-        self._seeded = [False] * num_envs
-        self._has_reset = [history.has_reset] * num_envs
-        self._has_finished = [history.has_finished] * num_envs  # an episode or a fragment
+        self._records = [EnvRecord(*history) for _ in range(num_envs)]
         self.envs: list[Any] = [None] * num_envs
         self._unwrapped: list[Any] = [None] * num_envs
         self._have_wrapper_state = [False] * num_envs
-        # of each episode: seed of its reset, and the states of generator and wrapper before it
-        self._resets: list[Any] = [None] * num_envs
         self.action_logs: list[list[Any]] = [[] for _ in range(num_envs)]
-        self._unlogged_steps = [0] * num_envs  # of the episode, before those in `action_logs`
         self.get(0)
 
     def history(self, index: int) -> History:
         """Return what the environments with an index have done."""
-        return History(self._num_created[index], self._has_reset[index], self._has_finished[index])
+        record = self._records[index]
+        return History(record.num_created, record.has_reset, record.has_finished)
 
     def label(self, index: int) -> str:
         """Return the name of an environment in messages."""
@@ -158,7 +139,7 @@ class RestartingEnvs:
                 raise ConfigError("env: the creator returned None: does it return the environment?")
             self._check_distinct(index)
             self._have_wrapper_state[index] = has_wrapper_state(self.envs[index])
-            self._num_created[index] += 1
+            self._records[index].num_created += 1
             if self._on_env_created is not None:
                 self._on_env_created(self._first_index + index, self.envs[index])
         return self.envs[index]
@@ -183,27 +164,28 @@ class RestartingEnvs:
         Returns:
             the first observation and info.
         """
+        record = self._records[index]
         while True:
             env, seed = self.get(index), None
-            if not self._seeded[index]:
-                count = self._num_created[index]
+            if not record.seeded:
+                count = record.num_created
                 purpose = ("restart", count) if count > 1 else ()
                 seed = derive_seed(self._seed, "env", self._first_index + index, *purpose)
-                self._seeded[index] = True
+                record.seeded = True
             rng = None if seed is not None else find_rng(env)
             rng_state = None if rng is None else rng.bit_generator.state
             wrapper_state = None
             if self._have_wrapper_state[index]:
                 with suppress(Exception):  # it may need a reset; else saving raises it
                     wrapper_state = get_env_state(env)
-            self._resets[index] = seed, rng_state, wrapper_state
-            self.action_logs[index], self._unlogged_steps[index] = [], 0
+            record.reset = seed, rng_state, wrapper_state
+            self.action_logs[index], record.unlogged_steps = [], 0
             started = time.perf_counter()
             try:
                 result = env.reset() if seed is None else env.reset(seed=seed)
                 self.reset_s += time.perf_counter() - started
                 check_result("reset", result, RESET_RESULTS)
-                self._has_reset[index] = True
+                record.has_reset = True
                 return result
             except ConfigError:
                 raise
@@ -233,36 +215,46 @@ class RestartingEnvs:
         name = self._name if env is None else env_name(env)
         call = f"the creation of {name}" if method is None else f"{name}.{method}()"
         origin = f"{call}, {self.label(index)} of worker {self._worker_index}"
-        created = self._num_created[index] > 0
+        record = self._records[index]
         permanent = (
-            (isinstance(error, CODE_ERRORS) and not self._has_finished[index])
-            or (isinstance(error, RESET_ERRORS) and not self._has_reset[index])
+            not record.num_created
+            or (isinstance(error, CODE_ERRORS) and not record.has_finished)
+            or (isinstance(error, RESET_ERRORS) and not record.has_reset)
             or isinstance(error, NotImplementedError)
         )
-        if permanent or not created:
+        if permanent:
             add_note(error, f"raised by {origin}")
             self._discard(index)
             raise error
         self.num_restarts += 1
-        step = self._unlogged_steps[index] + len(self.action_logs[index])
-        step = step if method == "step" else 0
-        is_repeated, self._failed_steps[index] = step == self._failed_steps[index], step
-        if self._recovered[index] and not is_repeated:
-            self._failures[index] = 0
-        self._recovered[index] = False
-        is_late = step > LATE_STEPS and not (is_repeated or isinstance(error, TimeoutError))
-        (self._late_failures if is_late else self._failures)[index] += 1
-        early, late = self._failures[index], self._late_failures[index]
+        is_late = self._count_failure(index, error, method)
+        early, late = record.failures, record.late_failures
         if early > self._max_restarts or late > LATE_FACTOR * self._max_restarts:
             repeated = f", which failed {early + late} times in a row" if early + late > 1 else ""
             setting = f"max_num_env_restarts={self._max_restarts}"
             add_note(error, f"raised by {origin}{repeated} ({setting})")
-            self._failures[index] = self._late_failures[index] = 0
+            record.failures = record.late_failures = 0
             self._discard(index)
             raise error
         limit = self._max_restarts * (LATE_FACTOR if is_late else 1)
         self._log_failure(origin, error, method, limit)
         self._discard(index)
+
+    def _count_failure(self, index: int, error: Exception, method: str | None) -> bool:
+        """Count a failure; return whether it is a late one."""
+        record, step = self._records[index], 0
+        if method == "step":
+            step = record.unlogged_steps + len(self.action_logs[index])
+        is_repeated, record.failed_step = step == record.failed_step, step
+        if record.recovered and not is_repeated:
+            record.failures = 0
+        record.recovered = False
+        is_late = step > LATE_STEPS and not (is_repeated or isinstance(error, TimeoutError))
+        if is_late:
+            record.late_failures += 1
+        else:
+            record.failures += 1
+        return is_late
 
     def _log_failure(self, origin: str, error: Exception, method: str | None, limit: int) -> None:
         """Log the first error of each type and method, and once that such errors are repeated."""
@@ -283,40 +275,35 @@ class RestartingEnvs:
 
     def _discard(self, index: int) -> None:
         env, self.envs[index] = self.envs[index], None
-        self._seeded[index] = False
+        self._records[index].seeded = False
         close_quietly(env, self.label(index))
 
     def mark_finished(self, index: int) -> None:
         """Reset the failure counts of an environment that completed an episode."""
-        self._has_finished[index] = True
-        self._failures[index] = self._late_failures[index] = 0
+        record = self._records[index]
+        record.has_finished = True
+        record.failures = record.late_failures = 0
 
     def mark_healthy(self, indices: Iterable[int]) -> None:
         """Note that environments completed a fragment."""
         for index in indices:
-            self._has_finished[index] = self._recovered[index] = True
-            self._late_failures[index] = 0
-            if self._resets[index] is None or _is_too_long(self.action_logs[index]):
-                self._unlogged_steps[index] += len(self.action_logs[index])
-                self._resets[index], self.action_logs[index] = None, []
+            record = self._records[index]
+            record.has_finished = record.recovered = True
+            record.late_failures = 0
+            if record.reset is None or _is_too_long(self.action_logs[index]):
+                record.unlogged_steps += len(self.action_logs[index])
+                record.reset, self.action_logs[index] = None, []
 
     # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `replay` needs to bring each environment to its current step."""
+        parts = zip(self._records, self.action_logs, self.envs, strict=True)
         return {
-            "resets": list(self._resets),
-            "action_logs": [pack_actions(actions) for actions in self.action_logs],
-            "env_states": [get_env_state(env) for env in self.envs],
-            "num_created": list(self._num_created),
-            "seeded": list(self._seeded),
-            "failures": list(self._failures),
-            "late_failures": list(self._late_failures),
-            "failed_steps": list(self._failed_steps),
-            "recovered": list(self._recovered),
-            "unlogged_steps": list(self._unlogged_steps),
-            "has_reset": list(self._has_reset),
-            "has_finished": list(self._has_finished),
+            "envs": [
+                state_of(record, pack_actions(actions), get_env_state(env))
+                for record, actions, env in parts
+            ],
             "num_restarts": self.num_restarts,
         }
 
@@ -330,15 +317,12 @@ class RestartingEnvs:
         for index, env in enumerate(self.envs):
             close_quietly(env, self.label(index))
             self.envs[index] = None
-        self._num_created = [0] * len(self.envs)
-        self._failures, self._late_failures = list(state["failures"]), list(state["late_failures"])
-        self._failed_steps, self._recovered = list(state["failed_steps"]), list(state["recovered"])
-        self._has_reset, self._has_finished = list(state["has_reset"]), list(state["has_finished"])
         self.num_restarts = state["num_restarts"]
-        self._unlogged_steps = [0] * len(self.envs)
-        for index in range(len(self.envs)):
+        self._records = [record_of(env_state) for env_state in state["envs"]]
+        for index, record in enumerate(self._records):
+            num_created, record.num_created = record.num_created, 0  # raise all errors
             self.get(index)
-        self._num_created, self._seeded = list(state["num_created"]), list(state["seeded"])
+            record.num_created = num_created
 
     def replay(self, index: int, state: dict[str, Any], matches: Callable[[Any], bool]) -> bool:
         """Bring an environment to the step at which it was saved.
@@ -358,21 +342,21 @@ class RestartingEnvs:
         """
         if self._replay(index, state, matches):
             return True
-        self._num_created[index] += 1
-        self._seeded[index] = False
+        self._records[index].num_created += 1
+        self._records[index].seeded = False
         return False
 
     def _replay(self, index: int, state: dict[str, Any], matches: Callable[[Any], bool]) -> bool:
-        env, env_state = self.envs[index], state["env_states"][index]
-        reset = state["resets"][index]
+        env, record, saved = self.envs[index], self._records[index], state["envs"][index]
+        env_state, reset = saved["env_state"], saved["reset"]
         try:
-            actions = unpack_actions(state["action_logs"][index])
+            actions = unpack_actions(saved["actions"])
             if env_state is not None and has_whole_state(env):
                 env.reset()  # wrappers require it before the first step
                 if env_state["rng"] is not None:
                     self._rng_of(index)  # creates the generator that set_env_state restores
-                self._resets[index], self.action_logs[index] = None, []
-                self._unlogged_steps[index] = state["unlogged_steps"][index] + len(actions)
+                record.reset, self.action_logs[index] = None, []
+                record.unlogged_steps = saved["unlogged_steps"] + len(actions)
                 return set_env_state(env, env_state)
             replayed = reset is not None and self._repeat_episode(index, reset, actions, matches)
             if env_state is not None:  # of a wrapper, which keeps it in the next episodes
@@ -401,7 +385,7 @@ class RestartingEnvs:
         for action in actions:
             observation, *_ = env.step(copy.deepcopy(action))  # it may modify the action
             has_matched = matches(observation)
-        self._resets[index], self.action_logs[index] = reset, actions
+        self._records[index].reset, self.action_logs[index] = reset, actions
         return has_matched
 
     def _rng_of(self, index: int) -> np.random.Generator | None:

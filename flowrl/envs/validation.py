@@ -148,8 +148,9 @@ class ObservationCheck:
             dtype = getattr(observation, "dtype", None)
             return dtype == self.dtype and observation.shape == self.space.shape
         try:
-            for parent, size in self._paths.sizes:
-                if len(_at(observation, parent) if parent else observation) != size:
+            for path, kind, size in self._paths.containers:
+                container = _at(observation, path) if path else observation
+                if not isinstance(container, kind) or len(container) != size:
                     return False
             leaves = self.leaves(observation)
             if [leaf.shape for leaf in leaves] != self._shapes:
@@ -269,22 +270,25 @@ class ObservationCheck:
 
 
 class _Paths(NamedTuple):
-    """Keys of the leaves of a nested space, and the size of each dict and tuple in it."""
+    """Keys of the leaves of a nested space, and of each dict and tuple in it, with the types and
+    the length of its values."""
 
     leaves: list[tuple[Any, ...]]
-    sizes: list[tuple[tuple[Any, ...], int]]
+    containers: list[tuple[tuple[Any, ...], Any, int]]
 
 
 def _leaf_paths(space: spaces.Space, path: tuple[Any, ...] = ()) -> _Paths:
     if isinstance(space, spaces.Dict):
+        kind: Any = dict
         parts: list[tuple[Any, Any]] = [(key, space[key]) for key in sorted(space)]
     elif isinstance(space, spaces.Tuple):
-        parts = list(enumerate(space))
+        kind, parts = (tuple, list), list(enumerate(space))
     else:
         return _Paths([path], [])
     inner = [_leaf_paths(part, (*path, key)) for key, part in parts]
     leaves = [leaf for paths in inner for leaf in paths.leaves]
-    return _Paths(leaves, [(path, len(parts)), *(size for p in inner for size in p.sizes)])
+    own = path, kind, len(parts)
+    return _Paths(leaves, [own, *(one for paths in inner for one in paths.containers)])
 
 
 def _at(value: Any, path: tuple[Any, ...]) -> Any:
@@ -365,6 +369,10 @@ def _repair(array: np.ndarray, space: spaces.Space) -> np.ndarray:
     low, high = (space.low, space.high) if isinstance(space, spaces.Box) else bounds
     finite = np.where(np.isfinite(array), array, 0)
     return np.clip(finite, low, high).astype(array.dtype)
+
+
+FLAG_TYPES = frozenset({bool, np.bool_})
+"""The usual types of the flags of an episode's end; `check_flags` decides about others."""
 
 
 def check_flags(flags: Iterable[Any], names: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from gymnasium import spaces
 
 from flowrl.envs.restarting_envs import RestartingEnvs
 from flowrl.envs.validation import (
+    FLAG_TYPES,
     NUMBERS,
     STEP_RESULTS,
     InvalidStepError,
@@ -99,6 +101,7 @@ class VectorEnv(Protocol):
         """Close the environments."""
 
 
+@dataclass(slots=True, eq=False)
 class VectorStep:
     """Results of a step that are not in its output arrays.
 
@@ -111,14 +114,11 @@ class VectorStep:
         infos: one dict per environment; may be empty if no environment returned infos.
     """
 
-    __slots__ = ("ended", "failed", "final", "infos", "skipped")
-
-    def __init__(self) -> None:
-        self.ended: Any = []
-        self.final: Any = []
-        self.skipped: Any = ()
-        self.failed: list[tuple[int, Exception]] = []
-        self.infos: Sequence[dict[str, Any]] = []
+    ended: Any = field(default_factory=list)
+    final: Any = field(default_factory=list)
+    skipped: Any = ()
+    failed: list[tuple[int, Exception]] = field(default_factory=list)
+    infos: Sequence[dict[str, Any]] = ()
 
 
 class DirectVectorEnv:
@@ -240,11 +240,7 @@ class DirectVectorEnv:
                     self._check.check_structure(observation)  # numpy would broadcast and cast it
                 if reward.__class__ not in NUMBERS:  # numpy would convert None and text
                     check_reward(reward)
-                try:
-                    rewards[i] = reward
-                except (TypeError, ValueError):
-                    check_reward(reward)
-                    raise
+                rewards[i] = reward
                 if drop_invalid:
                     self._check.check_step(observation, reward, f"{self._envs.label(i)} returned")
             except ConfigError as error:
@@ -258,15 +254,9 @@ class DirectVectorEnv:
                 observations[i] = self._reset(i)
                 continue
             infos.append(info.copy() if info else info)  # an environment may reuse its dict
-            if terminated is None or truncated is None:
+            if terminated.__class__ not in FLAG_TYPES or truncated.__class__ not in FLAG_TYPES:
                 check_flags((terminated, truncated), "terminated and truncated")
-            try:
-                has_ended = terminated or truncated
-            except ValueError:  # arrays
-                check_flags((terminated, truncated), "terminated and truncated")
-                raise
-            if has_ended:
-                check_flags((terminated, truncated), "terminated and truncated")
+            if terminated or truncated:
                 terminateds[i] = terminated
                 truncateds[i] = truncated
                 ended.append(i)

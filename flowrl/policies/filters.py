@@ -152,7 +152,7 @@ class ObservationFilter(_Filter):
 class RewardScaler(_Filter):
     """Divide rewards by the running standard deviation of their discounted sum; clip to ±`clip`.
 
-    The sum R_t = gamma (1 - done_{t-1}) R_{t-1} + r_t runs forward in each environment, as in
+    The sum R_t = gamma (1 - start_t) R_{t-1} + r_t runs forward in each environment, as in
     Engstrom et al. 2020 ("Implementation matters in deep policy gradients", appendix A.2).
 
     Args:
@@ -179,7 +179,7 @@ class RewardScaler(_Filter):
         self,
         rewards: np.ndarray,
         sums: np.ndarray | None,
-        dones: np.ndarray | None = None,
+        starts: np.ndarray | None = None,
         valid: np.ndarray | None = None,
     ) -> np.ndarray:
         """Add rewards to the statistics.
@@ -187,7 +187,7 @@ class RewardScaler(_Filter):
         Args:
             rewards: [T, N].
             sums: discounted sums before the first reward [N]; None starts new episodes.
-            dones: ends of episodes, bool [T, N]; None: there are none.
+            starts: first rewards of episodes, bool [T, N]; None: there are none.
             valid: rewards to include in the statistics, bool [T, N]; None includes all.
 
         Returns:
@@ -196,11 +196,11 @@ class RewardScaler(_Filter):
         running = sums if sums is not None else np.zeros(rewards.shape[1])
         all_sums = np.empty(rewards.shape)
         for t in range(len(rewards)):
+            if starts is not None:
+                running = running * (1.0 - starts[t])
             later = running * self.gamma + rewards[t]
             running = later if valid is None else np.where(valid[t], later, running)
             all_sums[t] = running
-            if dones is not None:
-                running = running * (1.0 - dones[t])
         self.new_stats.update(all_sums.reshape(-1) if valid is None else all_sums[valid])
         return running
 

@@ -5,17 +5,17 @@ From an environment to a fragment (of single agents):
     RolloutWorker.sample            postprocessing by callbacks, counters
     └ FragmentSampler.sample        one item of the sampler, or several whole episodes
       └ SyncSampler, AsyncSampler   now, or ahead of time in a thread
-        └ ColumnSampler.collect
+        └ ColumnSampler.collect     of EnvSampler, its base class
           ├ _roll                   per step: the policy acts, DirectVectorEnv.step, env.step
           └ _finish                 StepChecks, SegmentTracker, FragmentBuilder
     ColumnShipping                  which columns of the fragment leave the worker
 
 Workers: worker_set, rollout_worker, worker_config, environments, policy_map, ids, rollout_pool,
 replayed_pool, spare_worker, weight_sync, worker_calls, placement.
-Samplers: sampler (on request or ahead). fragment_sampler chooses column_sampler (one agent per
-environment), multi_agent_sampler (several agents or policies, views of other agents, or the
-callback on_postprocess_trajectory; with agent_episodes, agent_state) or collector_sampler (a user's
-collector).
+Samplers: sampler (on request or ahead). fragment_sampler chooses a subclass of EnvSampler
+(env_sampler): column_sampler (one agent per environment), multi_agent_sampler (several agents or
+policies, views of other agents, or the callback on_postprocess_trajectory; with agent_episodes,
+agent_state) or collector_sampler (a user's collector).
 Collectors: sample_collector (the abstract class), list_collector, collected_trajectory.
 Rows: lane_rows, policy_lanes, policy_outputs, segments, running_episodes, agent_views, lost_lives,
 episode_returns, raw_observations.

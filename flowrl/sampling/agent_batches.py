@@ -9,6 +9,7 @@ from flowrl.data import SampleBatch
 from flowrl.data.types import PolicyID
 from flowrl.sampling.agent_checks import AgentChecks
 from flowrl.sampling.agent_records import AgentRecords
+from flowrl.sampling.fragment_builder import FragmentBuilder
 from flowrl.sampling.policy_lanes import PolicyLanes
 from flowrl.sampling.running_episodes import RunningEpisode, Segment, Trajectory
 from flowrl.sampling.segment_postprocessing import SegmentPostprocessing, parts_of
@@ -32,6 +33,7 @@ class AgentBatches:
 
     Args:
         policies: the rows of each policy.
+        builders: build the batches of each policy.
         checks: checks the rows.
         records: the records of episodes.
         postprocess: postprocesses the rows of each agent.
@@ -44,11 +46,12 @@ class AgentBatches:
     def __init__(
         self,
         policies: Mapping[PolicyID, PolicyLanes],
+        builders: Mapping[PolicyID, FragmentBuilder],
         checks: AgentChecks,
         records: AgentRecords,
         postprocess: SegmentPostprocessing,
     ):
-        self._policies, self._checks = policies, checks
+        self._policies, self._builders, self._checks = policies, builders, checks
         self._records, self._postprocess = records, postprocess
         self.ready: list[Postprocessed] = []
         self.can_drop = True
@@ -146,7 +149,7 @@ class AgentBatches:
         """Return the rows of segments, and add their rewards to the returns of the agents."""
         for segment in segments:
             self._add_returns(segment, lanes.reward_of(segment))
-        return lanes.take(segments)
+        return lanes.take(segments, self._builders[lanes.policy_id])
 
     def _add_returns(self, segment: Segment, reward: float) -> None:
         returns, agent = segment.episode.returns, segment.trajectory.agent_id

@@ -46,7 +46,6 @@ class AgentChecks:
         self._replaces = on_invalid_step == "replace"
         self._worker_index = worker_index
         self._fitting: set[tuple[AgentID, str]] = set()  # agents that fit a policy
-        self._seen: set[tuple[int, AgentID]] = set()  # environments and agents
         self._warned: set[str] = set()
 
     def check_policy(self, agent: AgentID, lanes: PolicyLanes) -> None:
@@ -64,7 +63,6 @@ class AgentChecks:
             )
         if len(self._fitting) >= MAX_CACHED_AGENTS:
             self._fitting.clear()
-            self._seen.clear()
         for kind in ("observation", "action"):
             agent_space = getattr(self._agent_envs, f"{kind}_space")(agent)
             policy_space = getattr(lanes.policy, f"{kind}_space")
@@ -81,23 +79,16 @@ class AgentChecks:
                 )
         self._fitting.add((agent, lanes.policy_id))
 
-    def forget(self, env_index: int) -> None:
-        """Check the first observations of an environment again."""
-        self._seen = {pair for pair in self._seen if pair[0] != env_index}
-
     def check_structure(self, env_index: int, agent: AgentID, observation: Any) -> None:
-        """Check an observation's structure if it is an agent's first one or has another shape.
+        """Compare the structure of an agent's observation with its space.
 
         Raises:
             ConfigError: it does not fit the agent's space.
         """
         check = self._agent_envs.observation_check(agent)
         try:
-            if (env_index, agent) not in self._seen or not check.matches_shape_and_dtype(
-                observation
-            ):
+            if not check.matches_shape_and_dtype(observation):
                 check.check_structure(observation)
-                self._seen.add((env_index, agent))
         except ConfigError as error:
             add_note(error, f"returned{self._for_agent(agent)} by sub-environment {env_index}")
             raise

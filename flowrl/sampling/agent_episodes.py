@@ -46,7 +46,6 @@ class AgentEpisodes:
         changed: environments in which other agents may act next than in the step before.
         failed: environments that failed in this fragment.
         has_agent_views: whether the history of episodes is kept, for views of other agents.
-        is_steady: whether each environment has returned a checked step.
     """
 
     def __init__(
@@ -66,7 +65,6 @@ class AgentEpisodes:
         self.ids = IdCounter(first_id)
         self.checks, self.records, self._batches = checks, records, batches
         self.running: list[RunningEpisode | None] = [None] * agent_envs.num_envs
-        self.is_steady = [False] * agent_envs.num_envs
         self.ended: list[RunningEpisode] = []
         self.changed: set[int] = set()
         self.failed: set[int] = set()
@@ -142,7 +140,6 @@ class AgentEpisodes:
             if agent not in step.obs and any(ends := ends_of(agent)):
                 # no final observation was returned: use the latest one
                 self._complete(episode, trajectory, None, t, step.infos.get(agent), ends)
-        self.is_steady[env_index] = True
 
     def _complete(
         self,
@@ -190,7 +187,6 @@ class AgentEpisodes:
         """
         self.ended.clear()
         self.failed.clear()
-        self.is_steady = [False] * len(self.running)
         for env_index, (observations, infos) in enumerate(first):
             self.begin(env_index, observations, infos, counts_in_filter=False)
 
@@ -304,8 +300,6 @@ class AgentEpisodes:
             trajectory.needs_action = False  # so that records show the action that failed
         self.records.call("on_episode_end", episode)
         self._remove(episode)
-        self.checks.forget(env_index)
-        self.is_steady[env_index] = False
         self.begin(env_index, step.start, step.start_infos, counts_in_filter=False)
 
     def _remove(self, episode: RunningEpisode) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,9 @@ from flowrl.sampling.policy_lanes import PolicyLanes
 from flowrl.sampling.running_episodes import RunningEpisode, Segment, Trajectory
 from flowrl.sampling.segments import Event
 
-_TRAJECTORY = (
-    "age", "agent_id", "agent_index", "alive", "begin", "end", "end_time", "final",
-    "initial_states", "lane", "pending_reward", "policy_id", "recorded", "needs_action",
-)  # fmt: skip
-_SEGMENT = ("age", "begin", "end", "final", "terminated", "truncated")
+# fields of saved states that are copied as they are
+_TRAJECTORY = [f.name for f in fields(Trajectory) if f.name not in ("episode", "check")]
+_SEGMENT = [f.name for f in fields(Segment) if f.name not in ("trajectory", "episode", "event")]
 
 
 def episodes_state_dict(
@@ -58,7 +57,7 @@ def episodes_state_dict(
         "trajectories": [
             {name: getattr(trajectory, name) for name in _TRAJECTORY}
             # the episode of a past trajectory may be in a fragment already
-            | {"episode": episode_numbers.get(id(getattr(trajectory, "episode", None)))}
+            | {"episode": episode_numbers.get(id(trajectory.episode))}
             for trajectory in found.values()
         ],
         "ready": [
@@ -120,13 +119,11 @@ def load_episodes(
         _load_lanes(policies[policy_id], saved)
     trajectories = []
     for saved in state["trajectories"]:
-        trajectory = Trajectory.__new__(Trajectory)
-        for name in _TRAJECTORY:
-            setattr(trajectory, name, saved[name])
-        if saved["episode"] is not None:
-            trajectory.episode = loaded[saved["episode"]]
-        trajectory.check = episodes.check_of(trajectory.agent_id)
-        trajectories.append(trajectory)
+        number = saved["episode"]  # None: the episode is in a fragment already
+        of_episode: Any = None if number is None else loaded[number]
+        check = episodes.check_of(saved["agent_id"])
+        values = {name: saved[name] for name in _TRAJECTORY}
+        trajectories.append(Trajectory(**values, episode=of_episode, check=check))
     for episode, saved in zip(loaded, state["episodes"], strict=True):
         episode.agents = {agent: trajectories[number] for agent, number in saved["agents"]}
         episode.history = {
@@ -134,14 +131,12 @@ def load_episodes(
         }
     for policy_id, policy_state in state["policies"].items():
         for saved in policy_state["segments"]:
-            segment = Segment.__new__(Segment)
-            for name in _SEGMENT:
-                setattr(segment, name, saved[name])
-            segment.trajectory, segment.episode = (
-                trajectories[saved["trajectory"]],
-                loaded[saved["episode"]],
+            segment = Segment(
+                trajectory=trajectories[saved["trajectory"]],
+                episode=loaded[saved["episode"]],
+                event=Event.checked(saved["event"]),
+                **{name: saved[name] for name in _SEGMENT},
             )
-            segment.event = Event.checked(saved["event"])
             policies[policy_id].segments.append(segment)
     batches.ready = [
         Postprocessed(loaded[number], tuple(order), policy_id, rows)

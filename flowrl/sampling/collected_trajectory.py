@@ -40,8 +40,8 @@ class CollectedTrajectory:
         dropped: number of rows dropped from the front.
         begin: first row that is in no segment.
         ended: whether the last row is terminated or truncated.
-        sums: running discounted sum of rewards, for the reward scaler.
-        before: the trajectory that this one continues after a soft horizon.
+        sums: running discounted sum of rewards, for the reward scaler; a list of one array or None,
+            shared with the trajectory that this one continues after a soft horizon.
         initial: initial recurrent states.
     """
 
@@ -53,8 +53,7 @@ class CollectedTrajectory:
         self.begin = self.dropped = 0
         self.ended = False
         self.initial: list[Any] = []
-        self.sums: Any = None
-        self.before: CollectedTrajectory | None = None
+        self.sums: list[Any] = [None]
 
     @property
     def rows(self) -> int:
@@ -68,9 +67,7 @@ class CollectedTrajectory:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all fields for a checkpoint; infos only if they can be saved."""
-        self.take_sums()
-        state = {name: value for name, value in vars(self).items() if name != "before"}
-        return {**state, "values": [_without_unsavable_info(row) for row in self.values]}
+        return {**vars(self), "values": [_without_unsavable_info(row) for row in self.values]}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> CollectedTrajectory:
@@ -97,12 +94,6 @@ class CollectedTrajectory:
         if known is None:
             raise ConfigError(f"cannot view column {name!r}: it is not collected")
         return optree.tree_map(np.zeros_like, known)
-
-    def take_sums(self) -> None:
-        """Take over the reward sums of the previous trajectory, whose rows are all in batches."""
-        if self.before is not None:
-            self.before.take_sums()
-            self.sums, self.before = self.before.sums, None
 
     def forget(self, lookback: int, since: int | None = None) -> None:
         """Drop rows of finished segments, except the last `lookback` ones and those from env step

@@ -22,7 +22,6 @@ from flowrl.policies.policy import Policy
 from flowrl.sampling.agent_batches import AgentBatches
 from flowrl.sampling.agent_checks import AgentChecks
 from flowrl.sampling.agent_records import AgentRecords
-from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.multi_agent_sampler import MultiAgentSampler
 from flowrl.sampling.policy_lanes import PolicyLanes
 from flowrl.sampling.running_episodes import RunningEpisode, Trajectory
@@ -98,7 +97,7 @@ class CollectorLanes(PolicyLanes):
     def __init__(
         self, collectors: Collectors, policy_id: PolicyID, policy: Policy, settings: WorkerConfig
     ):
-        super().__init__(policy_id, policy, settings, IdCounter(), False)
+        super().__init__(policy_id, policy, settings)
         self._collectors = collectors
         # the trajectories that wait, in the order in which their observations were added
         self.added: list[Trajectory] = []
@@ -214,7 +213,7 @@ class CollectorBatches(AgentBatches):
         records: AgentRecords,
         postprocess: SegmentPostprocessing,
     ):
-        super().__init__(policies, checks, records, postprocess)
+        super().__init__(policies, {}, checks, records, postprocess)
         self._collectors, self.can_drop = collectors, collectors.can_drop
         self._finished: dict[int, MultiAgentBatch] = {}  # by episode id
 

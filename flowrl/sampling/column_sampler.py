@@ -24,7 +24,8 @@ from flowrl.errors import add_note
 from flowrl.policies.acting_views import InitialStates, signature_of
 from flowrl.policies.filters import ObservationFilter
 from flowrl.sampling.callbacks import EVENTS_WITH_EPISODE, overrides
-from flowrl.sampling.episode import EpisodeMetrics, MultiAgentEpisode
+from flowrl.sampling.env_sampler import EnvSampler
+from flowrl.sampling.episode import MultiAgentEpisode
 from flowrl.sampling.episode_callbacks import EpisodeCallbacks
 from flowrl.sampling.episode_returns import EpisodeReturns
 from flowrl.sampling.fragment_builder import FragmentBuilder
@@ -32,7 +33,7 @@ from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.lost_lives import LostLives
 from flowrl.sampling.policy_outputs import PolicyOutputs
 from flowrl.sampling.raw_observations import RawObservations
-from flowrl.sampling.sampler import TIMINGS, warn_without_data
+from flowrl.sampling.sampler import warn_without_data
 from flowrl.sampling.sampler_worker import SamplerWorker
 from flowrl.sampling.segment_postprocessing import (
     parts_of,
@@ -63,13 +64,8 @@ _OPEN_STATE: Fields = {
 }
 
 
-class ColumnSampler:
-    """Samples fragments of all environments of a vector environment.
-
-    With `batch_mode="complete_episodes"`, a fragment has whole episodes; otherwise, episodes
-    continue from one fragment to the next. If an environment fails, the rows of its episode that
-    are in no fragment yet are dropped. After an exception, all rows that are in no fragment are
-    dropped, and the next call of `collect` starts new episodes.
+class ColumnSampler(EnvSampler):
+    """Samples fragments of all environments of a vector environment; see EnvSampler.
 
     Args:
         vector_env: the environments.
@@ -92,23 +88,22 @@ class ColumnSampler:
         first_id: int = 0,
         counts_lives: bool = False,
     ):
-        self.vector_env, self.settings = vector_env, settings
+        super().__init__(settings)
+        self.vector_env = vector_env
         self.policy = policy = worker.policy_map[DEFAULT_POLICY_ID]
-        self.episodes: list[EpisodeMetrics] = []
-        self.env_steps = self.faulty_episodes = 0
-        self.timings = dict.fromkeys(TIMINGS, 0.0)
-        self._whole = settings.batch_mode == "complete_episodes"
+        self._num_faulty = 0
         self._obs_check = ObservationCheck(vector_env.observation_space)
         self._step_checks = StepChecks(
             self._obs_check, settings.on_invalid_step, policy.worker_index
         )
         self._by_segment = postprocesses_segments(policy)
-        self._builder = FragmentBuilder(policy, settings, unroll_ids, self._by_segment)
+        self._builder = FragmentBuilder(
+            policy, settings, unroll_ids, self._by_segment, self.timings
+        )
         self._replaces = settings.on_invalid_step == "replace"
         self._lost_lives = LostLives(vector_env.num_envs) if counts_lives else None
         horizon = settings.horizon if settings.soft_horizon else None
         self._tracker = SegmentTracker(vector_env.num_envs, first_id, horizon, self._whole)
-        self._is_running = False  # whether the next fragment continues episodes
         self._states = InitialStates(policy, vector_env.num_envs)
         self._views = Views(policy, self._states)
         self._columns = FragmentColumns(
@@ -127,8 +122,8 @@ class ColumnSampler:
                 worker, base_env, self._columns, self._obs_check, ids
             )
         _keep_freed_memory()
-        self._defers_values = False  # in the current fragment
         self._num_rows = 0  # rows in the columns that are in no fragment yet
+        self._num_before = 0  # of them, rows before the current fragment
         self._infos: list[Any] = []  # of the rows from 0 to _num_rows
         self._returns = EpisodeReturns(vector_env.num_envs)
 
@@ -145,47 +140,26 @@ class ColumnSampler:
         if self._lost_lives is not None:
             columns.allocate("life_lost", (), np.dtype(bool))
 
+    @property
+    def faulty_episodes(self) -> int:
+        return self._num_faulty
+
     def episode(self, episode_id: int) -> MultiAgentEpisode | None:
-        """Return the record of a running episode; None without callbacks of episodes."""
         if self._callbacks is None:
             return None
         return self._callbacks.find(episode_id, len(self._infos), self._infos)
 
     # -- a fragment --------------------------------------------------------------------------------
 
-    def collect(self, min_steps: int) -> SampleBatch:
-        """Return one fragment, sorted by environment and time.
-
-        Args:
-            min_steps: number of env steps. A step of all environments and whole episodes may have
-                more; after failures of environments, a fragment may have fewer, or none.
-        """
-        started = time.perf_counter()
+    def _begin_fragment(self) -> None:
         if self._views.signature != signature_of(self.policy.view_requirements):
             self._views = Views(self.policy, self._states)
             self._columns.look_back(self._views.lookback)
-        self._defers_values = self._views.defers_values
-        if self._defers_values:
+        if self._views.defers_values:
             self._columns.drop("vf_preds")
         self._states.begin()
-        if not self._is_running:
-            self._start()
-        self._is_running = False  # until the fragment is complete
-        before = self._num_rows
-        self._roll(min_steps)
-        rolled = time.perf_counter()
-        batch = self._finish(before, min_steps)
-        self._is_running = True
-        self.env_steps += batch.count
-        finished = time.perf_counter()
-        values_s = self._builder.take_values_s()
-        self.timings["inference_s"] += values_s
-        self.timings["postprocess_s"] += finished - rolled - values_s
-        self.timings["sample_s"] += finished - started
-        return batch
 
     def _start(self) -> None:
-        """Start an episode in every environment."""
         columns = self._columns
         columns.known = self._num_rows = 0
         self._infos = []
@@ -200,7 +174,6 @@ class ColumnSampler:
             self._callbacks.start_all()
 
     def _roll(self, min_steps: int) -> None:
-        """Act and step until the fragment is complete."""
         columns, vector_env, policy, settings = (
             self._columns,
             self.vector_env,
@@ -213,6 +186,7 @@ class ColumnSampler:
         whole, nested, envs = self._whole, self._raw.nested, vector_env.num_envs
         replaces, shows_dones = self._replaces, "dones" in views.sources
         lookback, first, t = columns.lookback, self._num_rows, self._num_rows
+        self._num_before = first
         num_steps = tracker.rows_closed  # for the fragment
         stepping = acting = 0.0
         clock = time.perf_counter
@@ -283,7 +257,7 @@ class ColumnSampler:
         """Return the functions that compute actions, from observations and from views."""
         policy = self.policy
         act, act_on_views = policy.compute_actions, policy.compute_actions_from_input_dict
-        if self._defers_values:
+        if self._views.defers_values:
             act = policy.compute_actions_only
         if self.settings.explore:
             return act, act_on_views
@@ -299,7 +273,7 @@ class ColumnSampler:
     def _record_ends(self, t: int, step: VectorStep, states: Any) -> Any:
         """Record which episodes ended after row t; return those that passed a soft horizon."""
         failed = [env for env, _ in step.failed] if step.failed else ()
-        self.faulty_episodes += len(failed)
+        self._num_faulty += len(failed)
         soft = self._tracker.record_ends(t, step.ended, step.final, step.skipped, failed)
         for envs in (step.ended, step.skipped, failed) if states else ():
             if len(envs):
@@ -318,13 +292,7 @@ class ColumnSampler:
 
     # -- the end of a fragment ---------------------------------------------------------------------
 
-    def _finish(self, before: int, min_steps: int) -> SampleBatch:
-        """Check the rows, build the fragment, and keep the rows after it.
-
-        Args:
-            before: number of rows before this fragment, of running episodes.
-            min_steps: see `collect`.
-        """
+    def _finish(self, min_steps: int) -> SampleBatch:
         num_rows, policy, columns, tracker = (
             self._num_rows,
             self.policy,
@@ -332,18 +300,14 @@ class ColumnSampler:
             self._tracker,
         )
         segments, raw_finals = tracker.segments(num_rows), self._raw.finals(tracker.finals)
-        self._clear_dropped_rewards(segments)
-        self._step_checks.check(columns, before, num_rows, raw_finals, segments)
+        self._step_checks.check(columns, self._num_before, num_rows, raw_finals, segments)
         finals = raw_finals
         if policy.observation_filter is not None:
-            self._update_filter(policy.observation_filter, before, segments)
+            self._update_filter(policy.observation_filter, segments)
             finals = policy.observation_filter(raw_finals)
         chosen = tracker.choose(segments, min_steps)
         returned = segments if chosen.all() else segments.select(chosen)
-        batch = self._builder.build(
-            columns, self._views, num_rows, returned, finals, self._infos,
-            adds_values=self._defers_values,
-        )  # fmt: skip
+        batch = self._builder.build(columns, self._views, num_rows, returned, finals, self._infos)
         if self._by_segment and batch.count:
             parts = parts_of(batch, returned.lengths)
             batch = SampleBatch.concat_samples([postprocess_segment(policy, p) for p in parts])
@@ -362,21 +326,9 @@ class ColumnSampler:
         self._infos = self._infos[first:]  # a new list: the fragment reads the old one
         return batch
 
-    def _clear_dropped_rewards(self, segments: Segments) -> None:
-        """Write 0 to the rewards of dropped segments, which may be invalid."""
-        if segments.are_open:
-            return
-        dropped = segments.select(segments.events == Event.DROPPED)
-        rows, segment = dropped.rows()
-        rewards = self._columns.part("rewards", 0, self._num_rows)
-        rewards[rows, dropped.lanes[segment]] = 0
-
-    def _update_filter(
-        self, observation_filter: ObservationFilter, before: int, segments: Segments
-    ) -> None:
-        """Add the observations after row `before` on which the policy acts to its filter; earlier
-        ones have been added."""
-        columns, num_rows = self._columns, self._num_rows
+    def _update_filter(self, observation_filter: ObservationFilter, segments: Segments) -> None:
+        """Add the observations of this fragment on which the policy acts to its filter."""
+        columns, num_rows, before = self._columns, self._num_rows, self._num_before
         resets_next = self.vector_env.resets_in_next_step
         acted = segments.acted_rows(num_rows, columns.lanes, resets_next)[before + 1 :]
         seen = columns.part("raw_obs", before + 1, num_rows + 1)[acted]
@@ -386,7 +338,6 @@ class ColumnSampler:
     # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of environments, episodes and counters, without the policy."""
         state: dict[str, Any] = {
             "tracker": self._tracker.state_dict(),
             "env_steps": self.env_steps,
@@ -405,19 +356,11 @@ class ColumnSampler:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> int:
-        """Load the result of `state_dict`.
-
-        Returns:
-            number of episodes that could not be resumed; new episodes replace them.
-
-        Raises:
-            KeyError, ValueError: the state belongs to other environments.
-        """
         check_state(state, _STATE, "sampler")
         if "open" in state:
             check_state(state["open"], _OPEN_STATE, "sampler/open")
         self._tracker.load_state_dict(state["tracker"])
-        self.env_steps, self.faulty_episodes = state["env_steps"], state["faulty_episodes"]
+        self.env_steps, self._num_faulty = state["env_steps"], state["faulty_episodes"]
         running, columns = state.get("open"), self._columns
         self._is_running = False
         if running is None:

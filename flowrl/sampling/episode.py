@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from flowrl.data.serialization import can_be_saved, savable_info
@@ -31,10 +31,6 @@ class EpisodeMetrics(NamedTuple):
     hist_data: dict[str, list[float]] | None = None
 
 
-# EpisodeMetrics._make, three times as fast
-make_episode_metrics = partial(tuple.__new__, EpisodeMetrics)
-
-
 def returns_by_policy(
     episodes: Iterable[EpisodeMetrics], policies: Sequence[str]
 ) -> dict[str, list[float]]:
@@ -58,6 +54,7 @@ def returns_by_policy(
 _STATE_FIELDS = ("length", "total_reward", "custom_metrics", "hist_data", "is_faulty")
 
 
+@dataclass(slots=True)
 class AgentRecord:
     """One agent in an episode.
 
@@ -74,25 +71,19 @@ class AgentRecord:
         prev_action, prev_reward: those of the row before it.
     """
 
-    __slots__ = (
-        "action", "agent_index", "alive", "info", "last_action", "last_reward", "obs",
-        "pending_reward", "policy_id", "prev_action", "prev_reward", "raw_obs", "total_reward",
-    )  # fmt: skip
-
-    def __init__(self, policy_id: PolicyID, agent_index: int):
-        self.policy_id = policy_id
-        self.agent_index = agent_index
-        self.alive = False
-        self.action: Any = None
-        self.pending_reward = 0.0
-        self.total_reward = 0.0
-        self.obs: Any = None
-        self.raw_obs: Any = None
-        self.info: dict[str, Any] = {}
-        self.last_action: Any = None
-        self.prev_action: Any = None
-        self.last_reward = 0.0
-        self.prev_reward = 0.0
+    policy_id: PolicyID
+    agent_index: int
+    alive: bool = False
+    action: Any = None
+    pending_reward: float = 0.0
+    total_reward: float = 0.0
+    obs: Any = None
+    raw_obs: Any = None
+    info: dict[str, Any] = field(default_factory=dict)
+    last_action: Any = None
+    prev_action: Any = None
+    last_reward: float = 0.0
+    prev_reward: float = 0.0
 
 
 class MultiAgentEpisode:
@@ -218,9 +209,8 @@ class MultiAgentEpisode:
         for name in (*_STATE_FIELDS, "user_data"):
             setattr(self, name, state[name])
         for agent, fields in state["records"].items():
-            record = self.records[agent] = AgentRecord(fields["policy_id"], fields["agent_index"])
-            for name in AgentRecord.__slots__:
-                setattr(record, name, fields[name])
+            values = {name: fields[name] for name in AgentRecord.__slots__}
+            self.records[agent] = AgentRecord(**values)
         self._policy_ids, self._next_index = dict(state["policy_ids"]), state["next_index"]
 
     def get_agents(self) -> list[AgentID]:

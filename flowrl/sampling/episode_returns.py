@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 
-from flowrl.sampling.episode import EpisodeMetrics, make_episode_metrics
+from flowrl.sampling.episode import EpisodeMetrics
 from flowrl.sampling.episode_callbacks import EpisodeCallbacks
 from flowrl.sampling.segments import Event, Segments
 
@@ -52,16 +50,13 @@ class EpisodeReturns:
         if not len(ended):
             return []
         ended = ended[np.argsort(segments.ends[ended], kind="stable")]
-        fields = [
-            sums[ended].tolist(),
-            (segments.steps + segments.lengths)[ended].tolist(),
-            segments.lanes[ended].tolist(),
-        ]
-        if callbacks is None:
-            nothing = itertools.repeat(None)
-            return list(map(make_episode_metrics, zip(*fields, nothing, nothing, nothing)))  # noqa: B905
-        ids = segments.episode_ids[ended].tolist()
+        lengths = segments.steps + segments.lengths
+        columns = sums, lengths, segments.lanes, segments.episode_ids
         return [
-            EpisodeMetrics(total, length, env, None, *callbacks.take_metrics(episode_id))
-            for total, length, env, episode_id in zip(*fields, ids, strict=True)
+            EpisodeMetrics(total, length, env)
+            if callbacks is None
+            else EpisodeMetrics(total, length, env, None, *callbacks.take_metrics(episode_id))
+            for total, length, env, episode_id in zip(
+                *(column[ended].tolist() for column in columns), strict=True
+            )
         ]

@@ -17,7 +17,7 @@ from flowrl.data.indexed_columns import IndexedColumn, NextRows
 from flowrl.data.lazy_columns import LazyColumn
 from flowrl.policies.policy import Policy
 from flowrl.sampling.ids import IdCounter
-from flowrl.sampling.segments import Event, Segments
+from flowrl.sampling.segments import Segments
 from flowrl.sampling.views import Views, columns_to_drop
 from flowrl.sampling.worker_config import WorkerConfig
 
@@ -36,13 +36,20 @@ class FragmentBuilder:
         unroll_ids: the counter of the column `unroll_id`.
         by_segment: whether each segment is postprocessed on its own afterwards; batches then have
             the column `next_values`, if the policy records values.
+        timings: seconds by part, see TIMINGS; the time in which values are computed is moved from
+            `postprocess_s` to `inference_s`.
     """
 
     def __init__(
-        self, policy: Policy, settings: WorkerConfig, unroll_ids: IdCounter, by_segment: bool
+        self,
+        policy: Policy,
+        settings: WorkerConfig,
+        unroll_ids: IdCounter,
+        by_segment: bool,
+        timings: dict[str, float],
     ):
         self.policy = policy
-        self._values_s = 0.0
+        self._timings = timings
         self._by_segment = by_segment
         self._unroll_ids = unroll_ids
         self._no_done_at_end = settings.no_done_at_end
@@ -57,7 +64,6 @@ class FragmentBuilder:
         finals: Any,
         infos: list[Any] | None = None,
         agent_inputs: Callable[[np.ndarray], dict[str, Any]] | None = None,
-        adds_values: bool = False,
     ) -> SampleBatch:
         """Return the rows of segments, in their order; with `next_values` if each segment is
         postprocessed afterwards.
@@ -71,7 +77,6 @@ class FragmentBuilder:
             infos: the infos of each row, by lane; an empty list for rows without infos. None: they
                 are a column.
             agent_inputs: returns the views of other agents after segments, from their indices.
-            adds_values: compute the column `vf_preds`, which was not stored with the actions.
         """
         count = int(segments.lengths.sum())
         row_index = None
@@ -86,10 +91,12 @@ class FragmentBuilder:
         obs = grid.pop("obs")
         recorded: dict[str, Any] = {name: grid.pop(name) for name in ("infos", "t") if name in grid}
         grid = self._prepared(grid, segments, row_index)
-        if adds_values:
+        if views.defers_values:
             started = time.perf_counter()
             grid["vf_preds"] = values_of(self.policy, obs, row_index)
-            self._values_s += time.perf_counter() - started
+            seconds = time.perf_counter() - started
+            self._timings["inference_s"] += seconds
+            self._timings["postprocess_s"] -= seconds
         last = _last_observations(columns, segments, finals)
         added = self._postprocessed(columns, views, segments, obs, grid, last, agent_inputs)
         rows: dict[str, Any] = {}
@@ -147,11 +154,6 @@ class FragmentBuilder:
         grid["rewards"] = clipped_rewards(grid["rewards"], self._clip_rewards)
         return grid
 
-    def take_values_s(self) -> float:
-        """Return the seconds in which `vf_preds` were computed since the last call."""
-        seconds, self._values_s = self._values_s, 0.0
-        return seconds
-
     def _ids(self, segments: Segments) -> dict[str, np.ndarray]:
         """Return episode step, episode, unroll, agent and environment ids, [rows]."""
         lengths = segments.lengths
@@ -182,22 +184,10 @@ class FragmentBuilder:
         sums = np.zeros(rewards.shape[1])
         if scaler.discounted_sums is not None:
             sums[: len(scaler.discounted_sums)] = scaler.discounted_sums
-        order = segments.lane_order
-        is_first = np.ones(len(order), bool)  # segment of its lane
-        is_first[order[1:]] = np.diff(segments.lanes[order]) != 0
-        running = is_first & (segments.ages > 0)
-        others = np.ones(len(sums), bool)
-        others[segments.lanes[running]] = False
-        sums[segments.lanes[others[segments.lanes]]] = 0.0
-        resets = np.zeros(rewards.shape, bool)
-        starts = (segments.begins > 0) & (segments.ages == 0)
-        resets[segments.begins[starts] - 1, segments.lanes[starts]] = True
-        ended = segments.events == Event.ENDED
-        resets[segments.ends[ended] - 1, segments.lanes[ended]] = True
-        sums = scaler.observe(rewards, sums, resets, in_segments)
-        continues = np.ones(len(sums), bool)
-        continues[segments.lanes[order]] = ~ended[order]  # the last segment of each lane decides
-        scaler.discounted_sums = np.where(continues, sums, 0.0)
+        starts = np.zeros(rewards.shape, bool)
+        first = segments.ages == 0
+        starts[segments.begins[first], segments.lanes[first]] = True
+        scaler.discounted_sums = scaler.observe(rewards, sums, starts, in_segments)
         return scaler.scale(rewards)
 
     def _postprocessed(

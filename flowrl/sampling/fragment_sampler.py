@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
-from flowrl.envs.restarting_envs_state import check_vector_env_state
+from flowrl.envs.env_record import check_restarting_envs_state
 from flowrl.errors import ConfigError
 from flowrl.sampling.agent_views import has_agent_views
 from flowrl.sampling.callbacks import overrides
 from flowrl.sampling.collector_sampler import CollectorSampler
 from flowrl.sampling.column_sampler import ColumnSampler
 from flowrl.sampling.column_shipping import ColumnShipping
+from flowrl.sampling.env_sampler import EnvSampler
 from flowrl.sampling.environments import WorkerEnvironments
 from flowrl.sampling.episode import EpisodeMetrics, MultiAgentEpisode
 from flowrl.sampling.ids import IdCounter
@@ -21,18 +22,11 @@ from flowrl.sampling.sampler_worker import SamplerWorker
 from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.state_schema import Fields, Natural, check_state
 
-# kind in saved states -> name of the class
-_SAMPLERS = {
-    "single_agent": "ColumnSampler",
-    "multi_agent": "MultiAgentSampler",
-    "collector": "CollectorSampler",
-}
-
 _STATE: Fields = {
     "num_envs": Natural,
     "seed_steps": Natural,
     "env_sampler": dict[str, Any] | None,
-    "kind": str,
+    "sampler_class": str,
     "batch_mode": str,
     "next_unroll": Natural,
     "returned_steps": list[Natural],
@@ -68,7 +62,7 @@ class FragmentSampler:
             remote=bool(worker.worker_index) and settings.output is None,
             collect_infos=settings.collect_infos,
         )
-        self._env_sampler: ColumnSampler | MultiAgentSampler | None = None
+        self._env_sampler: EnvSampler | None = None
         # of an item of the sampler: a fragment, or whole episodes
         self._min_steps = settings.fragment_length * envs.agent_envs.num_envs
         if settings.batch_mode == "complete_episodes":
@@ -97,8 +91,8 @@ class FragmentSampler:
 
     def _sample_item(self) -> SampleResult:
         """Sample one item; runs in the sampler's thread if it has one."""
-        policy_map = self._worker.policy_map
-        with self._worker.lock:
+        worker, policy_map = self._worker, self._worker.policy_map
+        with worker.lock:
             if self._env_sampler is None:
                 self._env_sampler = self._make_env_sampler()
             batch: Any = self._env_sampler.collect(self._min_steps)
@@ -106,45 +100,45 @@ class FragmentSampler:
             episodes, self._env_sampler.episodes = self._env_sampler.episodes, []
             filters = {pid: policy.take_filter_updates() for pid, policy in policy_map.items()}
             return SampleResult(
-                batches[DEFAULT_POLICY_ID]
-                if isinstance(batch, SampleBatch)
-                else batch.with_batches(batches),
+                batch.with_batches(batches)
+                if worker.is_multi_agent
+                else batches.get(DEFAULT_POLICY_ID, SampleBatch()),
                 episodes,
                 {pid: policy.version for pid, policy in policy_map.items()},
                 {pid: seen for pid, seen in filters.items() if seen},
             )
 
-    def _make_env_sampler(self) -> ColumnSampler | MultiAgentSampler:
-        envs, kind = self._envs, self._kind()
+    def _make_env_sampler(self) -> EnvSampler:
+        envs, sampler_class = self._envs, self._sampler_class()
         worker, settings = self._worker, self._settings
         ids = self.unroll_ids, self._first_id
         counts_lives = bool(
             envs.is_atari and settings.atari and settings.atari.terminal_on_life_loss
         )
-        if counts_lives and kind != "single_agent":
+        if counts_lives and sampler_class is not ColumnSampler:
             raise ConfigError(
                 "atari.terminal_on_life_loss: not supported with a sample_collector, several "
                 "policies, views of other agents or on_postprocess_trajectory: set it to False"
             )
-        if kind == "collector":
+        if sampler_class is CollectorSampler:
             collector: Any = settings.sample_collector
             return CollectorSampler(collector, envs.agent_envs, worker, settings, *ids)
-        if kind == "multi_agent":
+        if sampler_class is MultiAgentSampler:
             return MultiAgentSampler(envs.agent_envs, worker, settings, *ids)
         assert envs.vector_env is not None
         return ColumnSampler(envs.vector_env, worker, settings, envs.agent_envs, *ids, counts_lives)
 
-    def _kind(self) -> str:
-        """Return which sampler is used, a key of _SAMPLERS."""
+    def _sampler_class(self) -> type[EnvSampler]:
+        """Return the class that samples the environments."""
         worker = self._worker
         if self._settings.sample_collector is not None:
-            return "collector"
+            return CollectorSampler
         by_agent = (
             worker.is_multi_agent
             or has_agent_views(worker.policy_map)
             or overrides(worker.callbacks, "on_postprocess_trajectory")
         )
-        return "multi_agent" if by_agent else "single_agent"
+        return MultiAgentSampler if by_agent else ColumnSampler
 
     def sample(self) -> SampleBatch | MultiAgentBatch:
         """Return one fragment; with `complete_episodes`, whole episodes of at least its length."""
@@ -227,7 +221,7 @@ class FragmentSampler:
             "num_envs": self._envs.agent_envs.num_envs,
             "seed_steps": self._envs.seed_steps,
             "env_sampler": None if self._env_sampler is None else self._env_sampler.state_dict(),
-            "kind": self._kind(),
+            "sampler_class": self._sampler_class().__name__,
             "batch_mode": self._settings.batch_mode,
             "next_unroll": self.unroll_ids.next_id,
             "returned_steps": returned,
@@ -237,8 +231,8 @@ class FragmentSampler:
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise KeyError or ValueError if `load_state_dict` could not load a state."""
-        num_envs, kind = self._envs.agent_envs.num_envs, self._kind()
-        batch_mode = self._settings.batch_mode
+        num_envs, batch_mode = self._envs.agent_envs.num_envs, self._settings.batch_mode
+        sampler_class = self._sampler_class().__name__
         check_state({"seed_steps": 0, **state}, _STATE, "sampling")
         if not len(state["returned_steps"]) == len(state["reported_steps"]) == 2:
             raise ValueError("sampling: returned and reported steps must be two numbers each")
@@ -254,14 +248,15 @@ class FragmentSampler:
                 f"the state was sampled with batch_mode={state['batch_mode']!r}, this worker has "
                 f"{batch_mode!r}"
             )
-        if state["kind"] != kind:
+        if state["sampler_class"] != sampler_class:
             raise ValueError(
-                f"the state is of a {_SAMPLERS.get(state['kind'], state['kind'])}, this worker "
-                f"has a {_SAMPLERS[kind]}: sample_collector, callbacks_class or policies differ"
+                f"the state is of a {state['sampler_class']}, this worker has a {sampler_class}: "
+                "sample_collector, callbacks_class or policies differ"
             )
         running = state["env_sampler"].get("open")
-        if running is not None:
-            check_vector_env_state(running["envs"])
+        envs = None if running is None else running["envs"]
+        if envs is not None and "num_restores" not in envs:  # not of a gymnasium VectorEnv
+            check_restarting_envs_state(envs, num_envs)
 
     def load_state_dict(self, state: dict[str, Any]) -> int:
         """Load the result of `state_dict`; the worker's lock must be held.

@@ -129,7 +129,7 @@ class LaneRows:
         self.states.restart([lane])
         row, states = int(self.current_rows[lane]), self.states.new
         trajectory = Trajectory(
-            self.policy_id, lane, agent_id, agent_index, episode, check, row, states
+            self.policy_id, lane, agent_id, agent_index, episode, check, row, row, states
         )
         self._write(trajectory, observation, counts_in_filter)
         return trajectory

@@ -183,7 +183,7 @@ class SimpleListCollector(SampleCollector):
             new.observations = old.observations[first - old.dropped :]
             new.times = old.times[first - old.dropped :]
             new.begin = old.rows
-            new.dropped, new.before, new.initial = first, old, old.initial
+            new.dropped, new.sums, new.initial = first, old.sums, old.initial
             agents[agent_id] = [*(trajectories[:-1] if agent_views else ()), new]
             waiting[:] = [new if t is old else t for t in waiting]
         self._times.setdefault(old_id, self._offsets.get(old_id, 0))
@@ -373,7 +373,6 @@ class SimpleListCollector(SampleCollector):
                 for trajectory in trajectories:
                     keep = 0 if trajectory.ended else lookback
                     trajectory.forget(keep, since if agent_views else None)
-                    trajectory.take_sums()
                 trajectories[:] = [t for t in trajectories if t.values or not t.ended]
                 if not trajectories:
                     del agents[agent_id]
@@ -396,9 +395,8 @@ class SimpleListCollector(SampleCollector):
             trajectory = segment.trajectory
             scaler = self.policy_map[trajectory.policy_id].reward_scaler
             if scaler is not None:
-                trajectory.take_sums()
                 rewards = column_of("rewards", self._column(segment, "rewards"))
-                trajectory.sums = scaler.observe(rewards[:, None], trajectory.sums)
+                trajectory.sums[0] = scaler.observe(rewards[:, None], trajectory.sums[0])
 
     def _column(self, segment: _CollectedSegment, name: str, shift: int = 0) -> list[Any]:
         rows = range(segment.begin + shift, segment.end + shift)

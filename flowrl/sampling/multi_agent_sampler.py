@@ -10,11 +10,12 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.data import MultiAgentBatch
 from flowrl.data.types import AgentID, PolicyID
 from flowrl.envs.multi_agent_vector_env import MultiAgentStep, MultiAgentVectorEnv
 from flowrl.envs.validation import NUMBERS, check_reward
@@ -25,30 +26,30 @@ from flowrl.sampling.agent_episodes import AgentEpisodes
 from flowrl.sampling.agent_records import AgentRecords
 from flowrl.sampling.agent_state import episodes_state_dict, load_episodes
 from flowrl.sampling.agent_views import AgentViews, has_agent_views
+from flowrl.sampling.env_sampler import EnvSampler
 from flowrl.sampling.episode import EpisodeMetrics, MultiAgentEpisode
+from flowrl.sampling.fragment_builder import FragmentBuilder
 from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.policy_lanes import PolicyLanes
 from flowrl.sampling.running_episodes import RunningEpisode, Trajectory
-from flowrl.sampling.sampler import TIMINGS, warn_without_data
+from flowrl.sampling.sampler import warn_without_data
 from flowrl.sampling.sampler_worker import SamplerWorker
 from flowrl.sampling.segment_postprocessing import SegmentPostprocessing
 from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.state_schema import Fields, Natural, check_state
 
 
+@dataclass(slots=True, eq=False)
 class _Results:
     """What environments returned for agents of one policy that all acted: lanes, observations,
     rewards, env steps of the episode before this one, and infos."""
 
-    __slots__ = ("has_infos", "infos", "lanes", "observations", "rewards", "steps")
-
-    def __init__(self) -> None:
-        self.lanes: list[int] = []
-        self.observations: list[Any] = []
-        self.rewards: list[float] = []
-        self.steps: list[int] = []
-        self.infos: list[Any] = []
-        self.has_infos = False
+    lanes: list[int] = field(default_factory=list)
+    observations: list[Any] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    infos: list[Any] = field(default_factory=list)
+    has_infos: bool = False
 
 
 _STATE: Fields = {
@@ -67,13 +68,8 @@ class _ActingAgents(NamedTuple):
     lanes: list[int]
 
 
-class MultiAgentSampler:
-    """Samples fragments of all environments, with a batch of each policy.
-
-    With `batch_mode="complete_episodes"`, a fragment has whole episodes; otherwise, episodes
-    continue from one fragment to the next. If an environment fails, the rows of its episode that
-    are in no fragment yet are dropped. After an exception, all rows that are in no fragment are
-    dropped, and the next call of `collect` starts new episodes.
+class MultiAgentSampler(EnvSampler):
+    """Samples fragments of all environments, with a batch of each policy; see EnvSampler.
 
     Args:
         agent_envs: the environments.
@@ -91,11 +87,8 @@ class MultiAgentSampler:
         unroll_ids: IdCounter,
         first_id: int = 0,
     ):
-        self.agent_envs, self.worker, self.settings = agent_envs, worker, settings
-        self.episodes: list[EpisodeMetrics] = []
-        self.env_steps = 0
-        self.timings = dict.fromkeys(TIMINGS, 0.0)
-        self._whole = settings.batch_mode == "complete_episodes"
+        super().__init__(settings)
+        self.agent_envs, self.worker = agent_envs, worker
         self._by_agent = settings.count_steps_by == "agent_steps"
         self._unroll_ids = unroll_ids
         checks = AgentChecks(agent_envs, settings.on_invalid_step, worker.worker_index)
@@ -111,7 +104,6 @@ class MultiAgentSampler:
             first_id,
         )
         self._time = 0  # env steps of each environment
-        self._is_running = False  # whether the next fragment continues episodes
         self._acting: list[list[_ActingAgents]] = []  # by environment
 
     def _make_storage(
@@ -123,55 +115,34 @@ class MultiAgentSampler:
         policies: dict[PolicyID, PolicyLanes] = {}
         agent_views = AgentViews(worker, policies) if has_agent_views(worker.policy_map) else None
         for policy_id, policy in worker.policy_map.items():
-            policies[policy_id] = PolicyLanes(
-                policy_id, policy, settings, self._unroll_ids, postprocess.is_needed, agent_views
-            )
+            policies[policy_id] = PolicyLanes(policy_id, policy, settings, agent_views)
         if agent_views is not None:
             lookback = max(lanes.columns.lookback for lanes in policies.values())
             for lanes in policies.values():
                 lanes.look_back(lookback)
         records = AgentRecords(worker, self.agent_envs, policies, postprocess.is_needed)
-        return policies, records, AgentBatches(policies, checks, records, postprocess)
+        builders = {
+            policy_id: FragmentBuilder(
+                policy, settings, self._unroll_ids, postprocess.is_needed, self.timings
+            )
+            for policy_id, policy in worker.policy_map.items()
+        }
+        return policies, records, AgentBatches(policies, builders, checks, records, postprocess)
 
     @property
     def faulty_episodes(self) -> int:
-        """Number of episodes that were dropped because their environment failed."""
         return self._episodes.num_faulty
 
     def episode(self, episode_id: int) -> MultiAgentEpisode | None:
-        """Return the record of a running episode; None without callbacks of episodes."""
         return self._episodes.find(episode_id)
 
     # -- a fragment --------------------------------------------------------------------------------
 
-    def collect(self, min_steps: int) -> SampleBatch | MultiAgentBatch:
-        """Return one fragment, as the worker returns it.
-
-        Args:
-            min_steps: number of env steps, or of agent steps with `count_steps_by="agent_steps"`. A
-                step of all environments and whole episodes may have more; after failures of
-                environments, a fragment may have fewer, or none.
-        """
-        started = time.perf_counter()
+    def _begin_fragment(self) -> None:
         for lanes in self._policies.values():
             lanes.begin_fragment()
-        if not self._is_running:
-            self._start()
-        self._is_running = False  # until the fragment is complete
-        self._roll(min_steps)
-        rolled = time.perf_counter()
-        batch = self._finish(min_steps)
-        self._is_running = True
-        self.env_steps += batch.env_steps()
-        finished = time.perf_counter()
-        values_s = sum(lanes.take_values_s() for lanes in self._policies.values())
-        self.timings["inference_s"] += values_s
-        self.timings["postprocess_s"] += finished - rolled - values_s
-        self.timings["sample_s"] += finished - started
-        return self.worker.to_sample(batch)
 
     def _start(self) -> None:
-        """Start an episode in every environment."""
         for lanes in self._policies.values():
             lanes.clear()
         self._batches.clear(self.agent_envs.num_envs)
@@ -179,7 +150,6 @@ class MultiAgentSampler:
         self._episodes.start(self.agent_envs.reset())
 
     def _roll(self, min_steps: int) -> None:
-        """Act and step until the fragment is complete."""
         clock, agent_envs = time.perf_counter, self.agent_envs
         start, acting, stepping = clock(), 0.0, 0.0
         steps = skipped = room = 0
@@ -340,8 +310,7 @@ class MultiAgentSampler:
         """Return whether exactly the agents that acted were observed, and none ended."""
         obs = step.obs
         return (
-            self._episodes.is_steady[env_index]
-            and bool(sent)
+            bool(sent)
             and obs.keys() == sent.keys() == step.rewards.keys()
             and not any(step.terminateds.values())
             and not any(step.truncateds.values())
@@ -350,7 +319,6 @@ class MultiAgentSampler:
     # -- the end of a fragment ---------------------------------------------------------------------
 
     def _finish(self, min_steps: int) -> MultiAgentBatch:
-        """Build the batches, and keep the other rows for later fragments."""
         episodes = self._episodes
         ended, running = self._take_ended(min_steps), episodes.all_running()
         parts = [] if self._whole else running
@@ -410,7 +378,6 @@ class MultiAgentSampler:
     # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of environments, episodes and counters, without the policies."""
         state: dict[str, Any] = {
             "next_id": self._episodes.ids.next_id,
             "time": self._time,
@@ -427,14 +394,6 @@ class MultiAgentSampler:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> int:
-        """Load the result of `state_dict`.
-
-        Returns:
-            number of episodes that could not be resumed; new episodes replace them.
-
-        Raises:
-            KeyError, ValueError: the state belongs to other environments or policies.
-        """
         check_state(state, _STATE, "sampler")
         if "open" in state:
             check_state(state["open"], {"envs": Any, "batches": dict[str, Any]}, "sampler/open")

@@ -14,7 +14,6 @@ from flowrl.policies.acting_views import signature_of
 from flowrl.policies.policy import Policy
 from flowrl.sampling.agent_views import AgentViews
 from flowrl.sampling.fragment_builder import FragmentBuilder
-from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.lane_rows import LaneRows
 from flowrl.sampling.policy_outputs import PolicyOutputs
 from flowrl.sampling.running_episodes import Segment, arrays_of
@@ -28,8 +27,6 @@ class PolicyLanes(LaneRows):
 
     Args:
         policy_id, policy, settings: see LaneRows.
-        unroll_ids: the counter of the column `unroll_id`.
-        by_segment: whether each segment is postprocessed on its own afterwards.
         agent_views: finds the rows of other agents; None if no policy has such views.
     """
 
@@ -38,8 +35,6 @@ class PolicyLanes(LaneRows):
         policy_id: PolicyID,
         policy: Policy,
         settings: WorkerConfig,
-        unroll_ids: IdCounter,
-        by_segment: bool,
         agent_views: AgentViews | None = None,
     ):
         super().__init__(policy_id, policy, settings, agent_views is not None)
@@ -51,7 +46,6 @@ class PolicyLanes(LaneRows):
             policy, self.columns, self._check, True, f"policy {policy_id!r}", self._describe_actor
         )
         self._at_first_step = True  # of a fragment
-        self._builder = FragmentBuilder(policy, settings, unroll_ids, by_segment)
 
     def _new_views(self) -> Views:
         return Views(self.policy, self.states, has_agents=self.shows_agents)
@@ -127,22 +121,22 @@ class PolicyLanes(LaneRows):
         self._clear_flags()
         self.states.begin()
         self._at_first_step = True
-        policy, self._defers_values = self.policy, self._views.defers_values
-        self._compute_actions = policy.compute_actions
-        if self._defers_values:
-            self._compute_actions = policy.compute_actions_only
+        self._compute_actions = self.policy.compute_actions
+        if self._views.defers_values:
+            self._compute_actions = self.policy.compute_actions_only
             self.columns.drop("vf_preds")
-
-    def take_values_s(self) -> float:
-        """Return the seconds in which values were computed since the last call."""
-        return self._builder.take_values_s()
 
     def normalize_current(self) -> None:
         """Normalize the current rows that have no action yet; they may follow a segment."""
         self._normalize(self.waits.nonzero()[0])
 
-    def take(self, segments: list[Segment]) -> SampleBatch:
-        """Return the rows of segments; call `normalize_current` before."""
+    def take(self, segments: list[Segment], builder: FragmentBuilder) -> SampleBatch:
+        """Return the rows of segments; call `normalize_current` before.
+
+        Args:
+            segments: the segments, at least one.
+            builder: builds the batch.
+        """
         columns, normalize = self.columns, self.policy.observation_filter
         arrays = arrays_of(segments, self.envs)
         num_rows = int(arrays.ends.max())
@@ -156,15 +150,13 @@ class PolicyLanes(LaneRows):
             self._write_flags(segments, arrays)
         views, agent_views = self._views, self._agent_views
         if agent_views is None:
-            return self._builder.build(
-                columns, views, num_rows, arrays, final, adds_values=self._defers_values
-            )
+            return builder.build(columns, views, num_rows, arrays, final)
 
         def agent_inputs(index: np.ndarray) -> dict[str, Any]:
             after = [segments[i] for i in index]
             return agent_views.inputs_after(views.agents_acting, after)
 
-        batch = self._builder.build(columns, views, num_rows, arrays, final, None, agent_inputs)
+        batch = builder.build(columns, views, num_rows, arrays, final, None, agent_inputs)
         return batch.with_columns(**agent_views.rows(views.agents_training, segments))
 
     def _clear_flags(self) -> None:

@@ -245,12 +245,6 @@ class RolloutWorker:
         self._first_sampled_at = self._first_sampled_at or started
         return samples
 
-    def to_sample(self, batch: MultiAgentBatch) -> SampleBatch | MultiAgentBatch:
-        """Return the batch as `sample()` returns it: unwrapped if there is only one policy."""
-        if self.is_multi_agent:
-            return batch
-        return batch.policy_batches.get(DEFAULT_POLICY_ID, SampleBatch())
-
     def episode(self, episode_id: int) -> MultiAgentEpisode | None:
         """Return the record of a running episode; None if no callback of episodes is overridden."""
         return self._sampling.episode(episode_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from flowrl.sampling.episode import MultiAgentEpisode
 from flowrl.sampling.segments import Segments
 
 
+@dataclass(slots=True, eq=False)
 class RunningEpisode:
     """An episode in one environment.
 
@@ -25,30 +27,27 @@ class RunningEpisode:
         new_rows: rows of agents that are in no fragment yet.
     """
 
-    __slots__ = ("agents", "history", "new_rows", "new_steps", "record", "returns")
-
-    def __init__(self, record: MultiAgentEpisode):
-        self.record = record
-        self.agents: dict[AgentID, Trajectory] = {}
-        self.history: dict[AgentID, list[Trajectory]] = {}
-        self.returns: dict[AgentID, float] = {}
-        self.new_steps = self.new_rows = 0
+    record: MultiAgentEpisode
+    agents: dict[AgentID, Trajectory] = field(default_factory=dict)
+    history: dict[AgentID, list[Trajectory]] = field(default_factory=dict)
+    returns: dict[AgentID, float] = field(default_factory=dict)
+    new_steps: int = 0
+    new_rows: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class Trajectory:
     """The rows of one agent, from its first observation to its end, in a lane of its policy.
 
-    Args:
+    Attributes:
         policy_id: the policy.
         lane: the lane.
         agent_id, agent_index: the agent, and its index in the episode.
         episode: the episode.
         check: the check of its observations.
-        row: its first row.
-        initial_states: the recurrent states before its first row.
-
-    Attributes:
         begin: first row that is in no segment.
+        recorded: first row that is not in the episode's record.
+        initial_states: the recurrent states before its first row.
         age: number of rows before `begin`.
         alive: whether it has not ended.
         needs_action: whether its latest observation has no action.
@@ -56,49 +55,24 @@ class Trajectory:
         end, end_time: the row after its last one, and the env step of its final observation, once
             it has ended.
         pending_reward: rewards since its latest action, while no observation followed the action.
-        recorded: first row that is not in the episode's record.
     """
 
-    __slots__ = (
-        "age",
-        "agent_id",
-        "agent_index",
-        "alive",
-        "begin",
-        "check",
-        "end",
-        "end_time",
-        "episode",
-        "final",
-        "initial_states",
-        "lane",
-        "needs_action",
-        "pending_reward",
-        "policy_id",
-        "recorded",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        policy_id: PolicyID,
-        lane: int,
-        agent_id: AgentID,
-        agent_index: int,
-        episode: RunningEpisode,
-        check: ObservationCheck,
-        row: int,
-        initial_states: list[np.ndarray],
-    ):
-        self.policy_id, self.lane = policy_id, lane
-        self.agent_id, self.agent_index, self.episode = agent_id, agent_index, episode
-        self.check = check
-        self.begin = self.recorded = row
-        self.age = 0
-        self.initial_states = initial_states
-        self.alive = self.needs_action = True
-        self.final: Any = None
-        self.end = self.end_time = 0
-        self.pending_reward = 0.0
+    policy_id: PolicyID
+    lane: int
+    agent_id: AgentID
+    agent_index: int
+    episode: RunningEpisode
+    check: ObservationCheck
+    begin: int
+    recorded: int
+    initial_states: list[np.ndarray]
+    age: int = 0
+    alive: bool = True
+    needs_action: bool = True
+    final: Any = None
+    end: int = 0
+    end_time: int = 0
+    pending_reward: float = 0.0
 
     def cut(
         self, end: int, event: int, terminated: bool = False, truncated: bool = False
@@ -109,37 +83,35 @@ class Trajectory:
             end: the row after the last one.
             event, terminated, truncated: see Segment.
         """
-        segment = Segment(self, end, event, terminated, truncated)
+        segment = Segment(
+            self, self.episode, self.begin, end, self.age, event, terminated, truncated, self.final
+        )
         self.age += end - self.begin
         self.begin = end
         return segment
 
 
+@dataclass(slots=True, eq=False)
 class Segment:
     """Rows `begin` … `end` - 1 of a trajectory; created by `Trajectory.cut`.
 
     Attributes:
+        trajectory, episode: the trajectory, and its episode at the last row.
         age: rows of the trajectory before `begin`.
         event: what followed the last row.
         terminated, truncated: the flags of the last row.
         final: the observation after the last row; None if it is in the columns.
     """
 
-    __slots__ = (
-        "age", "begin", "end", "episode", "event", "final", "terminated", "trajectory", "truncated",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        trajectory: Trajectory,
-        end: int,
-        event: int,
-        terminated: bool = False,
-        truncated: bool = False,
-    ):
-        self.trajectory, self.episode, self.event = trajectory, trajectory.episode, event
-        self.begin, self.end, self.age = trajectory.begin, end, trajectory.age
-        self.terminated, self.truncated, self.final = terminated, truncated, trajectory.final
+    trajectory: Trajectory
+    episode: RunningEpisode
+    begin: int
+    end: int
+    age: int
+    event: int
+    terminated: bool = False
+    truncated: bool = False
+    final: Any = None
 
     def order(self) -> tuple[int, int, int]:
         """Return the key that sorts segments by environment, episode and agent."""

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.data.types import AgentID, PolicyID
 from flowrl.sampling.callback_worker import CallbackWorker
 from flowrl.sampling.callbacks import DefaultCallbacks
@@ -25,6 +24,3 @@ class SamplerWorker(CallbackWorker, Protocol):
     @property
     def policy_for(self) -> Callable[[AgentID, MultiAgentEpisode], PolicyID]:
         """Function (agent id, episode) -> policy id."""
-
-    def to_sample(self, batch: MultiAgentBatch) -> SampleBatch | MultiAgentBatch:
-        """Return the batch as `sample()` returns it."""

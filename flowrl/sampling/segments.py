@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import optree
 
 from flowrl.state_schema import Fields, Natural, check_state
 
-_SAVED_ARRAYS = ("episode_ids", "resets", "starts", "_firsts", "_begins", "_steps", "_ages")
+_SAVED_ARRAYS = ("episode_ids", "resets", "starts")
 _STATE: Fields = {
     "next_id": Natural,
     "events": list[list[Any]],
@@ -58,8 +57,8 @@ class Segments:
         events: what follows the last row, [S].
         finals: index of the final observation among those of the fragment, [S]; -1 if the
             observation after the last row is in the columns.
-        continued: whether each may continue an episode of an earlier fragment: it is the first one
-            of its lane, bool [S].
+        continued: whether each may follow the recurrent state at the start of the fragment: it is
+            the first one of its lane, or only soft horizons are before it, bool [S].
         envs: environment of each, [S].
         agents: index of the agent in its episode, [S].
         initial_states: initial states of the segments, arrays [S, …]; None if they are those of the
@@ -90,14 +89,10 @@ class Segments:
         return self.ends - self.begins
 
     @property
-    def lane_order(self) -> np.ndarray:
-        """Indices that sort the segments by lane and row, [S]."""
-        return np.lexsort((self.begins, self.lanes))
-
-    @property
     def in_lane_order(self) -> bool:
         """Whether the segments are sorted by lane and row."""
-        return len(self) < 2 or bool((self.lane_order == np.arange(len(self))).all())
+        order = np.lexsort((self.begins, self.lanes))
+        return bool((order == np.arange(len(self))).all())
 
     def rows(self, every: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """Return row and segment of all rows, or of every n-th row of each segment."""
@@ -138,12 +133,14 @@ class Segments:
 
 
 class _RecordedEvent(NamedTuple):
-    """An event after a row of some environments, and the ids of the episodes of the row."""
+    """An event after a row of some environments, with the values of SegmentTracker before it."""
 
     row: int
     envs: Any
     event: int
     episode_ids: np.ndarray
+    resets: np.ndarray
+    starts: np.ndarray
 
 
 class SegmentTracker:
@@ -170,7 +167,6 @@ class SegmentTracker:
         self.resets = np.zeros(num_envs, np.int64)
         self.starts = np.zeros(num_envs, np.int64)
         self._soft_horizon, self._whole = soft_horizon, whole
-        self._firsts = np.zeros(num_envs, np.int64)  # first row of the current segment
         # of the segments of a fragment without events
         self._envs = np.arange(num_envs)
         self._all_open = np.full(num_envs, Event.OPEN)
@@ -179,10 +175,6 @@ class SegmentTracker:
         self._no_agents = np.zeros(num_envs, np.int64)
         for array in (self._envs, self._all_open, self._no_finals, self._all, self._no_agents):
             array.flags.writeable = False
-        # of each environment's first segment in the fragment, as in Segments
-        self._begins = np.zeros(num_envs, np.int64)
-        self._steps = np.zeros(num_envs, np.int64)
-        self._ages = np.zeros(num_envs, np.int64)
         self.forget()
 
     def forget(self) -> None:
@@ -226,7 +218,6 @@ class SegmentTracker:
             self.finals.append(finals)
         if len(skipped):  # after the end of the episode, which has started the next one
             self._record(row, skipped, Event.DROPPED)
-            self._firsts[skipped] = row + 1
         if len(failed):
             self._end(row, failed, Event.DROPPED)
         for envs in (ended, skipped, failed):
@@ -238,48 +229,47 @@ class SegmentTracker:
         return soft
 
     def _record(self, row: int, envs: Any, event: int) -> None:
-        self._events.append(_RecordedEvent(row, envs, event, self.episode_ids[envs]))
+        before = self.episode_ids[envs], self.resets[envs], self.starts[envs]
+        self._events.append(_RecordedEvent(row, envs, event, *before))
 
     def _end(self, row: int, envs: Any, event: int) -> None:
         """End the episodes of environments after a row."""
         self._record(row, envs, event)
         if self._whole and event != Event.DROPPED:
-            self.rows_closed += int((row + 1 - self._firsts[envs]).sum())
+            self.rows_closed += int((row + 1 - self.starts[envs]).sum())
         self._new_episodes(envs)
-        self._firsts[envs] = row + 1
 
     def segments(self, num_rows: int) -> Segments:
         """Return all segments of the first `num_rows` rows, also empty ones; the last one of each
         environment is open."""
         envs = self._envs
         if not self._events:
+            begins = np.maximum(self.starts, 0)
             return Segments(
-                envs, self._begins.copy(), np.full(len(envs), num_rows), self._steps.copy(),
-                self._ages.copy(), self.episode_ids.copy(), self._all_open, self._no_finals,
+                envs, begins, np.full(len(envs), num_rows), begins - self.starts,
+                begins - self.resets, self.episode_ids.copy(), self._all_open, self._no_finals,
                 self._all, envs=envs, agents=self._no_agents, are_open=not self._whole,
             )  # fmt: skip
-        ends = _RecordedEvent(num_rows - 1, envs, Event.OPEN, self.episode_ids)
-        events = [*self._events, ends]
+        at_end = self.episode_ids, self.resets, self.starts
+        events = [*self._events, _RecordedEvent(num_rows - 1, envs, Event.OPEN, *at_end)]
         counts = [len(one.envs) for one in events]
         lanes = np.concatenate([np.asarray(one.envs, np.int64) for one in events])
         rows = np.repeat([one.row for one in events], counts)
         kinds = np.repeat([one.event for one in events], counts)
         ids = np.concatenate([one.episode_ids for one in events])
+        resets = np.concatenate([one.resets for one in events])
+        starts = np.concatenate([one.starts for one in events])
         finals = np.full(len(lanes), -1)
         (ended,) = (kinds == Event.ENDED).nonzero()
         finals[ended] = np.arange(len(ended))
         order = np.lexsort((rows, lanes))
-        lanes, rows, kinds = lanes[order], rows[order], kinds[order]
-        again = np.zeros(len(order), bool)  # not the first segment of its environment
-        again[1:] = lanes[1:] == lanes[:-1]
-        before = np.arange(len(order)) - 1
-        begins = np.where(again, rows[before] + 1, self._begins[lanes])
-        ages = np.where(again, 0, self._ages[lanes])
-        for i in np.flatnonzero(again & (kinds[before] == Event.SOFT_HORIZON)).tolist():
-            ages[i] = ages[i - 1] + rows[i - 1] + 1 - begins[i - 1]
-        steps = np.where(again, 0, self._steps[lanes])
+        lanes, starts, resets = lanes[order], starts[order], resets[order]
+        begins = np.maximum(starts, 0)
+        is_first = np.ones(len(order), bool)  # segment of its environment
+        is_first[1:] = lanes[1:] != lanes[:-1]
         return Segments(
-            lanes, begins, rows + 1, steps, ages, ids[order], kinds, finals[order], ~again,
+            lanes, begins, rows[order] + 1, begins - starts, begins - resets, ids[order],
+            kinds[order], finals[order], is_first | (resets <= 0),
             envs=lanes, agents=np.zeros(len(lanes), np.int64),
         )  # fmt: skip
 
@@ -306,52 +296,44 @@ class SegmentTracker:
             finals: final observations of the episodes that ended, [k, …].
         """
         self.forget()
-        if not self._whole:
-            self.resets -= num_rows
-            self.starts -= num_rows
-            self._steps, self._ages = -self.starts, -self.resets
-            self._begins[:] = self._firsts[:] = 0
-            return num_rows
-        self._keep_segments(num_rows, segments, chosen, finals)
-        first = int(self._begins.min())
-        for rows in (self._begins, self._firsts, self.resets, self.starts):
-            rows -= first
-        self._events = [one._replace(row=one.row - first) for one in self._events]
+        first = num_rows
+        if self._whole:
+            first = self._keep_segments(num_rows, segments, chosen, finals)
+        self.resets -= first
+        self.starts -= first
         return first
 
     def _keep_segments(
         self, num_rows: int, segments: Segments, chosen: np.ndarray, finals: Any
-    ) -> None:
-        """Keep the segments of each lane after those that are chosen or dropped."""
-        done = chosen | (segments.events == Event.DROPPED)
-        self._begins[:], self._steps[:], self._ages[:] = num_rows, 0, 0
-        kept: dict[int, list[int]] = {}
-        for index, lane in enumerate(segments.lanes.tolist()):
-            if lane in kept:
-                kept[lane].append(index)
-            elif not done[index]:
-                kept[lane] = [index]
-                self._begins[lane] = segments.begins[index]
-                self._steps[lane], self._ages[lane] = segments.steps[index], segments.ages[index]
-        for index in sorted(itertools.chain(*kept.values()), key=lambda i: int(segments.ends[i])):
-            event, lane = int(segments.events[index]), segments.lanes[index : index + 1]
-            if event == Event.OPEN:
-                continue
-            ids = segments.episode_ids[index : index + 1]
-            self._events.append(_RecordedEvent(int(segments.ends[index]) - 1, lane, event, ids))
+    ) -> int:
+        """Record the ends of whole episodes again that were not chosen; return the first row of
+        these episodes and of the open ones."""
+        ended = (segments.events != Event.DROPPED) & (segments.events != Event.OPEN)
+        (kept,) = (ended & ~chosen).nonzero()
+        kept = kept[np.argsort(segments.ends[kept], kind="stable")]
+        first = int(min(self.starts.min(), segments.begins[kept].min(initial=num_rows)))
+        for index in kept.tolist():
+            event, one = int(segments.events[index]), slice(index, index + 1)
+            begins = segments.begins[one] - first
+            self._events.append(
+                _RecordedEvent(
+                    int(segments.ends[index]) - 1 - first, segments.lanes[one], event,
+                    segments.episode_ids[one], begins - segments.ages[one],
+                    begins - segments.steps[one],
+                )
+            )  # fmt: skip
             if event == Event.ENDED:
-                at = int(segments.finals[index])
-                self.finals.append(_slice(finals, at))
-            if event != Event.DROPPED:
-                self.rows_closed += int(segments.lengths[index])
+                self.finals.append(_slice(finals, int(segments.finals[index])))
+            self.rows_closed += int(segments.lengths[index])
+        return first
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state between fragments."""
         return {
             "next_id": self.next_id,
             "events": [
-                [row, np.array(envs), event, np.array(ids)]
-                for row, envs, event, ids in self._events
+                [one.row, np.array(one.envs), one.event, *map(np.array, one[3:])]
+                for one in self._events
             ],
             "finals": list(self.finals),
             "rows_closed": self.rows_closed,
@@ -363,8 +345,8 @@ class SegmentTracker:
         check_state(state, _STATE, "tracker")
         self.next_id = state["next_id"]
         self._events = [
-            _RecordedEvent(row, envs, Event.checked(event), ids)
-            for row, envs, event, ids in state["events"]
+            _RecordedEvent(row, envs, Event.checked(event), *before)
+            for row, envs, event, *before in state["events"]
         ]
         self.finals, self.rows_closed = list(state["finals"]), state["rows_closed"]
         for name in _SAVED_ARRAYS:
@@ -377,14 +359,10 @@ class SegmentTracker:
         """Start new episodes in environments whose state could not be restored."""
         if not envs:
             return
-        for env in envs:
-            if self._firsts[env] == self._begins[env]:
-                self._steps[env] = self._ages[env] = 0
-        self.resets[envs] = self.starts[envs] = row
         if row:
             self._record(row - 1, np.array(envs), Event.DROPPED)
+        self.resets[envs] = self.starts[envs] = row
         self._new_episodes(envs)
-        self._firsts[envs] = row
 
 
 def _slice(finals: Any, index: int) -> Any:

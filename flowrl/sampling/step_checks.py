@@ -41,7 +41,7 @@ class StepChecks:
         """Check the rows of the segments that are not dropped.
 
         Args:
-            columns: the rows; the rewards of dropped segments are finite.
+            columns: the rows.
             first: first row of the fragment, after the rows of running episodes, for messages.
             num_rows: number of rows, with those of running episodes.
             finals: final observations of the episodes that ended, [k, …].

@@ -304,9 +304,9 @@ def test_observation_filter_returns_float32(dtype):
 
 def test_reward_scaler_divides_by_the_standard_deviation_of_returns():
     scaler, rewards = RewardScaler(0.5), np.array([[2.0], [4.0], [6.0]], np.float32)
-    dones = np.array([[False], [True], [False]])
+    starts = np.array([[False], [False], [True]])
     sums = np.array([2.0, 5.0, 6.0])
-    assert scaler.observe(rewards, None, dones) == 6.0
+    assert scaler.observe(rewards, None, starts) == 6.0
     np.testing.assert_allclose(scaler.scale(rewards)[:, 0], rewards[:, 0] / sums.std(), rtol=1e-5)
 
 

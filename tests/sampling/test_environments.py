@@ -11,11 +11,11 @@ from packaging.version import Version
 
 from flowrl import PPO
 from flowrl.envs.env_factory import EnvFactory
+from flowrl.envs.env_record import check_restarting_envs_state
 from flowrl.envs.env_state import pack_actions, unpack_actions
 from flowrl.envs.multi_agent import make_multi_agent
 from flowrl.envs.registry import EnvContext, env_creator_for, env_id_of, register_env
 from flowrl.envs.restarting_envs import RestartingEnvs
-from flowrl.envs.restarting_envs_state import check_vector_env_state
 from flowrl.envs.time_limit import (
     get_elapsed_steps,
     get_max_steps,
@@ -26,6 +26,7 @@ from flowrl.envs.validation import ObservationCheck
 from flowrl.errors import ConfigError
 from flowrl.sampling import DefaultCallbacks, RolloutWorker, SimpleListCollector, WorkerSet
 from flowrl.setting_values import equal
+from flowrl.state_schema import StateError
 from tests.extras import require_extra
 from tests.processes import kill_actor
 
@@ -258,10 +259,16 @@ def test_counters_of_gymnasiums_time_limit_are_read_and_set():
 
 def test_every_entry_of_a_saved_state_is_checked():
     state = EnvFactory(lambda context: CountEnv(), {}, 2).make_agent_envs().state_dict()
-    check_vector_env_state(state)
+    check_restarting_envs_state(state, 2)
     for name in state:
-        with pytest.raises(KeyError, match=name):
-            check_vector_env_state({key: value for key, value in state.items() if key != name})
+        without_name = {key: value for key, value in state.items() if key != name}
+        with pytest.raises(StateError, match=name):
+            check_restarting_envs_state(without_name, 2)
+    first, second = state["envs"]
+    for name in first:
+        without_name = {key: value for key, value in first.items() if key != name}
+        with pytest.raises(StateError, match=f"environments/envs/1.*{name}"):
+            check_restarting_envs_state({**state, "envs": [second, without_name]}, 2)
 
 
 @pytest.mark.parametrize(
@@ -358,8 +365,9 @@ def test_steps_of_failures_are_those_of_the_episode_in_a_resumed_run():
     assert replayed
     envs.action_logs[0] += [0] * 30
     envs.handle_failure(0, OSError("always"), "step")
-    assert envs._failures == [2]  # the first failure was not at the same step as another one
-    assert envs._failed_steps == [150]
+    (saved,) = envs.state_dict()["envs"]
+    assert saved["failures"] == 2  # the first failure was not at the same step as another one
+    assert saved["failed_step"] == 150
 
 
 def test_environment_that_cannot_be_replayed_is_seeded_again(monkeypatch):
@@ -392,11 +400,11 @@ def test_large_actions_are_kept_for_shorter_episodes(monkeypatch):
             envs.action_logs[0].append(action)
             envs.mark_healthy([0, 1])
             assert len(envs.action_logs[0]) == number
-    state = envs.state_dict()
-    assert state["action_logs"] == [[], []]
-    assert state["unlogged_steps"] == [13, 0]
-    assert state["resets"][0] is None
-    assert state["resets"][1] is not None
+    first, second = envs.state_dict()["envs"]
+    assert first["actions"] == second["actions"] == []
+    assert (first["unlogged_steps"], second["unlogged_steps"]) == (13, 0)
+    assert first["reset"] is None
+    assert second["reset"] is not None
     envs.reset(0)
     envs.action_logs[0].append(action)
     envs.mark_healthy([0])
