@@ -14,7 +14,7 @@ from flowrl.interrupts import delayed_interrupts
 from flowrl.replay.replay_ratio import EMPTY
 from flowrl.replay.ring_buffer import RingBuffer
 from flowrl.replay.sequence_index import STATE, SequenceIndex
-from flowrl.replay.trajectories import LinkRule
+from flowrl.replay.trajectories import LinkRule, sort_rows
 from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.setting_values import check_int
 from flowrl.state_schema import Fields, Natural, check_own_state, check_state
@@ -187,8 +187,12 @@ class ReplayBuffer:
     def _flush(self) -> None:
         if self._pending:
             with delayed_interrupts:  # a buffer with half a batch would be wrong
-                batches, self._pending, self._pending_rows = self._pending, [], 0
-                self._store(batches, [batch.count for batch in batches])
+                batches, before = self._pending, self._ring.num_added
+                try:
+                    self._store(batches, [batch.count for batch in batches])
+                finally:  # after an error, such as a full disk, the other rows stay pending
+                    self._pending = _without_first(batches, self._ring.num_added - before)
+                    self._pending_rows = sum(batch.count for batch in self._pending)
 
     def _store(self, batches: list[SampleBatch], counts: list[int]) -> None:
         if self._sequences is None:
@@ -347,3 +351,13 @@ class ReplayBuffer:
         if self._sequences is not None:
             settings += f", storage_unit={self.storage_unit!r}"
         return f"{type(self).__name__}(capacity={self.capacity}{settings})"
+
+
+def _without_first(batches: list[SampleBatch], count: int) -> list[SampleBatch]:
+    """Return the rows of batches without the first ones, which a RingBuffer has stored."""
+    left = []
+    for batch in batches:
+        if count < batch.count:  # a batch that is stored in parts is sorted
+            left.append(sort_rows(batch)[count:] if count else batch)
+        count = max(0, count - batch.count)
+    return left

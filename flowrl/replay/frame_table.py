@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -61,36 +61,37 @@ class FrameTable:
 
     # -- storing -----------------------------------------------------------------------------------
 
-    def write(self, rows: np.ndarray, obs: Column, next_obs: Column) -> None:
-        """Replace rows [n].
+    def reserve(self, count: int) -> None:
+        """Make room for more frames. An error, such as a full disk, changes no row."""
+        end = self._end + max(0, count - self._num_released)
+        if end > len(self.frames):
+            self._grow(end)
+        if self._files is not None:
+            self._files.reserve(self.frames, self._end, end - self._end)
+
+    def write(self, rows: np.ndarray, stacks: Stacks) -> None:
+        """Replace rows; call `reserve` with the number of their frames before.
 
         Args:
-            rows: slots of the rows.
-            obs, next_obs: stacks [n, k, …]; frames are shared where both have the same base.
+            rows: slots of the rows, [n].
+            stacks: their observations and next observations.
         """
-        base, at = _frames_of(obs, next_obs)
-        used, inverse = np.unique(at, return_inverse=True)
-        has_nothing = int(len(used) > 0 and used[0] == NOTHING)
-        used = used[has_nothing:]
-        self._set(rows, np.full((len(rows), *at.shape[1:]), NOTHING, np.int32))
-        slots = self._allocate(len(used))
-        self.frames[slots] = base.take(used, 0)
+        nothing = np.full(stacks.inverse.shape, NOTHING, np.int32)
+        self._set(rows, nothing)  # releases frames
+        slots = self._allocate(len(stacks.used))
+        self.frames[slots] = stacks.base.take(stacks.used, 0)
         # the last entry is for NOTHING, which has the inverse -1
         table = np.append(slots, np.int32(NOTHING))
-        self._set(rows, table[inverse.reshape(at.shape) - has_nothing])
+        self._set(rows, table[stacks.inverse])
 
     def _allocate(self, count: int) -> np.ndarray:
-        """Return free slots [count]."""
+        """Return free slots [count]; there is room for them."""
         reused = min(count, self._num_released)
         self._num_released -= reused
         slots = np.empty(count, np.int32)
         slots[:reused] = self._released[self._num_released : self._num_released + reused]
         end = self._end + count - reused
-        if end > len(self.frames):
-            self._grow(end)
         slots[reused:] = np.arange(self._end, end)
-        if self._files is not None:
-            self._files.reserve(self.frames, self._end, end - self._end)
         self._end = end
         return slots
 
@@ -172,6 +173,7 @@ class FrameTable:
         """Return the table that `state` was saved from."""
         frames, positions = state["frames"], np.asarray(state["positions"], np.int32)
         table = cls(capacity, tuple(state["stack"]), frames.dtype, files)
+        table.reserve(len(frames))
         table._allocate(len(frames))
         table.frames[: len(frames)] = frames
         rows = np.arange(len(positions))
@@ -181,6 +183,27 @@ class FrameTable:
         table._released[: len(free)] = free
         table._num_released = len(free)
         return table
+
+
+class Stacks(NamedTuple):
+    """Observations and next observations [n, 2, k] as stacks of frames.
+
+    base: frames [m, …].
+    used: positions in `base` of the frames that the stacks have, [f].
+    inverse: positions in `used`, [n, 2, k]; -1 for NOTHING.
+    """
+
+    base: np.ndarray
+    used: np.ndarray
+    inverse: np.ndarray
+
+
+def stacks_of(obs: Column, next_obs: Column) -> Stacks:
+    """Return two columns of stacks [n, k, …]; frames are shared where both have the same base."""
+    base, at = _frames_of(obs, next_obs)
+    used, inverse = np.unique(at, return_inverse=True)
+    has_nothing = int(len(used) > 0 and used[0] == NOTHING)
+    return Stacks(base, used[has_nothing:], inverse.reshape(at.shape) - has_nothing)
 
 
 def _frames_of(obs: Column, next_obs: Column) -> tuple[np.ndarray, np.ndarray]:

@@ -84,12 +84,14 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
     def _store(self, batches: list[SampleBatch], counts: list[int]) -> None:
         before = self.item_ids()
-        super()._store(batches, counts)
-        after = self.item_ids()
-        self._set_weight(before.stop, after.stop, self._max_weight)
-        if self._sequences is not None:  # items that were removed, but whose slots are not reused
-            oldest_slot = max(before.start, after.stop - self.capacity)
-            self._set_weight(oldest_slot, after.start, 0.0)
+        try:
+            super()._store(batches, counts)
+        finally:  # after an error, some rows are stored
+            after = self.item_ids()
+            self._set_weight(before.stop, after.stop, self._max_weight)
+            if self._sequences is not None:  # items that were removed; their slots are not reused
+                oldest_slot = max(before.start, after.stop - self.capacity)
+                self._set_weight(oldest_slot, after.start, 0.0)
 
     def _set_weight(self, first: int, end: int, weight: float) -> None:
         """Set the weight of the items first … end-1."""

@@ -14,7 +14,7 @@ from flowrl.data.columns import FLAT_KINDS
 from flowrl.data.indexed_columns import NOTHING
 from flowrl.data.memmap import MemmapArrays
 from flowrl.data.sample_batch import SampleBatch
-from flowrl.replay.frame_table import FrameTable, is_stacked
+from flowrl.replay.frame_table import FrameTable, Stacks, is_stacked, stacks_of
 from flowrl.replay.output_pool import OutputPool
 from flowrl.replay.schema import (
     DONE_FLAGS,
@@ -148,7 +148,8 @@ class RingBuffer:
         if self._frames is not None:
             # of rows for the same slot, the last one stays
             kept, at = np.unique(slots[::-1], return_index=True)
-            self._write_frames(kept, batch.take_rows(len(slots) - 1 - at))
+            (stacks,) = self._prepare_stacks([batch.take_rows(len(slots) - 1 - at)])
+            self._frames.write(kept, stacks)
         else:
             next_leaves: Any = optree.tree_leaves(batch[NEXT_OBS])
             for leaf, next_leaf in zip(self.columns[OBS], next_leaves, strict=True):
@@ -162,7 +163,9 @@ class RingBuffer:
             return
         if self._schema is None:
             self._allocate(batches[0])
-        batches, ends, final_leaves = split_final_observations(batches, counts)
+        stacked = self._frames is not None
+        batches, ends, final_leaves = split_final_observations(batches, counts, stacked)
+        stacks = self._prepare_stacks(batches)
         first, start = self.num_added, self.num_added % self.capacity
         if self._files is not None:
             self._reserve(start, count, self.capacity - self._successors.num_free + len(ends))
@@ -177,9 +180,10 @@ class RingBuffer:
         final_slots = self._successors.append(first, count, ends)
         if self._frames is not None:
             at = start
-            for batch in batches:
-                self._write_frames(np.arange(at, at + batch.count), batch)
-                at += batch.count
+            for batch_stacks in stacks:
+                rows = np.arange(at, at + len(batch_stacks.inverse))
+                self._frames.write(rows, batch_stacks)
+                at += len(rows)
         else:
             for leaf, observations in zip(self.columns[OBS], final_leaves, strict=True):
                 leaf[final_slots] = observations
@@ -197,9 +201,16 @@ class RingBuffer:
                     path = self.path(np.array([following]), self._frames.stack[0])
                     self._frames.share(last, path[:, 0])
 
-    def _write_frames(self, slots: np.ndarray, batch: SampleBatch) -> None:
-        assert self._frames is not None
-        self._frames.write(slots, dict.__getitem__(batch, OBS), dict.__getitem__(batch, NEXT_OBS))
+    def _prepare_stacks(self, batches: list[SampleBatch]) -> list[Stacks]:
+        """Return the stacks of batches, with room for their frames; none without a FrameTable."""
+        if self._frames is None:
+            return []
+        stacks = [
+            stacks_of(dict.__getitem__(batch, OBS), dict.__getitem__(batch, NEXT_OBS))
+            for batch in batches
+        ]
+        self._frames.reserve(sum(len(one.used) for one in stacks))
+        return stacks
 
     def _continues(self, last: Any, slots: Any) -> Any:
         """Return whether the next observation of a row equals the observation of another.

@@ -303,7 +303,7 @@ def _key(columns: dict[str, list[np.ndarray]], slot: int) -> TrajectoryKey:
 
 
 def split_final_observations(
-    batches: list[SampleBatch], counts: list[int]
+    batches: list[SampleBatch], counts: list[int], stacked: bool
 ) -> tuple[list[SampleBatch], np.ndarray, list[np.ndarray]]:
     """Order rows so that each is followed by its successor, and return the final observation of
     each sequence of successors.
@@ -311,15 +311,17 @@ def split_final_observations(
     Args:
         batches: batches with obs and new_obs.
         counts: rows of each batch.
+        stacked: whether the buffer stores observations as stacks of frames.
 
     Returns:
         the ordered batches; offsets [k], in all batches together, of the rows without a successor
         among them; the observations that follow those rows, one array [k, …] per leaf; none if
-        observations are stacks of frames.
+        the buffer stores stacks of frames.
     """
     next_obs = list(map(dict.__getitem__, batches, itertools.repeat(NEXT_OBS)))
     obs = list(map(dict.__getitem__, batches, itertools.repeat(OBS)))
-    if set(map(type, next_obs)) == {NextRows} and set(map(type, obs)) == {np.ndarray}:
+    kinds = set(map(type, next_obs)), set(map(type, obs))
+    if not stacked and kinds == ({NextRows}, {np.ndarray}):
         bases = [rows.base for rows in next_obs]
         cuts = [rows.cuts for rows in next_obs]
         is_plain = all(column.base is base for column, base in zip(obs, bases, strict=True))
@@ -331,7 +333,7 @@ def split_final_observations(
             ends = np.concatenate(cuts)
             ends += np.repeat(np.cumsum(counts) - counts, [len(cut) for cut in cuts])
             return batches, ends, [np.concatenate(finals)]
-    parts = [_split_batch(batch) for batch in batches]
+    parts = [_split_batch(batch, stacked) for batch in batches]
     offsets = itertools.accumulate(counts, initial=0)
     ends = np.concatenate([end + at for (_, end, _), at in zip(parts, offsets, strict=False)])
     leaves = zip(*(leaves for _, _, leaves in parts), strict=True)
@@ -349,7 +351,9 @@ def _has_done_between_cuts(batch: SampleBatch, cuts: np.ndarray) -> bool:
     return False
 
 
-def _split_batch(batch: SampleBatch) -> tuple[SampleBatch, np.ndarray, list[np.ndarray]]:
+def _split_batch(
+    batch: SampleBatch, stacked: bool
+) -> tuple[SampleBatch, np.ndarray, list[np.ndarray]]:
     """Split one batch; see `split_final_observations`."""
     batch = sort_rows(batch)
     followed = np.zeros(batch.count, bool)  # row i + 1 is the successor of row i
@@ -363,7 +367,8 @@ def _split_batch(batch: SampleBatch) -> tuple[SampleBatch, np.ndarray, list[np.n
     stored_obs, stored_next = dict.__getitem__(batch, OBS), dict.__getitem__(batch, NEXT_OBS)
     if is_stacked(stored_obs, stored_next) and stored_obs.shares_base(stored_next):
         followed[:-1] &= (stored_obs.index[1:] == stored_next.index[:-1]).all(1)
-        return batch, np.flatnonzero(~followed), []
+        ends = np.flatnonzero(~followed)
+        return batch, ends, [] if stacked else [stored_next[ends]]
     obs: Any = optree.tree_leaves(batch[OBS])
     next_obs: Any = optree.tree_leaves(batch[NEXT_OBS])
     for leaf, next_leaf in zip(obs, next_obs, strict=True):
@@ -371,7 +376,7 @@ def _split_batch(batch: SampleBatch) -> tuple[SampleBatch, np.ndarray, list[np.n
         equal = leaf[rows + 1] == next_leaf[rows]
         followed[rows[~equal.all(tuple(range(1, equal.ndim)))]] = False
     ends = np.flatnonzero(~followed)
-    return batch, ends, [leaf[ends] for leaf in next_obs]
+    return batch, ends, [] if stacked else [leaf[ends] for leaf in next_obs]
 
 
 def row_order(batch: SampleBatch) -> np.ndarray | None:

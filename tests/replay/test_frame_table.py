@@ -37,15 +37,22 @@ def check_uses(table):
     k=st.integers(2, 4),
     n_step=st.integers(1, 3),
     kinds=st.lists(st.sampled_from(["stacked", "separate", "arrays"]), min_size=12, max_size=12),
+    draws=st.lists(st.booleans(), min_size=12, max_size=12),
 )
-def test_drawn_stacks_are_the_last_frames(envs, lengths, fragments, capacity, k, n_step, kinds):
+def test_drawn_stacks_are_the_last_frames(
+    envs, lengths, fragments, capacity, k, n_step, kinds, draws
+):
     stream = FragmentStream(envs, lengths)
     buffer = ReplayBuffer(capacity, n_step=n_step, seed=0)
-    kinds[0] = "stacked"  # the first batch decides how observations are stored
-    for steps, kind in zip(fragments, kinds, strict=False):
+    for steps, kind, draw in zip(fragments, kinds, draws, strict=False):
         buffer.add(with_stacks(stream.fragment(steps), k, kind))
-        check_stacks(buffer.sample(30), k)
+        if draw:  # otherwise, several batches are stored at once
+            check_stacks(buffer.sample(30), k)
+    check_stacks(buffer.sample(30), k)
     table = buffer._ring._frames
+    if kinds[0] == "arrays":  # the first batch decides how observations are stored
+        assert table is None
+        return
     check_uses(table)
     restored = ReplayBuffer(capacity, n_step=n_step, seed=1)
     restored.load_state_dict(buffer.state_dict())
@@ -83,6 +90,21 @@ def test_each_frame_is_stored_once(envs, lengths, fragments, capacity, k):
     else:
         # the frames before a row may be those of a row that was overwritten when it was stored
         assert num_frames(buffer._ring._frames) <= len(shown) + envs * (k - 1)
+
+
+def test_batches_whose_observations_were_read_are_stored_with_others():
+    stream = FragmentStream(1, [7] * 100)
+    buffer = ReplayBuffer(200, seed=0)
+    buffer.add(with_stacks(stream.fragment(5), 3))
+    for i in range(6):
+        parts = [with_stacks(stream.fragment(5), 3) for _ in range(2)]
+        batch = SampleBatch.concat_samples(parts)
+        if i % 2:
+            np.asarray(batch["obs"])  # joins the frames of the parts, only of this column
+        buffer.add(batch)
+    assert len(buffer._pending) > 1  # both kinds are stored at once
+    check_stacks(buffer.sample(300), 3)
+    check_uses(buffer._ring._frames)
 
 
 def test_memory_is_that_of_the_frames():

@@ -17,6 +17,7 @@ from flowrl.data import SampleBatch
 from flowrl.data.memmap import MemmapArrays
 from flowrl.policies import ConfigError
 from flowrl.replay import PrioritizedReplayBuffer, ReplayBuffer
+from tests.replay.streams import FragmentStream, check_stacks, with_stacks
 
 KINDS = {
     "rows": (ReplayBuffer, {"n_step": 3}),
@@ -152,20 +153,49 @@ def test_full_disk_raises_an_error_with_the_folder(tmp_path, monkeypatch):
     assert str(tmp_path) in str(caught.value)
 
 
-def test_sequences_of_rows_that_were_not_stored_are_not_drawn(tmp_path, monkeypatch):
-    arguments = {"storage_unit": "sequences", "max_seq_len": 5}
-    buffer = ReplayBuffer(1000, directory=tmp_path, **arguments)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_a_full_disk_refuses_are_stored_later(kind, tmp_path, monkeypatch):
+    make, arguments = KINDS[kind]
+    buffer = make(100, seed=0, directory=tmp_path, **arguments)
+    expected = make(100, seed=0, **arguments)
     rng = np.random.default_rng(0)
-    buffer.add(fragment(rng, 0, 50))
+    batches = [fragment(rng, first, 20) for first in range(0, 120, 20)]
+    for each in (buffer, expected):
+        each.add(batches[0])
+        each.sample(1)
     items = buffer.item_ids()
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", disk_full)
-        buffer.add(fragment(rng, 50, 50))  # stored with the next batch or draw
+        for batch in batches[1:4]:  # stored with the next batch or draw
+            buffer.add(batch)
         with pytest.raises(OSError, match="no disk space"):
             buffer.sample(1)
     assert buffer.item_ids() == items
-    buffer.add(fragment(rng, 100, 50))
-    assert set(buffer.sample(200)["batch_indexes"].tolist()) <= set(range(2 * items.stop + 2))
+    for batch in batches[1:4]:
+        expected.add(batch)
+    for each in (buffer, expected):
+        for batch in batches[4:]:  # more than the capacity
+            each.add(batch)
+    assert_same(buffer.sample(50), expected.sample(50))
+
+
+@pytest.mark.parametrize("successes", range(4))
+def test_a_full_disk_changes_no_stored_stack(successes, tmp_path, monkeypatch):
+    stream = FragmentStream(1, [7] * 100)
+    buffer = ReplayBuffer(20, directory=tmp_path, seed=0)
+    buffer.add(with_stacks(stream.fragment(12), 3))
+    buffer.sample(1)
+    buffer.add(with_stacks(stream.fragment(5), 3))
+    calls = iter(range(successes))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", lambda *_: next(calls, None) is None and disk_full())
+        with pytest.raises(OSError, match="no disk space"):
+            buffer.sample(1)
+    assert buffer.item_ids() == range(12)
+    for _ in range(3):
+        check_stacks(buffer.sample(50), 3)
+        buffer.add(with_stacks(stream.fragment(5), 3))
+    check_stacks(buffer.sample(50), 3)
 
 
 def test_copied_buffer_has_its_own_files(tmp_path):
