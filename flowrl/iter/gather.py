@@ -361,14 +361,18 @@ class Gather(Stage):
 
     def _deadlines(self) -> list[float]:
         """Return the times at which a back-off ends or a shard counts as hanging."""
-        times = [
+        times = self._restart_times()
+        if self._has_timeouts and self.shards.remote:
+            times += [deadline for _, deadline in self._reply_deadlines()]
+        return times
+
+    def _restart_times(self) -> list[float]:
+        """Return the times at which dead shards may be replaced."""
+        return [
             shard.restart_at
             for shard in self.states
             if shard.dead_incarnation is not None and shard.status == "live"
         ]
-        if self._has_timeouts and self.shards.remote:
-            times += [deadline for _, deadline in self._reply_deadlines()]
-        return times
 
     def waits(self) -> list[Any]:
         if not self.shards.remote:

@@ -75,6 +75,10 @@ class GatherAsync(Gather):
             if not sent:
                 self._to_request.append(shard)
 
+    def _restart_times(self) -> list[float]:
+        # a dead shard is replaced when it is requested, which the limit does not allow yet
+        return [] if self._limit_reached else super()._restart_times()
+
     def pull(self, block: bool) -> Any:
         if self.shards.num_membership_changes() != self._num_membership_changes:
             joined = self._update_members()

@@ -66,9 +66,10 @@ class StoreToReplayBuffer:
         return "" if self.ready() else str(self.buffer.missing_draws())
 
     def waits(self) -> list[Any]:
-        """Return the oldest pending reference of each shard that has no room; empty for a local
-        buffer."""
-        return self.buffer.waits() if isinstance(self.buffer, ReplayActors) else []
+        """See ReplayActors.waits; empty for a local buffer."""
+        if isinstance(self.buffer, ReplayActors):
+            return self.buffer.waits(self.alternates)
+        return []
 
     def __call__(self, batch: AnyBatch) -> AnyBatch:
         if isinstance(batch, BatchRef) and not isinstance(self.buffer, ReplayActors):

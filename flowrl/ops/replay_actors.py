@@ -210,18 +210,28 @@ class ReplayActors:
         Args:
             alternate: see ReplayRatio.may_draw.
         """
-        if not self.ratio.may_store(self.batch_rows, alternate) and self._may_have_items():
+        if not self._is_storing_due(alternate):
             return False
         if self._full_shards():
             self._process_stored("room")
         return not self._full_shards()
 
+    def _is_storing_due(self, alternate: bool) -> bool:
+        return self.ratio.may_store(self.batch_rows, alternate) or not self._may_have_items()
+
     def _full_shards(self) -> list[ShardRecord]:
         """Return the shards that have no room for another batch in flight."""
         return [shard for shard in self.shards if len(shard.pending_adds) >= ADDS_IN_FLIGHT]
 
-    def waits(self) -> list[Any]:
-        """Return the oldest pending reference of each shard that has no room."""
+    def waits(self, alternate: bool = True) -> list[Any]:
+        """Return the oldest pending reference of each shard that has no room; none while a draw is
+        due first.
+
+        Args:
+            alternate: see ReplayRatio.may_draw.
+        """
+        if not self._is_storing_due(alternate):
+            return []
         return [shard.pending_adds[0].ref for shard in self._full_shards()]
 
     def add(self, batch: Batch | BatchRef) -> None:

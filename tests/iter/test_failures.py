@@ -242,6 +242,21 @@ def test_other_shards_continue_during_the_back_off_of_one(ray_session, tmp_path)
             shards.append(next_shard())
 
 
+def test_a_limit_that_allows_no_request_leaves_no_deadline_of_a_restart(ray_session):
+    class NoRequests:
+        def may_request(self, in_flight, oldest):
+            return False
+
+    gather = from_iterators([lambda: iter(int, 1)]).gather_async()
+    stage = gather.stage
+    stage.states[0].dead_incarnation, stage.states[0].restart_at = 0, 1.0
+    assert stage._deadlines() == [1.0]
+    stage._limit = NoRequests()
+    stage._send_requests()
+    assert stage._deadlines() == []
+    gather.stop()
+
+
 @pytest.mark.slow
 def test_stop_ends_all_actors_and_threads(ray_session):
     threads = set(threading.enumerate())

@@ -121,6 +121,19 @@ def test_plan_over_shards_keeps_the_replay_ratio(actors):
     assert all(shard.actor is None for shard in actors.shards)
 
 
+def test_storing_waits_for_shards_only_when_it_is_due(local_actors):
+    local_actors.add(rows(12))
+    local_actors._process_stored("draws")
+    while not local_actors._full_shards():
+        local_actors.add(rows(8))
+    assert not local_actors.can_add()  # a draw is due
+    assert local_actors.waits() == []
+    while local_actors.ratio.may_draw(4):
+        local_actors.receive_batches(local_actors.request_batches())
+    assert local_actors.waits()
+    assert local_actors.can_add()
+
+
 def test_operators_pulled_by_hand_store_and_draw_in_any_order(ray_session):
     actors = make()
     source = LocalIterator(lambda: (rows(5, i) for i in iter(int, 1)), "source")
