@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable
 from typing import Any
@@ -103,10 +104,15 @@ class BatchRef:
 def _select(part: Any, policy_ids: set[str]) -> Any:
     """Return the rows of some policies of a part: a batch, or a reference to it."""
     if not isinstance(part, (SampleBatch, MultiAgentBatch)):
-        import ray
-
-        return ray.remote(_select).options(num_cpus=0).remote(part, policy_ids)
+        return _select_task().remote(part, policy_ids)
     return part.select(policy_ids) if isinstance(part, MultiAgentBatch) else part
+
+
+@functools.cache  # each remote function is sent to all processes once
+def _select_task() -> Any:
+    import ray
+
+    return ray.remote(_select).options(num_cpus=0)
 
 
 def _fetch(part: Any) -> Batch | None:

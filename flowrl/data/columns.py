@@ -22,8 +22,9 @@ FLAT_KINDS = {
     "rewards": ("fiu", "numbers"),
 }
 ALIASES = {"next_obs": "new_obs"}
-MISSING = {"weights": 1, "n_steps": 1, "batch_indexes": -1}
-"""Values for rows without these columns of replay buffers: full weight, one step, no item."""
+MISSING = {"weights": 1, "n_steps": 1, "batch_indexes": -1, "loss_mask": True}
+"""Values for rows without these columns: full weight, one step, no item of a buffer, a row of the
+loss."""
 
 _warned_columns: set[str] = set()  # warn once per column
 
@@ -125,15 +126,16 @@ class Columns(dict[str, Any]):
 
     def _check_lengths(self) -> None:
         lengths = {
-            name: len(leaf)
+            name: set(map(len, leaves_of(column)))
             for name, column in self.stored()
             if not name.startswith(PER_SEQUENCE)
-            for leaf in leaves_of(column)
         }
-        if len(set(lengths.values())) > 1:
-            raise ValueError(f"columns of a SampleBatch differ in length: {lengths}")
-        if "seq_lens" in self and not self.zero_padded and lengths:
-            rows, total = next(iter(lengths.values())), int(np.sum(self["seq_lens"]))
+        all_lengths = set[int]().union(*lengths.values())
+        if len(all_lengths) > 1:
+            shown = {n: sorted(of) if len(of) > 1 else max(of) for n, of in lengths.items() if of}
+            raise ValueError(f"columns of a SampleBatch differ in length: {shown}")
+        if "seq_lens" in self and not self.zero_padded and all_lengths:
+            rows, total = max(all_lengths), int(np.sum(self["seq_lens"]))
             if rows != total:
                 raise ValueError(f"seq_lens add up to {total}, but the columns have {rows} rows")
 
@@ -332,8 +334,13 @@ class Columns(dict[str, Any]):
 def _row(columns: Sequence[tuple[str, Any]], position: int) -> dict[str, Any]:
     """Return one row of named columns."""
     read = operator.itemgetter(position)
-    row = {n: map_leaves(read, column) for n, column in columns if not n.startswith(PER_SEQUENCE)}
-    return {**row, "seq_lens": 1} if any(name == "seq_lens" for name, _ in columns) else row
+    has_sequences = any(name == "seq_lens" for name, _ in columns)
+    row = {
+        name: map_leaves(read, column)
+        for name, column in columns
+        if not (has_sequences and name.startswith(PER_SEQUENCE))
+    }
+    return {**row, "seq_lens": 1} if has_sequences else row
 
 
 def concat_columns(batches: Sequence[Columns]) -> dict[str, Any]:

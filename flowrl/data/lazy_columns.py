@@ -120,8 +120,9 @@ class _RemoteRows:
                 self.name,
             )
         try:
-            return _ShippedRows(self.get(self.reference))()
+            fetched = self.get(self.reference)
         except Exception as error:
             raise RuntimeError(
                 f"column {self.name!r} is stored on a worker that is gone: {error!r}"
             ) from error
+        return _ShippedRows(fetched)()

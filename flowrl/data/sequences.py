@@ -87,9 +87,9 @@ def chop_into_sequences(
             raise ValueError("chop_into_sequences needs seq_lens or episode_ids")
         seq_lens = sequence_lengths(max_seq_len, episode_ids, unroll_ids, agent_indices)
     lens = np.asarray(seq_lens, np.int32)
-    length = int(lens.max()) if dynamic_max and len(lens) else max_seq_len
-    if len(lens) and lens.max() > length:
+    if len(lens) and lens.max() > max_seq_len:
         raise ValueError(f"a sequence of {lens.max()} rows does not fit max_seq_len={max_seq_len}")
+    length = int(lens.max()) if dynamic_max and len(lens) else max_seq_len
     starts = np.cumsum(lens) - lens
     order = np.arange(len(lens))
     if shuffle:
@@ -187,7 +187,7 @@ def _select(
 ) -> SampleBatch:
     """Return these rows and sequences, with new sequence lengths and without padding."""
     selected = batch.map_rows(lambda leaf: leaf[rows], sequences)
-    selected.zero_padded = False
+    selected.zero_padded, selected.max_seq_len = False, None
     columns = dict(selected.stored()) | {"seq_lens": np.asarray(lens).astype(np.int32)}
     return SampleBatch.unchecked(columns, like=selected)
 

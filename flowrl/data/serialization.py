@@ -120,7 +120,13 @@ def encode(value: Any, path: str, arrays: ArrayStore) -> Any:
 def _encode_batch(value: Batch, path: str, arrays: ArrayStore) -> dict[str, Any]:
     """Convert a batch without its sources."""
     if isinstance(value, SampleBatch):
-        columns = encode(dict(value.without_lazy_columns()), path, arrays)
+        named = dict(value.without_lazy_columns())
+        if "infos" in named:
+            infos = np.array(named["infos"], object)  # a copy
+            for index, info in np.ndenumerate(infos):
+                infos[index] = savable_info(info)
+            named["infos"] = infos
+        columns = encode(named, path, arrays)
         if not value.zero_padded:
             return {_BATCH: columns}
         return {_BATCH: columns, "max_seq_len": value.max_seq_len}

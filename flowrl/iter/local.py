@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
+from flowrl.errors import add_note
 from flowrl.iter import metrics as _metrics
 from flowrl.iter.errors import OnError, annotate, missing_attribute_error, without_engine_frames
 from flowrl.iter.explain import FORMATS, stats_rows
@@ -342,6 +343,8 @@ class LocalIterator(Generic[T]):
                 stage.stop()
             except Exception as error:  # stop the remaining stages first
                 errors.append(error)
+        for other in errors[1:]:
+            add_note(errors[0], f"another stage raised {other!r} while the plan was stopped")
         if errors:
             raise errors[0]
 

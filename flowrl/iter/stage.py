@@ -10,6 +10,7 @@ Provenance: `stage.sources` holds the sources of the item that the stage returne
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
 import sys
@@ -230,11 +231,20 @@ def chained_at() -> str:
 _SHOWN_FIRST = ("obs", "actions", "rewards")  # columns in the summary of a batch
 
 
+def _has_rows(item: Any) -> bool:
+    """Return whether an item is a batch or an array."""
+    return any(hasattr(item, name) for name in ("stored", "policy_batches", "shape"))
+
+
 def describe(item: Any) -> str:
     """Return a short summary of an item for error notes: type, size, shapes.
 
     Lazy columns of a batch are not computed or fetched.
     """
+    by_policy = getattr(item, "policy_batches", None)
+    if by_policy is not None and not isinstance(item, dict):
+        parts = ", ".join(f"{pid}: {describe(rows)}" for pid, rows in by_policy.items())
+        return f"{type(item).__name__} ({parts})"
     if isinstance(item, dict):
         stored: Any = getattr(item, "stored", None)  # of a batch
         pairs: Any = item.items() if stored is None else stored()
@@ -251,11 +261,20 @@ def describe(item: Any) -> str:
         return f"{type(item).__name__} of shape {shape}"
     if isinstance(item, (list, tuple)) and len(item) > 4:
         return f"{type(item).__name__} of {len(item)}, the first a {describe(item[0])}"
+    if isinstance(item, (list, tuple)) and any(map(_has_rows, item)):  # their repr() takes long
+        return f"{type(item).__name__} ({', '.join(map(describe, item))})"
     try:
         text = repr(item)
     except Exception as error:
         text = f"whose repr() raises {type(error).__name__}"
     return f"{type(item).__name__} {text if len(text) < 80 else text[:77] + '...'}"
+
+
+def close_generator(iterator: Any) -> None:
+    """Close an iterator that a stage created, if it is a generator, so that its `finally` blocks
+    run."""
+    if inspect.isgenerator(iterator) and not iterator.gi_running:
+        iterator.close()
 
 
 def function_title(fn: Any) -> str:

@@ -178,7 +178,9 @@ def _batch_summary(
     for policy_id, rows in batch.policy_batches.items():
         if several:
             lines.append(f"  policy {policy_id}: {rows.count} rows")
-        names = columns if columns is not None else [name for name, _ in rows.stored()]
+        names = columns
+        if names is None:
+            names = [name for name, _ in rows.stored() if not rows.is_lazy(name)]
         width = max(map(len, names), default=0)
         indent = "    " if several else "  "
         lines += [f"{indent}{name:{width}}  {_column_summary(rows[name])}" for name in names]

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from flowrl.setting_values import check_int
 from flowrl.state_schema import Fields, Integer, Natural, check_own_state
 
 EMPTY = "the replay buffer is empty: store a batch before drawing from it"
@@ -43,8 +44,7 @@ class ReplayRatio:
     }
 
     def __init__(self, learning_starts: int = 0, training_intensity: float | None = None):
-        if not 0 <= learning_starts < np.inf:
-            raise ValueError(f"learning_starts must be at least 0, got {learning_starts}")
+        check_int("learning_starts", learning_starts, 0)
         if training_intensity is not None and not 0 < training_intensity < np.inf:
             raise ValueError(f"training_intensity must be above 0, got {training_intensity!r}")
         self.learning_starts = learning_starts

@@ -78,9 +78,10 @@ def _fits(leaf: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
 
 
 def _can_be_stored(new: np.dtype[Any], stored: np.dtype[Any]) -> bool:
-    """Return whether values of a dtype can be stored as another one: integers only without loss."""
-    are_integers = new.kind in "iu" and stored.kind in "iu"
-    return np.can_cast(new, stored, "safe" if are_integers else "same_kind")
+    """Return whether values of a dtype can be stored as another one: integers and strings only
+    without loss."""
+    are_exact = any(new.kind in kinds and stored.kind in kinds for kinds in ("iu", "SU"))
+    return np.can_cast(new, stored, "safe" if are_exact else "same_kind")
 
 
 class ColumnSchema:
@@ -121,6 +122,8 @@ class ColumnSchema:
                 continue
             if type(column) is NextRows and name == NEXT_OBS:
                 continue  # shares its base with obs
+            if not hasattr(column, "dtype"):
+                raise ValueError(f"column {name!r} is nested, earlier batches had arrays")
             same_shape = column.shape[1:] == shape if shape else column.ndim == 1
             new = column.dtype
             if not same_shape or (new is not dtype and not _can_be_stored(new, dtype)):

@@ -396,3 +396,11 @@ def test_file_in_the_place_of_a_checkpoint_is_named(tmp_path):
     with pytest.raises(FileExistsError, match=r"model.zip is a file; a checkpoint is a folder"):
         write_checkpoint(file, {}, {})
     assert file.read_text() == "a file"
+
+
+def test_infos_that_cannot_be_saved_are_dropped(tmp_path):
+    infos = np.empty(2, object)
+    infos[:] = [{"a": {1, 2}}, {"b": 3}]
+    write_checkpoint(tmp_path / "c", {"part": SampleBatch(obs=np.zeros(2), infos=infos)}, {})
+    read = read_checkpoint(tmp_path / "c")[0]["part"]
+    assert read["infos"].tolist() == [{}, {"b": 3}]

@@ -477,3 +477,21 @@ def test_column_is_removed_under_both_of_its_names():
     batch = SampleBatch(obs=np.zeros((3, 2)), new_obs=np.ones((3, 2)))
     for name in ("new_obs", "next_obs"):
         assert set(batch.without_columns(name)) == {"obs"}
+
+
+def test_leaves_of_nested_columns_must_have_equal_lengths():
+    obs = {"a": np.zeros(5), "b": np.zeros(3)}
+    with pytest.raises(ValueError, match=r"differ in length: \{'obs': \[3, 5\], 'rewards': 5\}"):
+        SampleBatch(obs=obs, rewards=np.zeros(5))
+
+
+def test_rows_without_sequences_have_their_states():
+    batch = SampleBatch(obs=np.zeros((2, 1)), state_in_0=np.array([[1.0], [2.0]]))
+    assert batch.row(1)["state_in_0"] == [2.0]
+    assert [row["state_in_0"].item() for row in batch.rows()] == [1.0, 2.0]
+
+
+def test_rows_without_a_mask_are_rows_of_the_loss():
+    masked = SampleBatch(obs=np.zeros(2), loss_mask=np.array([True, False]))
+    joined = SampleBatch.concat_samples([masked, SampleBatch(obs=np.zeros(2))])
+    assert joined["loss_mask"].tolist() == [True, False, True, True]

@@ -14,7 +14,12 @@ from flowrl.data import (
     chop_into_sequences,
     pad_batch_to_sequences_of_same_size,
 )
-from flowrl.data.sequences import sequence_lengths, sequence_minibatches, with_burn_in
+from flowrl.data.sequences import (
+    sequence_lengths,
+    sequence_minibatches,
+    with_burn_in,
+    without_padding,
+)
 
 
 def test_chop_into_sequences_example_of_rllib():
@@ -150,3 +155,18 @@ def test_minibatches_contain_whole_sequences(lens, size):
         assert part["x"][first_rows].tolist() == part["state_in_0"].tolist()
     assert all(part.count >= size for part in parts[:-1])
     assert all(part.count < size + 5 for part in parts)
+
+
+def test_sequences_longer_than_the_limit_are_rejected_although_the_padding_is_dynamic():
+    with pytest.raises(ValueError, match="6 rows does not fit max_seq_len=4"):
+        chop_into_sequences(
+            feature_columns=[np.zeros(6)], state_columns=[], max_seq_len=4, seq_lens=[6]
+        )
+
+
+def test_a_batch_whose_padding_was_removed_joins_others():
+    columns = {"obs": np.arange(3.0), "seq_lens": np.array([2, 1], np.int32)}
+    padded = pad_batch_to_sequences_of_same_size(SampleBatch(columns), 4)
+    rows = without_padding(padded)
+    assert rows.max_seq_len is None
+    assert SampleBatch.concat_samples([rows, SampleBatch(columns)]).count == 6

@@ -478,3 +478,71 @@ def test_class_with_a_method_of_an_operator_is_called_for_each_item():
             return False
 
     assert [task.x for task in LocalIterator(range(3)).for_each(Task)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda items: (x + 1 for x in items),
+        lambda items: map(int, (x + 1 for x in items)),
+        lambda items: (x for _, x in enumerate(x + 1 for x in items)),
+    ],
+)
+def test_a_transform_continues_after_an_error_of_its_input(fn):
+    def fail_at_2(x):
+        if x == 2:
+            raise ValueError("two")
+        return x
+
+    stream = LocalIterator(lambda: iter(range(5)), "source").for_each(fail_at_2).transform(fn)
+    found = []
+    for _ in range(10):
+        try:
+            found.append(next(stream))
+        except ValueError:
+            found.append("error")
+        except StopIteration:
+            break
+    assert found == [1, 2, "error", 4, 5]
+    assert next(stream, None) is None
+
+
+def test_stopping_a_plan_closes_the_generators_that_it_created():
+    closed = []
+
+    def numbers():
+        try:
+            yield from range(5)
+        finally:
+            closed.append("source")
+
+    def add_one(items):
+        try:
+            yield from (x + 1 for x in items)
+        finally:
+            closed.append("transform")
+
+    stream = LocalIterator(numbers, "source").transform(add_one)
+    assert next(stream) == 1
+    stream.stop()
+    assert sorted(closed) == ["source", "transform"]
+
+
+def test_all_errors_of_stopping_a_plan_are_shown():
+    class Fails:
+        def __init__(self, name):
+            self.name = name
+
+        def __call__(self, item):
+            return item
+
+        def stop(self):
+            raise OSError(self.name)
+
+    stream = LocalIterator(lambda: iter(range(5)), "source").for_each(Fails("first"))
+    stream = stream.for_each(Fails("second"))
+    next(stream)
+    with pytest.raises(OSError, match=r"first|second") as caught:
+        stream.stop()
+    shown = [str(caught.value), *caught.value.__notes__]
+    assert all(any(name in text for text in shown) for name in ("first", "second"))

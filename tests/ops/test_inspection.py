@@ -7,6 +7,8 @@ import pytest
 
 from flowrl import PPO
 from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.data.indexed_columns import IndexedColumn
+from flowrl.data.lazy_columns import LazyColumn
 from flowrl.iter import LocalIterator, Source
 from flowrl.ops import (
     Breakpoint,
@@ -156,3 +158,15 @@ def test_error_of_an_operator_has_its_item():
 def test_summary_of_an_item_with_its_sources_shows_the_batch():
     batch = SampleBatch(obs=np.zeros((3, 2), np.float32), rewards=np.ones(3, np.float32))
     assert summary(((Source(0),), batch)).startswith(summary(batch))
+
+
+def test_lazy_columns_are_not_computed_unless_they_are_named():
+    def compute():
+        raise AssertionError
+
+    column = IndexedColumn(LazyColumn("infos", compute, (2,), np.dtype(object)), np.arange(2))
+    batch = SampleBatch.unchecked({"obs": np.zeros(2), "infos": column})
+    assert "obs" in summary(batch)
+    assert "infos" not in summary(batch)
+    with pytest.raises(AssertionError):
+        summary(batch, ["infos"])

@@ -580,3 +580,19 @@ def test_copies_of_an_episode_with_other_goals_stay_separate(links, how, fragmen
             assert n == min(3, 6 - t)
         elif goal == 0 and links == "consecutive" and how == "separate batches" and flushes:
             assert n == min(3, 6 - t)  # the copies do not take the place of the original
+
+
+def test_strings_are_not_truncated():
+    buffer = ReplayBuffer(10)
+    columns = {"obs": np.zeros((2, 1)), "new_obs": np.zeros((2, 1))}
+    buffer.add(SampleBatch(columns, move=np.array(["up", "up"])))
+    with pytest.raises(ValueError, match="column 'move' has rows of <U7"):
+        buffer.add(SampleBatch(columns, move=np.array(["forward", "up"])))
+
+
+def test_nested_columns_do_not_replace_arrays():
+    buffer = ReplayBuffer(10)
+    columns = {"obs": np.zeros((2, 1)), "new_obs": np.zeros((2, 1))}
+    buffer.add(SampleBatch(columns, extra=np.zeros(2)))
+    with pytest.raises(ValueError, match="column 'extra' is nested, earlier batches had arrays"):
+        buffer.add(SampleBatch(columns, extra={"a": np.zeros(2)}))

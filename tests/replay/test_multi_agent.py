@@ -135,7 +135,7 @@ def test_restored_buffer_continues_identically():
     ("arguments", "match"),
     [
         ({"replay_batch_size": 0}, "replay_batch_size must be an int"),
-        ({"learning_starts": -1}, "learning_starts must be at least 0"),
+        ({"learning_starts": -1}, "learning_starts must be an int of at least 0"),
         ({"training_intensity": 0}, "training_intensity must be above 0"),
         ({"training_intensity": float("nan")}, "training_intensity must be above 0"),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 
 from flowrl.errors import add_note
 from flowrl.iter.errors import call_in_stage, mark_permanent, note_origin
-from flowrl.iter.stage import Stage
+from flowrl.iter.stage import Stage, close_generator
 
 MAX_FAILURES = 10  # of a generator at one place, after which Skip does not try it again
 
@@ -85,9 +85,12 @@ class FromIterable(Stage):
                 self._iterator = _RaisesAgain(error)
 
     def stop(self) -> None:
+        if not callable(self._iterable):
+            return
         iterator: Any = self._iterator
-        if callable(self._iterable) and isinstance(getattr(iterator, "stage", None), Stage):
+        if isinstance(getattr(iterator, "stage", None), Stage):
             iterator.stop()
+        close_generator(iterator)
 
     def can_return_not_ready(self) -> bool:
         return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import time
 from collections import deque
@@ -10,7 +9,14 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 from flowrl.iter.errors import OnError, call_in_stage, note_origin
-from flowrl.iter.stage import NOT_READY, Stage, describe, function_title, walk
+from flowrl.iter.stage import (
+    NOT_READY,
+    Stage,
+    close_generator,
+    describe,
+    function_title,
+    walk,
+)
 from flowrl.iter.stages.function_stage import DROPPED, FunctionStage
 from flowrl.iter.waiting import Waiter
 from flowrl.source import Source, sources_from_list, sources_to_list
@@ -337,6 +343,7 @@ class Transform(Stage):
         self.fn = fn
         self.title = f"transform({function_title(fn)})"
         self._iterator: Iterator[Any] | None = None
+        self._has_raised = False  # in the last pull
         self._waiter = Waiter()
 
     def next_item(self) -> Any:
@@ -364,14 +371,21 @@ class Transform(Stage):
                 self._iterator = self._new_iterator()
             item = next(self._iterator)
         except StopIteration:
-            raise
+            if not self._has_raised:
+                raise
+            # a generator in the iterator may be exhausted because it raised: call fn again
+            self._has_raised, self._iterator = False, None
+            return self.pull(block)
         except BaseException as error:
             note_origin(error, self, None)
-            if inspect.isgenerator(self._iterator):
-                self._iterator = None  # a generator is exhausted after it raises: call fn again
+            self._has_raised = True
             raise
+        self._has_raised = False
         self.items += 1
         return item
+
+    def stop(self) -> None:
+        close_generator(self._iterator)
 
     def _new_iterator(self) -> Iterator[Any]:
         try:
