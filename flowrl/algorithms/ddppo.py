@@ -34,6 +34,11 @@ class DDPPOConfig(PPOConfig):
         check_device_of_workers(self, "DD-PPO")
         return self
 
+    def rows_per_train_batch(self) -> int:
+        if self.rollout_fragment_length != "auto":
+            return self.train_batch_size
+        return -(-self.train_batch_size // max(self.num_workers, 1))
+
     def build(self, plan: PlanSource | None = None) -> DDPPO:
         return self._build(plan)
 

@@ -44,9 +44,11 @@ def write_report(runs: list[Path], output: Path) -> None:
         ConfigError: the file cannot be written.
     """
     from flowrl.web.html_report import report_html
-    from flowrl.web.run_data import RunData
+    from flowrl.web.run_data import RunData, name_runs
 
-    html = report_html([RunData(path, path.resolve().name) for path in runs])
+    data = [RunData(path) for path in runs]
+    name_runs(data)
+    html = report_html(data)
     try:
         if output.exists() and not output.is_file():  # such as /dev/stdout
             output.write_text(html, encoding="utf-8")

@@ -253,10 +253,10 @@ def take_snapshot(
     for stage in walk(plan.stage):
         for shard in stage.states if isinstance(stage, Gather) else ():
             source = shard.newest
-            has_left = shard.status == "left"
+            has_left = shard.status in ("left", "failed")
             # other shards are not rollout workers
             if source is not None and "sampled" in source.tags and not has_left:
-                reports[shard.index + is_remote] = _report_of(source, shard.step_stats)
+                reports[source.shard + is_remote] = _report_of(source, shard.step_stats)
     runners = result.get("env_runners", {})
     timers = plan.metrics.timers
     return Snapshot(

@@ -102,7 +102,7 @@ def _sampling_share(activity: Activity, facts: PlanFacts) -> float:
         return max(shares, default=0.0)
     asynchronous = any(stage.name == "gather_async" for stage in activity.stages_of("sampling"))
     if asynchronous or facts.queue_size is not None:  # sampling and learning overlap
-        return sum(shares) / facts.num_workers
+        return min(sum(shares) / facts.num_workers, 1.0)
     return min(max(shares, default=0.0), _waiting_for_workers(activity))
 
 

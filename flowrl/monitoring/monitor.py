@@ -9,6 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from flowrl.iter import LocalIterator
@@ -145,7 +146,8 @@ class Monitor:
             added = 0.0  # of this longer window, it is not known
         window.usage["rss_bytes_added"] = added
         window.stalled_s = self._stalled_s(last, snapshot)
-        self.diagnosis = diagnose(window, self._facts)
+        facts = replace(self._facts, num_workers=self._workers.num_workers)  # it may change
+        self.diagnosis = diagnose(window, facts)
         assert self._counted is not None
         window.counters = activity_between(self._counted, snapshot).counters  # see Activity
         self._counted = snapshot

@@ -44,6 +44,9 @@ class OfflineSource(Protocol):
             OfflineDataError: the action spaces differ.
         """
 
+    def part_name(self, part: Any) -> str:
+        """Return the name of a part in checkpoints, which no other part has."""
+
     def describe_part(self, part: Any) -> str:
         """Return the name of a part for messages."""
 
@@ -73,6 +76,9 @@ class ParquetSource:
 
     def to_policy_actions(self, rows: SampleBatch, policy: Policy) -> SampleBatch:
         return rows  # recorded as the policy returned them
+
+    def part_name(self, part: Any) -> str:
+        return str(part.name)
 
     def describe_part(self, part: Any) -> str:
         return str(part)
@@ -120,6 +126,9 @@ class MinariSource:
                 f"{self}: its action space is {space}, the policy's is {policy.action_space}"
             )
         return rows.with_columns(actions=policy.actions_from_env(rows["actions"]))
+
+    def part_name(self, part: Any) -> str:
+        return f"episodes {part[0]} to {part[-1]}"
 
     def describe_part(self, part: Any) -> str:
         return f"{self}, episodes {part[0]} to {part[-1]}"

@@ -185,6 +185,7 @@ class ReadStage(Stage):
 
     state_fields: ClassVar[Fields] = {
         "pass_rng_state": dict[str, Any],
+        "pass_parts": list[str],
         "parts_read": Natural,
         "position": Natural,
     }
@@ -208,6 +209,7 @@ class ReadStage(Stage):
         self._pass_rng_state: dict[str, Any] = stream_state(self.rng)  # at the start of the pass
         # a part is read at once: a file, or a group of episodes of a Minari dataset
         self._parts: list[Any] = []  # still to read in this pass
+        self._pass_parts: list[str] = []  # names of all parts of this pass
         self._pass_seed = 0  # of the orders of the parts' rows
         self._parts_read = 0  # in this pass
         self._passes_ended = 0  # in the running pull
@@ -289,10 +291,16 @@ class ReadStage(Stage):
             num_empty += 1
 
     def _start_pass(self) -> None:
-        self._pass_rng_state, self._parts_read = stream_state(self.rng), 0
         parts = self.source.parts()
-        self._parts = [parts[i] for i in self.rng.permutation(len(parts))]
+        self._pass_parts, self._parts_read = list(map(self.source.part_name, parts)), 0
+        self._parts = [parts[i] for i in self._draw_order()]
+
+    def _draw_order(self) -> list[int]:
+        """Draw the order of the parts of a pass, and the seed of the orders of their rows."""
+        self._pass_rng_state = stream_state(self.rng)
+        order = self.rng.permutation(len(self._pass_parts)).tolist()
         self._pass_seed = int(self.rng.integers(2**63))
+        return list(order)
 
     def _load_next_part(self) -> None:
         """Load the rows of the next part and shuffle them."""
@@ -333,6 +341,7 @@ class ReadStage(Stage):
         """Return the position in the data, which `_restore_position` restores."""
         return {
             "pass_rng_state": self._pass_rng_state,
+            "pass_parts": list(self._pass_parts),
             "parts_read": self._parts_read,
             "position": self._position,
         }
@@ -343,24 +352,39 @@ class ReadStage(Stage):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state; its files are opened by the next pull."""
         super().load_state_dict(state)
-        self._loaded = {name: state[name] for name in ("pass_rng_state", "parts_read", "position")}
+        names = ("pass_rng_state", "pass_parts", "parts_read", "position")
+        self._loaded = {name: state[name] for name in names}
 
     def _restore_position(self, state: dict[str, Any]) -> None:
         """Read the part of a loaded state again, and go to its position.
 
         Raises:
-            OfflineDataError: there are fewer files than before.
+            OfflineDataError: a file that is still to be read is missing.
         """
         restore_stream(self.rng, state["pass_rng_state"])
         self._parts, self._parts_read, self._rows, self._position = [], 0, SampleBatch(), 0
         if state["parts_read"]:
-            self._start_pass()
-            if len(self._parts) < state["parts_read"]:
-                raise OfflineDataError(
-                    f"{self.source}: {state['parts_read']} files (or groups of episodes) were read "
-                    f"before this checkpoint, but there are only {len(self._parts)} now"
-                )
-            self._parts_read = state["parts_read"] - 1
-            del self._parts[: self._parts_read]
+            self._pass_parts, self._parts_read = state["pass_parts"], state["parts_read"] - 1
+            self._parts = self._find_parts(self._draw_order()[self._parts_read :])
             self._load_next_part()
         self._position, self._loaded = state["position"], None
+
+    def _find_parts(self, order: list[int]) -> list[Any]:
+        """Return the parts with these numbers in the list `_pass_parts`."""
+        parts = {self.source.part_name(part): part for part in self.source.parts()}
+        added = parts.keys() - set(self._pass_parts)
+        if added:
+            log.warning(
+                "%s: files (or groups of episodes) were added, such as %s: they are read in the "
+                "next pass",
+                self.source,
+                min(added),
+            )
+        names = [self._pass_parts[number] for number in order]
+        missing = [name for name in names if name not in parts]
+        if missing:
+            raise OfflineDataError(
+                f"{self.source}: {missing[0]} is still to be read, but there is no such file (or "
+                "group of episodes) any more"
+            )
+        return [parts[name] for name in names]

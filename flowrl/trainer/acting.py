@@ -21,6 +21,9 @@ class ActsWithPolicies:
     def get_policy(self, policy_id: str | None = None) -> Policy:
         """Return a policy of the local worker.
 
+        In plans with a learner thread, such as `impala`, the policy may learn at any time. Hold
+        `workers.local_worker().lock` while its methods are called, or call those of the algorithm.
+
         Args:
             policy_id: None for the only policy, or the one with the id "default_policy".
 
@@ -55,7 +58,9 @@ class ActsWithPolicies:
         Raises:
             ConfigError: the observation does not fit the space, or is not finite.
         """
-        return self.get_policy(policy_id).compute_single_action(observation, explore=explore)
+        policy = self.get_policy(policy_id)
+        with self.workers.local_worker().lock:  # a learner thread changes the network
+            return policy.compute_single_action(observation, explore=explore)
 
     @with_hints
     def predict(
@@ -87,4 +92,6 @@ class ActsWithPolicies:
                 `get_policy().session()`), or there is no such policy.
             RuntimeError: the algorithm was stopped.
         """
-        return self.get_policy(policy_id).predict(obs, state, deterministic=deterministic)
+        policy = self.get_policy(policy_id)
+        with self.workers.local_worker().lock:  # a learner thread changes the network
+            return policy.predict(obs, state, deterministic=deterministic)

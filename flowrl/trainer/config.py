@@ -298,8 +298,10 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
         if self.checkpoint_score_attribute is None and self.checkpoint_score_order != "max":
             raise ValueError("checkpoint_score_order needs a checkpoint_score_attribute")
         rows, units = self.rows_per_train_batch(), ""
-        if rows != self.train_batch_size:
+        if rows > self.train_batch_size:
             units = f", with at most {rows} rows,"
+        elif rows < self.train_batch_size:
+            units = f", with {rows} rows of each worker,"
         if self.sgd_minibatch_size > rows:
             raise ValueError(
                 f"train_batch_size={self.train_batch_size}{units} is smaller than "
@@ -309,7 +311,8 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
         return self
 
     def rows_per_train_batch(self) -> int:
-        """Return `train_batch_size` in rows of one policy, if it has another unit the maximum."""
+        """Return the rows of one policy that one process learns from; at most, if the unit of
+        `train_batch_size` is not rows."""
         return self.train_batch_size
 
     def check(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -42,14 +43,16 @@ class RunData:
 
     Args:
         path: the run directory.
-        name: its name on the page.
+
+    Attributes:
+        name: its name on the page; see `name_runs`.
 
     Raises:
         ConfigError: the path is not a run directory.
     """
 
-    def __init__(self, path: Path, name: str):
-        self.path, self.name = path, name
+    def __init__(self, path: Path):
+        self.path, self.name = path, path.resolve().name
         self.config = read_config(path)[0]
         self._result_file = GrowingFile(path / "result.json")
         self._activity_file = GrowingFile(path / ACTIVITY_FILE)
@@ -229,6 +232,18 @@ def _history(activities: Sequence[Activity]) -> dict[str, Any]:
             values["waiting"].append(stage.waiting)
             values["blocked"].append(stage.blocked)
     return {"time": [activity.time for activity in shown], "stages": stages}
+
+
+def name_runs(runs: Sequence[RunData]) -> None:
+    """Name runs by their folders; those whose folders have the same name by their paths from the
+    common parent."""
+    paths = [run.path.resolve() for run in runs]
+    counts = Counter(path.name for path in paths)
+    for run, path in zip(runs, paths, strict=True):
+        same = [other for other in paths if other.name == path.name]
+        run.name = path.name
+        if counts[path.name] > 1:
+            run.name = str(path.relative_to(os.path.commonpath(same)))
 
 
 def _thinned(values: list[Any], max_count: int) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from flowrl.errors import ConfigError
 from flowrl.trainer.runs.learning_curves import find_runs
 from flowrl.web.html_report import PAGE, page_html
-from flowrl.web.run_data import RunData
+from flowrl.web.run_data import RunData, name_runs
 
 HOST = "127.0.0.1"
 HEADERS = {
@@ -43,7 +43,7 @@ def make_app(paths: Sequence[Path]) -> Any:
     from starlette.routing import Mount, Route
     from starlette.staticfiles import StaticFiles
 
-    data = [RunData(path, path.resolve().name) for path in find_runs(paths)]
+    data = [RunData(path) for path in find_runs(paths)]
     lock = threading.Lock()  # requests are answered in threads
 
     def add_new_runs() -> None:
@@ -54,7 +54,8 @@ def make_app(paths: Sequence[Path]) -> Any:
                     if run.resolve() not in known:
                         known.add(run.resolve())
                         with suppress(ConfigError):  # it is being created, or is damaged
-                            data.append(RunData(run, run.resolve().name))
+                            data.append(RunData(run))
+        name_runs(data)
 
     def index(request: Any) -> Any:
         return HTMLResponse(page_html(), headers=HEADERS)

@@ -333,9 +333,9 @@ def test_restored_policy_learns_identically():
         assert stats[0] == stats[1]
         policy.update_target()
         other.update_target()
-    with pytest.raises(ValueError, match="lacks target"):
+    with pytest.raises(ValueError, match='has no "target"'):
         policy.set_state({k: v for k, v in other.get_state().items() if k != "target"})
-    with pytest.raises(ValueError, match="has other parameters"):
+    with pytest.raises(ValueError, match="has parameters of other names"):
         policy.set_state({**other.get_state(), "target": {"x": np.zeros(3, np.float32)}})
 
 

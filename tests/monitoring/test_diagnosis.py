@@ -9,9 +9,11 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from flowrl import DQN, PPO, PPOConfig
+from flowrl import DQN, PPO, A2CConfig, PPOConfig
+from flowrl.iter.gather import Gather
+from flowrl.iter.stage import walk
 from flowrl.monitoring.activity import Activity, activity_between, operator_name, take_snapshot
-from flowrl.monitoring.diagnosis import diagnose
+from flowrl.monitoring.diagnosis import Diagnosis, diagnose
 from flowrl.monitoring.plan_facts import PlanFacts, ReplayFacts, TrainingFacts, facts_of
 from flowrl.ops import ConcatBatches, ParallelRollouts, StandardMetricsReporting, TrainOneStep
 from flowrl.sampling.callbacks import DefaultCallbacks, callback_seconds
@@ -682,3 +684,46 @@ def test_thread_of_the_monitor_ends_with_the_algorithm():
     assert thread.is_alive()
     algorithm.stop()
     assert not thread.is_alive()
+
+
+def test_sampling_limits_at_most_all_of_the_time():
+    workers = [worker(index) for index in range(1, 5)]
+    gather = stage("sampling", "gather_async", waiting=0.9)
+    found = first(activity(gather, workers=workers), facts(num_workers=1))
+    assert found.share == 1.0
+
+
+def test_activities_name_workers_by_their_index_and_leave_out_failed_ones(ray_session):
+    def plan(workers, config):
+        rollouts = ParallelRollouts(workers, mode="raw").select_shards([1]).gather_sync()
+        train = rollouts.for_each(TrainOneStep(workers))
+        return StandardMetricsReporting(train, workers, config)
+
+    config = A2CConfig(env="CartPole-v1", num_workers=2, **SMALL)
+    with config.build(plan) as algorithm:
+        result = algorithm.train()
+        arguments = algorithm.plan, algorithm.workers, result, 0.0
+        assert set(take_snapshot(*arguments).workers) == {2}
+        (gather,) = [one for one in walk(algorithm.plan.stage) if isinstance(one, Gather)]
+        gather.states[0].status = "failed"
+        assert not take_snapshot(*arguments).workers
+
+
+def test_the_number_of_workers_may_change(ray_session):
+    config = A2CConfig(env="CartPole-v1", num_workers=1, **SMALL)
+    with config.build() as algorithm:
+        algorithm.train()
+        algorithm.workers.add(1)
+        while algorithm.monitor.activity is None:
+            algorithm.train()
+        monitor = algorithm.monitor
+        seen = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                "flowrl.monitoring.monitor.diagnose",
+                lambda activity, facts: seen.append(facts.num_workers) or Diagnosis([]),
+            )
+            before = monitor.activity
+            while monitor.activity is before:
+                algorithm.train()
+    assert seen[-1] == 2

@@ -158,6 +158,12 @@ class FailingSource:
     def to_policy_actions(self, rows, policy):
         return rows
 
+    def part_name(self, part):
+        return f"part {part}"
+
+    def __str__(self):
+        return "the source"
+
 
 class CountingSource(FailingSource):
     """Counts the parts that are read."""
@@ -185,6 +191,32 @@ def test_restored_stream_reads_only_the_last_part_again(monkeypatch):
         assert other.source.num_read <= 2
         found += [batch["obs"].tolist() for batch in first.take(7)]
     assert found == expected
+
+
+def test_restored_stream_reads_added_parts_in_the_next_pass(monkeypatch, caplog):
+    monkeypatch.setattr("flowrl.ops.offline.rows_for_policy", lambda rows, policy: rows)
+    with A2CConfig(env="CartPole-v1", seed=1).build() as algorithm:
+        arguments = (algorithm.workers, 3, ["obs"], None, 3)
+        whole = ReadStage("Read", CountingSource(), *arguments)
+        batches = LocalIterator(whole, "read")
+        batches.take(1)
+        state = whole.state_dict()
+        expected = [batch["obs"].tolist() for batch in batches.take(2)]
+        other = ReadStage("Read", CountingSource(), *arguments)
+        other.load_state_dict(state)
+        monkeypatch.setattr(other.source, "parts", lambda: [5, 0, 1, 2])
+        restored = LocalIterator(other, "read")
+        assert [batch["obs"].tolist() for batch in restored.take(2)] == expected
+        rows = [row for batch in restored.take(4) for row in batch["obs"].tolist()]
+        assert sorted(rows) == [0, 1, 2, 10, 11, 12, 20, 21, 22, 50, 51, 52]
+        assert "the source: files (or groups of episodes) were added, such as part 5" in (
+            caplog.text
+        )
+        other = ReadStage("Read", CountingSource(), *arguments)
+        other.load_state_dict(state)
+        monkeypatch.setattr(other.source, "parts", list)
+        with pytest.raises(OfflineDataError, match=r"part \d is still to be read, but there is no"):
+            next(LocalIterator(other, "read"))
 
 
 @pytest.mark.parametrize("restored", [False, True])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.trainer.runs.activity_log import read_activities
+from flowrl.trainer.runs.activity_log import ActivityLog, read_activities
 from tests.extras import require_extra
 
 require_extra("web")
@@ -26,6 +26,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from tests.cli.test_plot import write_run
+from tests.monitoring.fakes import activity, stage, worker
 from tests.web.test_server import Server
 
 FLAGS = (
@@ -200,6 +201,34 @@ def test_report_opens_without_a_server(browser, folder_of_runs, tmp_path, monkey
     assert browser.find_elements(By.CSS_SELECTOR, "#curve canvas")
     browser.execute_script("at('run').value = 1; at('run').dispatchEvent(new Event('change'))")
     wait(browser, lambda: "198" in text(browser, "results"))
+    assert_no_errors(browser)
+
+
+def test_an_offline_run_shows_its_evaluations_and_no_workers(browser, tmp_path):
+    from flowrl.cli.main import main
+
+    trained = write_run(tmp_path / "runs/a", [1.0, 2.0], num_workers=2)
+    stages = [stage("sampling", "gather")]
+    ActivityLog(trained).append(activity(*stages, workers=[worker(1), worker(2)]))
+    offline = write_run(tmp_path / "runs/b", [1.0], input_="experience")
+    results = [
+        {"timesteps_total": 100 * i, "evaluation": {"episode_reward_mean": i}} for i in (1, 2)
+    ]
+    (offline / "result.json").write_text("\n".join(map(json.dumps, results)) + "\n")
+    report = tmp_path / "report.html"
+    assert main(["report", str(tmp_path / "runs"), "-o", str(report)]) == 0
+    open_page(browser, report.as_uri())
+    choose = "at('run').value = arguments[0]; at('run').dispatchEvent(new Event('change'))"
+    browser.execute_script(choose, 0)
+    wait(browser, lambda: len(browser.find_elements(By.CSS_SELECTOR, "#workers tr")) > 2)
+    browser.execute_script(choose, 1)
+    wait(browser, lambda: not browser.find_elements(By.CSS_SELECTOR, "#workers tr"))
+    assert text(browser, "worker-state") == text(browser, "parts") == ""
+    metric = "return [at('metric').value, charts.get('curve').plot.data[1].at(-1)]"
+    shown = browser.execute_script(metric)
+    assert shown == ["evaluation/episode_reward_mean", 2]
+    browser.execute_script(choose, 0)
+    wait(browser, lambda: browser.find_elements(By.CSS_SELECTOR, "#workers tr"))
     assert_no_errors(browser)
 
 

@@ -10,7 +10,7 @@ from flowrl import PPO
 from flowrl.errors import ConfigError
 from flowrl.trainer.runs.activity_log import ActivityLog
 from flowrl.web.html_report import report_html
-from flowrl.web.run_data import MAX_POINTS, RunData, _shown
+from flowrl.web.run_data import MAX_POINTS, RunData, _shown, name_runs
 from tests.cli.test_plot import write_run
 from tests.monitoring.fakes import SMALL, activity, stage, worker
 
@@ -23,7 +23,7 @@ def append(run, steps, mean):
 
 def test_new_results_are_read(tmp_path):
     run = write_run(tmp_path / "r", [1.0, 2.0])
-    data = RunData(run, "r")
+    data = RunData(run)
     assert data.to_json()["table"]["rows"] == [[200, 2.0], [100, 1.0]]
     append(run, 300, 3.0)
     with open(run / "result.json", "a") as file:
@@ -38,7 +38,7 @@ def test_new_results_are_read(tmp_path):
 
 def test_results_of_a_resumed_run_replace_later_ones(tmp_path):
     run = write_run(tmp_path / "r", [1.0, 2.0, 3.0])
-    data = RunData(run, "r")
+    data = RunData(run)
     data.update()
     lines = (run / "result.json").read_text().splitlines(keepends=True)
     (run / "new").write_text(lines[0])
@@ -53,7 +53,7 @@ def test_metrics_that_appear_later_and_missing_values(tmp_path):
     with open(run / "result.json", "a") as file:
         file.write(json.dumps({"timesteps_total": 300, "new": {"a": 5}}) + "\n")
         file.write("not json\n[1]\n5\n")
-    data = RunData(run, "r")
+    data = RunData(run)
     assert data.to_json()["env_steps"] == 300
     assert data.curve("new/a") == {"x": [300], "y": [5]}
     assert data.curve("episode_reward_mean") == {"x": [200], "y": [2]}
@@ -63,7 +63,7 @@ def test_metrics_that_appear_later_and_missing_values(tmp_path):
 
 def test_50_000_results_are_thinned_out(tmp_path):
     run = write_run(tmp_path / "r", [float(i) for i in range(50_000)])
-    data = RunData(run, "r")
+    data = RunData(run)
     data.update()
     curve = data.curve("episode_reward_mean")
     assert len(curve["x"]) == len(curve["y"]) <= MAX_POINTS
@@ -87,7 +87,7 @@ def test_activity_events_and_lags_are_shown(tmp_path):
             file.write(
                 json.dumps({"timesteps_total": 5, "hist_stats": {"policy_lags": lags}}) + "\n"
             )
-    shown = RunData(run, "r").to_json()
+    shown = RunData(run).to_json()
     assert shown["diagnosis"] == "Slower."
     assert shown["lags"] == [[1, 2], [2, 2]]
     assert [event["kind"] for event in shown["events"]] == ["killed", "restart", "started"]
@@ -101,7 +101,7 @@ def test_figures_of_a_run_are_those_of_its_files(tmp_path):
     with PPO("CartPole-v1", **SMALL) as algorithm:
         algorithm.learn(stop={"time_total_s": 2.5}, run_dir=tmp_path / "r", progress=False)
         result = algorithm.last_result
-    shown = RunData(tmp_path / "r", "r").to_json(["episode_reward_mean"])
+    shown = RunData(tmp_path / "r").to_json(["episode_reward_mean"])
     assert shown["env_steps"] == result["timesteps_total"]
     assert shown["counters"] == result["counters"]
     assert shown["config"]["seed"] == 0
@@ -129,7 +129,7 @@ def test_failed_run_names_the_operator(tmp_path):
         pytest.raises(ArithmeticError),
     ):
         algorithm.learn(64, run_dir=tmp_path / "r", progress=False)
-    data = RunData(tmp_path / "r", "r")
+    data = RunData(tmp_path / "r")
     assert data.to_json()["end"] == "failed: ArithmeticError: </script><b>boom"
     (failed,) = [event for event in data.to_json()["events"] if event["kind"] == "failed"]
     assert failed["text"] == "ArithmeticError: </script><b>boom"
@@ -157,7 +157,7 @@ def test_report_is_one_small_file(cli_main, tmp_path):
 
 def test_folder_that_is_no_run_is_rejected(tmp_path):
     with pytest.raises(ConfigError, match=r"no config\.json"):
-        RunData(tmp_path, "x")
+        RunData(tmp_path)
 
 
 @pytest.fixture
@@ -172,12 +172,22 @@ def test_values_that_are_not_finite_are_texts(tmp_path):
     run = write_run(tmp_path / "r", [1.0])
     log = ActivityLog(run)
     log.append(activity(stage("operator", values={"x": float("nan")})))
-    shown = json.dumps(RunData(run, "r").to_json(), allow_nan=False)
+    shown = json.dumps(RunData(run).to_json(), allow_nan=False)
     assert '"x": "nan"' in shown
-    assert "nan" in report_html([RunData(run, "r")])
+    assert "nan" in report_html([RunData(run)])
 
 
 def test_infinite_settings_are_texts():
     config = {"env_config": {"limit": float("inf"), "low": [-1.0, float("nan")]}}
     shown = {"env_config": {"limit": "inf", "low": [-1.0, "nan"]}}
     assert _shown(config) == shown
+
+
+def test_runs_in_folders_of_the_same_name_have_different_names(tmp_path):
+    paths = [tmp_path / name for name in ("a/seed0", "b/seed0", "b/seed1")]
+    runs = []
+    for path in paths:
+        write_run(path, [1.0])
+        runs.append(RunData(path))
+    name_runs(runs)
+    assert [run.name for run in runs] == ["a/seed0", "b/seed0", "seed1"]

@@ -202,7 +202,7 @@ def test_new_settings_of_a_run_and_new_runs_beside_damaged_ones_are_shown(tmp_pa
         (damaged / "config.json").write_text("{")
         write_run(tmp_path / "one" / "later", [2.0], gamma=0.9)
         names = [run["name"] for run in server.get("/api/runs")]
-        assert names == ["run", "run", "later"]
+        assert names == ["one/run", "two/run", "later"]
         assert server.get("/api/runs/1")["config"]["gamma"] == 0.9  # the last ones of a deleted run
     finally:
         server.stop()

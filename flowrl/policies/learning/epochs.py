@@ -48,8 +48,8 @@ def run_epochs(
     size = sgd_minibatch_size or batch.count
     if size > batch.count:
         raise ValueError(
-            f"sgd_minibatch_size={size} is larger than the batch of {batch.count} rows: "
-            "make it at most train_batch_size"
+            f"sgd_minibatch_size={size} is larger than the batch of {batch.count} rows: set it to "
+            f"at most {batch.count}, or make batches larger"
         )
     means: Stats = {}
     for _ in range(num_sgd_iter):

@@ -47,6 +47,7 @@ class LiveView:
         self._monitor = monitor
         self._rate = ProgressRate(stop)
         self._result: Mapping[str, Any] | None = None
+        self._evaluation: Mapping[str, Any] | None = None  # the newest one
         self._returns: list[float] = []
         self._keep_every, self._skipped = 1, 0
         self._console = console or Console()
@@ -61,6 +62,7 @@ class LiveView:
         """Show another result."""
         self._rate.add(result)
         self._result = result
+        self._evaluation = result.get("evaluation", self._evaluation)
         if result["episodes_in_window"]:
             self._skipped += 1
             if self._skipped >= self._keep_every:
@@ -141,6 +143,9 @@ class LiveView:
             text.append(line, style="green")
             text.append(f" {low} to {high}, length {length}", style="dim")
             grid.add_row("return", text)
+        if self._evaluation is not None:
+            mean = format_number(self._evaluation["episode_reward_mean"])
+            grid.add_row("evaluation", f"{mean} in {self._evaluation['episodes']:,} episodes")
         for policy_id, stats in result["learners"].items():
             shown = [f"{n} {format_number(stats[n])}" for n in VIEW_STATS if n in stats]
             name = "learner" if len(result["learners"]) == 1 else policy_id

@@ -45,6 +45,7 @@ class ProgressTable:
         self._step_between_rows = 0  # env steps; 0 until the rate is known
         self._next_row_at = 0  # env steps
         self._result: dict[str, Any] | None = None
+        self._evaluation: dict[str, Any] | None = None  # the newest one
         self._printed: dict[str, str] | None = None  # cells of the last row
         self._last_steps = 0  # env steps of the last row without a result
         self._header: list[str] = []
@@ -61,6 +62,7 @@ class ProgressTable:
         with self._lock:
             self._rate.add(result)
             self._result = result
+            self._evaluation = result.get("evaluation", self._evaluation)
             if self._printed is None and not self._is_terminal:
                 self._print_row(self._cells(result))
             if steps >= self._next_row_at and now - self._last_row >= ROW_INTERVAL_S / 5:
@@ -165,8 +167,8 @@ class ProgressTable:
         if len(by_policy) > 1:
             means = {policy_id: format_number(mean) for policy_id, mean in by_policy.items()}
             cells = {**cells, **means, **cells}  # a policy may have the name of a column
-        if "evaluation" in result:
-            cells["evaluation"] = format_number(result["evaluation"]["episode_reward_mean"])
+        if self._evaluation is not None:
+            cells["evaluation"] = format_number(self._evaluation["episode_reward_mean"])
         for stats in result["learners"].values():
             for name in TABLE_STATS:
                 if name in stats and name not in cells:

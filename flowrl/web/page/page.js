@@ -19,16 +19,29 @@ async function get(path) {
 async function load() {
   if (report) {
     state.data = report[state.run];
+    chooseMetric();
     state.curves = report.map((run) => run.curves[state.metric] || { x: [], y: [] });
     state.configs = report.map((run) => run.config);
     return;
   }
   const runs = await get("/api/runs");
   if (runs.length !== state.runs.length) showRuns(runs);
-  const metric = encodeURIComponent(state.metric);
-  [state.data, state.curves] = await Promise.all([
-    get(`/api/runs/${state.run}`), get(`/api/curves?metric=${metric}`)]);
+  state.data = await get(`/api/runs/${state.run}`);
+  chooseMetric();
+  state.curves = await get(`/api/curves?metric=${encodeURIComponent(state.metric)}`);
   state.configs[state.run] = state.data.config;
+}
+
+// Offline training has no returns of training episodes.
+function chooseMetric() {
+  const names = shownMetrics();
+  if (!names.length || names.includes(state.metric)) return;
+  const evaluation = "evaluation/episode_reward_mean";
+  state.metric = names.includes(evaluation) ? evaluation : names[0];
+}
+
+function shownMetrics() {
+  return state.data.metrics.filter((name) => !report || state.data.curves[name]);
 }
 
 // The other runs' settings are needed for the differences only.
@@ -64,6 +77,8 @@ function show() {
   } else {
     at("graph").textContent = data.running ? "The plan has not been measured yet."
       : "The run ended before its plan was measured.";
+    at("stage").hidden = true;
+    for (const id of ["worker-state", "workers", "parts"]) at(id).replaceChildren();
   }
   showCurves();
   drawHistogram(at("lags"), data.lags);
@@ -105,9 +120,10 @@ function showStage() {
 }
 
 function showWorkers(activity) {
-  const { workers } = state.data;
-  at("worker-state").textContent = workers.healthy
-    ? `${workers.healthy} healthy, ${workers.restarts} restarts` : "sampling in this process";
+  const { workers, config } = state.data;
+  let text = config.input_ ? "" : "sampling in this process";
+  if (config.num_workers) text = `${workers.healthy} healthy, ${workers.restarts} restarts`;
+  at("worker-state").textContent = text;
   fillTable(at("workers"), ["worker", "env steps/s", "working", "memory [MB]", "waits for a core"],
     activity.workers.map((worker) => {
       const { sample_s: sample = 0, weights_s: weights = 0 } = worker.seconds;
@@ -136,12 +152,11 @@ function showParts(activity) {
 }
 
 function showCurves() {
-  const { data } = state, metrics = at("metric");
-  const names = data.metrics.filter((name) => !report || data.curves[name]);
+  const metrics = at("metric"), names = shownMetrics();
   if (Array.from(metrics.options, (option) => option.value).join() !== names.join()) {
     metrics.replaceChildren(...names.map((name) => element("option", { value: name }, name)));
-    metrics.value = state.metric;
   }
+  metrics.value = state.metric;
   const weight = Number(at("smoothing").value);
   const lines = state.curves.slice(0, state.runs.length).map((curve, i) => ({ label: state.runs[i].name, x: curve.x,
     y: smoothed(curve.y, weight), color: COLORS[i % COLORS.length], number: i }))

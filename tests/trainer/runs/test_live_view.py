@@ -173,3 +173,10 @@ def test_rate_time_left_and_share(monkeypatch):
     assert rate.share_done(result_at(300)) == 0.3
     assert ProgressRate(StopRules()).share_done(result_at(300)) is None
     assert ProgressRate(StopRules()).seconds_left(result_at(300)) is None
+
+
+def test_the_newest_evaluation_stays_visible(view):
+    evaluation = {"episode_reward_mean": 7.5, "episodes": 10}
+    view.add(result_at(100, evaluation=evaluation))
+    view.add(result_at(200))
+    assert "evaluation  7.50 in 10 episodes" in text_of(view)

@@ -197,3 +197,14 @@ def test_waiting_prints_no_row_without_new_env_steps(clock, capsys, monkeypatch)
     header, row = capsys.readouterr().out.splitlines()
     assert header.split()[:3] == ["iter", "env", "steps"]
     assert row.split() == ["0", "500"]
+
+
+def test_the_newest_evaluation_stays_in_the_table(clock, capsys):
+    table = ProgressTable(StopRules(timesteps=10_000), {})
+    table.add(result_at(1, 100, evaluation={"episode_reward_mean": 7.5}))
+    play(table, clock, 20, 100, 2.0)
+    table.finish()
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert "evaluation" in header
+    assert len(rows) > 2
+    assert all("7.5" in row for row in rows)
