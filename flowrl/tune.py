@@ -93,8 +93,8 @@ class AlgorithmTrainable(tune.Trainable):
     def setup(self, config: dict[str, Any]) -> None:
         """Build the algorithm.
 
-        Relative paths in the settings, except in `log_config`, are those of the folder in which Tune
-        was started.
+        Relative paths in the settings, but not in `log_config`, are those of the folder in which
+        Tune was started.
 
         Raises:
             ConfigError: the settings are invalid.

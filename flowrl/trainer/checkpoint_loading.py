@@ -221,7 +221,7 @@ def _known_classes(cls: Any, plan: Any) -> dict[str, Any]:
 
 
 def _renamed(value: Any, prefix: str, new_prefix: str) -> Any:
-    """Return a JSON value in which texts that begin with a prefix begin with another one."""
+    """Return a JSON value in which strings that begin with a prefix begin with another one."""
     if isinstance(value, Mapping):
         return {key: _renamed(inner, prefix, new_prefix) for key, inner in value.items()}
     if isinstance(value, list):

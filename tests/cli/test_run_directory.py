@@ -269,7 +269,9 @@ def test_replaced_results_get_an_unused_number(tmp_path):
     assert (kept / "checkpoints" / "000005").is_dir()
 
 
-def test_keys_of_results_are_texts_or_numbers():
+def test_keys_of_results_are_strings_or_numbers():
     assert result_to_json({np.int64(1): {2: 3.0}}) == {"1": {"2": 3.0}}
-    with pytest.raises(TypeError, match=r"the result has in 'a' the key \(1, 2\): keys are texts"):
+    with pytest.raises(
+        TypeError, match=r"the result has in 'a' the key \(1, 2\): keys must be strings"
+    ):
         result_to_json({"a": {(1, 2): 1.0}})

@@ -160,5 +160,5 @@ def test_negative_actions_are_an_error():
     policy = PPOTorchPolicy(OBS, THREE, {"seed": 0})
     batch = rows(policy)
     batch["actions"][3] = -1
-    with pytest.raises(IndexError, match="action -1 of a space with 3"):
+    with pytest.raises(IndexError, match=r"action -1: actions must be in \[0, 3\)"):
         policy.learn_on_batch(batch)
