@@ -313,7 +313,7 @@ def large_queue(rng: Any) -> Case:
         rng, policy, learner_queue_size=int(rng.choice([64, 128, 256])), train_batch_size=64,
         rollout_fragment_length=16, num_envs_per_worker=4,
     )  # fmt: skip
-    return algorithm, "queue_too_large", "updates old"
+    return algorithm, "queue_too_large", "policy lag of"
 
 
 def starved_branch(rng: Any) -> Case:

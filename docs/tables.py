@@ -251,14 +251,14 @@ def benchmark(table: str) -> str:
 
 
 def benchmark_scores() -> str:
-    """Return the recorded scores of the rows with a known score, in short."""
+    """Return the recorded scores of the rows with a published score, in short."""
     lines = []
     for row in rows_named([], shipped_tables()):
         if row.published_scores and (results := read_results(row, RESULTS)):
             others = read_results(row, RESULTS, "sb3")
             lines.append([
                 row.env, f"`{row.plan}`", f"{row.env_steps:,}", _score(results), _score(others),
-                row.known_scores,
+                row.scores_text,
             ])  # fmt: skip
     header = ["environment", "plan", "env steps", "score", "SB3, trained here", "published"]
     return _table(header, lines)

@@ -348,7 +348,7 @@ class _AlgorithmConfigReporting(TypedDict, total=False):
     log_to: list[Literal["wandb", "mlflow"]]
     """Experiment loggers that receive every result: wandb, mlflow (extras of these names)."""
     log_config: dict[str, dict[str, Any]]
-    """Tracker -> its settings: those of wandb.init (project, name, mode, …); of mlflow tracking_uri, experiment_name, run_name, tags."""
+    """Logger -> its settings: those of wandb.init (project, name, mode, …); of mlflow tracking_uri, experiment_name, run_name, tags."""
 
 class _AlgorithmConfigDebugging(TypedDict, total=False):
     seed: int | None

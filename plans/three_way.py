@@ -68,7 +68,7 @@ config = AlgorithmConfig(
 
 def execution_plan(workers, config):
     ppo = config.for_policy("ppo")
-    rollouts_for_ppo, rollouts_for_dqn, for_sac = ParallelRollouts(
+    rollouts_for_ppo, rollouts_for_dqn, rollouts_for_sac = ParallelRollouts(
         workers, mode="bulk_sync"
     ).duplicate(3)
     train_ppo = (
@@ -91,6 +91,6 @@ def execution_plan(workers, config):
         )
         return store, train
 
-    branches = [train_ppo, *replayed(rollouts_for_dqn, "dqn"), *replayed(for_sac, "sac")]
+    branches = [train_ppo, *replayed(rollouts_for_dqn, "dqn"), *replayed(rollouts_for_sac, "sac")]
     all_three = Concurrently(branches, mode="round_robin", output_indexes=[0, 2, 4])
     return StandardMetricsReporting(all_three, workers, config)

@@ -35,9 +35,11 @@ class DDPPOConfig(PPOConfig):
         return self
 
     def rows_per_train_batch(self) -> int:
-        if self.rollout_fragment_length != "auto":
+        is_known = self.policies is None and self.batch_mode == "truncate_episodes"
+        if not is_known or self.rollout_fragment_length != "auto":
             return self.train_batch_size
-        return -(-self.train_batch_size // max(self.num_workers, 1))
+        num_envs = max(self.num_workers, 1) * self.num_envs_per_worker
+        return -(-self.train_batch_size // num_envs) * self.num_envs_per_worker
 
     def build(self, plan: PlanSource | None = None) -> DDPPO:
         return self._build(plan)

@@ -33,7 +33,7 @@ from flowrl.trainer.config import PlanSetting, PlanSource
 
 log = logging.getLogger("flowrl")
 
-MAX_EXPONENT = 5.0  # largest exponent of a weight; so no row dominates a batch
+MAX_EXPONENT = 5.0  # largest exponent of a weight, so that no row dominates a batch
 
 
 class MARWILConfig(OfflineConfig):

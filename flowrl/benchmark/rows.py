@@ -1,4 +1,4 @@
-"""The rows of the benchmark: plans, environments and known scores."""
+"""The rows of the benchmark: plans, environments and published scores."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BenchmarkRow:
         table: name of the table.
         plan, env: of the tuned example.
         env_steps: length of each run.
-        published_scores: source -> known score, the mean return of evaluation episodes.
+        published_scores: source -> published score, the mean return of evaluation episodes.
         threshold: mean return of 100 training episodes; the result reports when a run first reaches
             it. None reports nothing.
         explore: sample actions in the evaluation instead of taking the best ones.
@@ -47,8 +47,8 @@ class BenchmarkRow:
         return f"{self.plan}/{self.env}"
 
     @property
-    def known_scores(self) -> str:
-        """The known scores with their sources, such as `SB3 zoo -74`."""
+    def scores_text(self) -> str:
+        """The published scores with their sources, such as `SB3 zoo -74`."""
         return "; ".join(f"{source} {value:g}" for source, value in self.published_scores.items())
 
     def file_stem(self, library: str = "flowrl") -> str:

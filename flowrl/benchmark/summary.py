@@ -86,8 +86,8 @@ def read_results(row: BenchmarkRow, folder: Path, library: str = "flowrl") -> li
 
 
 COLUMNS = (
-    "environment", "plan", "env steps", "known scores", "score (95 % interval)", "worst, best seed",
-    "env steps to threshold", "seconds", "seeds",
+    "environment", "plan", "env steps", "published scores", "score (95 % interval)",
+    "worst, best seed", "env steps to threshold", "seconds", "seeds",
 )  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def cells(
     `seconds` is the median duration of all runs; env steps to the threshold are the median over the
     runs that reached it, of those whose row had the same threshold.
     """
-    start = [row.env, row.plan + LIBRARIES[library], f"{row.env_steps:,}", row.known_scores]
+    start = [row.env, row.plan + LIBRARIES[library], f"{row.env_steps:,}", row.scores_text]
     if not results:
         return [*start, "not run", "", "", "", "0"]
     scores = [result["score"] for result in results]

@@ -43,7 +43,7 @@ def benchmark_command(arguments: list[str]) -> int:
     if options.list:
         for row in rows:
             steps = f"{row.env_steps:>12,} env steps"
-            print(f"{row.table:8} {row.name:30} {steps}   {row.known_scores}")
+            print(f"{row.table:8} {row.name:30} {steps}   {row.scores_text}")
         return 0
     check_installed("matplotlib", "flowrl benchmark", extra="plot")
     results: Path = options.results or options.runs / "results"

@@ -206,7 +206,9 @@ def check_trusted(config: AlgorithmConfig, trust: bool) -> None:
     """
     code = None if trust else untrusted_code(config)
     if code is not None:
-        raise ConfigError(f"the settings name {code}: pass --trust to import and execute it")
+        raise ConfigError(
+            f"the settings contain {code}, which is not trusted: pass --trust to allow it"
+        )
 
 
 def absolute_plan(plan: str) -> str:

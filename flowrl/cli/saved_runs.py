@@ -162,7 +162,8 @@ def settings_of(
     except UntrustedCodeError as error:
         other = ", or --plan FILE" if error.code.startswith("the plan file") else ""
         raise ConfigError(
-            f"{path}: the checkpoint names {error.code}: pass --trust to execute it{other}"
+            f"{path}: the settings contain {error.code}, which is not trusted: pass --trust to "
+            f"allow it{other}"
         ) from None
     except CheckpointError as error:
         raise ConfigError(str(error)) from None

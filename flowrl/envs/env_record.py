@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flowrl.state_schema import Fields, Natural, check_state
@@ -84,7 +84,8 @@ def state_of(record: EnvRecord, actions: list[Any], env_state: Any) -> dict[str,
         actions: the logged actions of its episode, packed.
         env_state: its own state, from `get_env_state`.
     """
-    return {**asdict(record), "actions": actions, "env_state": env_state}
+    fields = {name: getattr(record, name) for name in EnvRecord.__slots__}  # asdict() copies them
+    return {**fields, "actions": actions, "env_state": env_state}
 
 
 def record_of(state: dict[str, Any]) -> EnvRecord:

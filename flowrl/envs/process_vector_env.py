@@ -76,7 +76,7 @@ class ProcessVectorEnv:
         self._deaths_in_a_row = [0] * num_envs
         self._has_logged_death = False
         self._earlier_restarts = 0  # of processes, and of environments in those that died
-        self._records: Any = None
+        self._rows: Any = None
         self._memory_file = os.memfd_create("flowrl-environments")
         self._processes: list[EnvProcess] = []
         try:
@@ -88,10 +88,10 @@ class ProcessVectorEnv:
             self.observation_space, self.action_space = spaces[0]
             for index, others in enumerate(spaces):
                 self._check_spaces(index, others)
-            self._record_type = _record_type(self.observation_space)
-            os.ftruncate(self._memory_file, num_envs * self._record_type.itemsize)
-            self._records = _shared_records(self._memory_file, self._record_type)
-            self._call("open", [(self._record_type,)] * num_envs)
+            self._row_type = _row_type(self.observation_space)
+            os.ftruncate(self._memory_file, num_envs * self._row_type.itemsize)
+            self._rows = _shared_rows(self._memory_file, self._row_type)
+            self._call("open", [(self._row_type,)] * num_envs)
         except BaseException:
             self.close()
             raise
@@ -101,7 +101,7 @@ class ProcessVectorEnv:
     def _start(self, index: int, history: History) -> EnvProcess:
         """Start the process of an environment."""
         make_env = partial(
-            _EnvWithRecord,
+            _EnvInProcess,
             partial(self._make_envs, index, history),
             index,
             self._drop_invalid,
@@ -140,18 +140,18 @@ class ProcessVectorEnv:
                     "of its episode since the last fragment; further ones are not logged, but "
                     "counted in num_env_restarts", death, self._max_restarts,
                 )  # fmt: skip
-            record = self._records[index]
-            self._earlier_restarts += int(record["num_restarts"]) + 1
-            record["num_restarts"] = 0
-            record["num_created"] += 1  # also if it dies before it is created
-            history = History(*(record[name].item() for name in History._fields))
+            row = self._rows[index]
+            self._earlier_restarts += int(row["num_restarts"]) + 1
+            row["num_restarts"] = 0
+            row["num_created"] += 1  # also if it dies before it is created
+            history = History(*(row[name].item() for name in History._fields))
             self._processes[index].close()
             self._processes[index] = process = self._start(index, history)
             try:
                 process.receive()
                 process.send("spaces")
                 self._check_spaces(index, process.receive())
-                process.send("open", self._record_type)
+                process.send("open", self._row_type)
                 process.receive()
                 return
             except EnvProcessError as another:
@@ -171,7 +171,7 @@ class ProcessVectorEnv:
         return results
 
     def _call_each(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
-        """Call a method of _EnvWithRecord in several processes at the same time.
+        """Call a method of _EnvInProcess in several processes at the same time.
 
         Args:
             method: its name.
@@ -223,7 +223,7 @@ class ProcessVectorEnv:
     @property
     def num_restarts(self) -> int:
         """Number of failed environments that were recreated, and of processes that died."""
-        current = int(self._records["num_restarts"].sum())
+        current = int(self._rows["num_restarts"].sum())
         return current + self._earlier_restarts
 
     def reset(self, observations: Any) -> None:
@@ -253,9 +253,9 @@ class ProcessVectorEnv:
                     self._deaths_in_a_row[i] = 0
         result.infos = infos
         self._write(nested, observations)
-        rewards[:] = self._records["reward"].tolist()
-        terminateds[:] = self._records["terminated"].tolist()
-        truncateds[:] = self._records["truncated"].tolist()
+        rewards[:] = self._rows["reward"].tolist()
+        terminateds[:] = self._rows["terminated"].tolist()
+        truncateds[:] = self._rows["truncated"].tolist()
         return result
 
     def _write(self, nested: Mapping[int, Any], observations: Any) -> None:
@@ -265,13 +265,13 @@ class ProcessVectorEnv:
             nested: index -> observation, if observations are not arrays.
             observations: output [N, …].
         """
-        if not _has_observations(self._records):
+        if not _has_observations(self._rows):
             for index, observation in nested.items():
                 observations[index] = observation
         elif isinstance(observations, np.ndarray):
-            observations[:] = self._records["observation"]
+            observations[:] = self._rows["observation"]
         else:  # the caller keeps the elements of a list
-            observations[:] = [row.copy() for row in self._records["observation"]]
+            observations[:] = [row.copy() for row in self._rows["observation"]]
 
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
         args = dict.fromkeys(range(self.num_envs), (CloudpickleWrapper(cast(Any, fn)),))
@@ -290,7 +290,7 @@ class ProcessVectorEnv:
         states = list(self._call_each("state_dict", args).values())
         for index, state in enumerate(states):
             if isinstance(state, EnvProcessError):  # the next step replaces the process
-                states[index] = state_without_episode(int(self._records["num_created"][index]))
+                states[index] = state_without_episode(int(self._rows["num_created"][index]))
         return {**merged_state(states), "num_restarts": self.num_restarts}
 
     def load_state_dict(self, state: dict[str, Any] | None, observations: Any) -> list[int]:
@@ -306,18 +306,18 @@ class ProcessVectorEnv:
 
     def close(self) -> None:
         close_all(self._processes)
-        self._processes, self._records = [], None
+        self._processes, self._rows = [], None
         if self._memory_file >= 0:
             os.close(self._memory_file)
             self._memory_file = -1
 
 
-class _EnvWithRecord:
-    """The environment of a process, and its record in the shared memory.
+class _EnvInProcess:
+    """The environment of a process, and its row in the shared memory.
 
     Args:
         make_envs: () -> RestartingEnvs of the environment.
-        index: index of the record.
+        index: index of the row.
         drop_invalid: see ProcessVectorEnv.
         memory_file: descriptor of the file that is the shared memory.
     """
@@ -337,24 +337,24 @@ class _EnvWithRecord:
         """Return the spaces of observations and actions."""
         return self._env.observation_space, self._env.action_space
 
-    def open(self, record_type: np.dtype) -> None:
-        """Open the record, after the calling process has created the shared memory."""
-        records = _shared_records(self._memory_file, record_type)
-        self._record = records[self._index : self._index + 1]
-        self._is_nested = not _has_observations(records)
-        self._observations: Any = [None] if self._is_nested else self._record["observation"]
+    def open(self, row_type: np.dtype) -> None:
+        """Open the row, after the calling process has created the shared memory."""
+        rows = _shared_rows(self._memory_file, row_type)
+        self._row = rows[self._index : self._index + 1]
+        self._is_nested = not _has_observations(rows)
+        self._observations: Any = [None] if self._is_nested else self._row["observation"]
         self._clear()
 
     def _clear(self) -> None:
-        """Set the results of a step in the record to those of a reset."""
+        """Set the results of a step in the row to those of a reset."""
         for name in ("reward", "terminated", "truncated"):
-            self._record[name] = 0
+            self._row[name] = 0
 
     def _finish(self) -> Any:
-        """Write the counters to the record; return the observation if it is nested."""
-        self._record["num_restarts"] = self._env.num_restarts
+        """Write the counters to the row; return the observation if it is nested."""
+        self._row["num_restarts"] = self._env.num_restarts
         for name, value in self._envs.history(0)._asdict().items():
-            self._record[name] = value
+            self._row[name] = value
         return self._observations[0] if self._is_nested else None
 
     def reset(self) -> Any:
@@ -367,14 +367,14 @@ class _EnvWithRecord:
         """Step the environment.
 
         Returns:
-            the result of DirectVectorEnv, and the observation if it is nested; None if the record
+            the result of DirectVectorEnv, and the observation if it is nested; None if the row
             contains everything.
         """
         self._clear()
-        record = self._record
+        row = self._row
         actions = action[None] if isinstance(action, np.ndarray) else [action]
         result = self._env.step(
-            actions, self._observations, record["reward"], record["terminated"], record["truncated"]
+            actions, self._observations, row["reward"], row["terminated"], row["truncated"]
         )
         if not (self._is_nested or result.ended or result.failed or result.infos[0]):
             return None
@@ -414,8 +414,8 @@ class _EnvWithRecord:
         self._env.close()
 
 
-def _record_type(space: Space) -> np.dtype:
-    """Return the type of the record of an environment; without the observation if it is nested, or
+def _row_type(space: Space) -> np.dtype:
+    """Return the type of the row of an environment; without the observation if it is nested, or
     has no fixed size."""
     fields: list[Any] = [
         ("reward", np.float64),
@@ -431,11 +431,11 @@ def _record_type(space: Space) -> np.dtype:
     return np.dtype(fields, align=True)
 
 
-def _shared_records(memory_file: int, record_type: np.dtype) -> np.ndarray:
-    """Return the records in the shared memory, one per environment."""
-    return np.frombuffer(mmap.mmap(memory_file, 0), record_type)
+def _shared_rows(memory_file: int, row_type: np.dtype) -> np.ndarray:
+    """Return the rows in the shared memory, one per environment."""
+    return np.frombuffer(mmap.mmap(memory_file, 0), row_type)
 
 
-def _has_observations(records: np.ndarray) -> bool:
-    """Return whether records have an observation."""
-    return "observation" in (records.dtype.names or ())
+def _has_observations(rows: np.ndarray) -> bool:
+    """Return whether rows have an observation."""
+    return "observation" in (rows.dtype.names or ())

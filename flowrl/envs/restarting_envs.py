@@ -109,7 +109,7 @@ class RestartingEnvs:
         self._make_env = make_env
         self._seed = seed
         self._max_restarts = max_restarts
-        self._records = [EnvRecord(*history) for _ in range(num_envs)]
+        self._records = [EnvRecord(**history._asdict()) for _ in range(num_envs)]
         self.envs: list[Any] = [None] * num_envs
         self._unwrapped: list[Any] = [None] * num_envs
         self._have_wrapper_state = [False] * num_envs

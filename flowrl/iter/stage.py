@@ -233,7 +233,8 @@ _SHOWN_FIRST = ("obs", "actions", "rewards")  # columns in the summary of a batc
 
 def _has_rows(item: Any) -> bool:
     """Return whether an item is a batch or an array."""
-    return any(hasattr(item, name) for name in ("stored", "policy_batches", "shape"))
+    is_batch = hasattr(item, "stored") or hasattr(item, "policy_batches")
+    return is_batch or bool(getattr(item, "shape", ()))
 
 
 def describe(item: Any) -> str:

@@ -142,7 +142,7 @@ class Activity:
             `rss_bytes_added`, the growth of the memory (of a Monitor: the lasting growth).
         weights_s: seconds of preparing weights for the workers.
         outside_s: seconds outside the plan, between two results.
-        policy_lag_mean, policy_lag_max: age of the weights that sampled the newest trained
+        policy_lag_mean, policy_lag_max: policy lag of the newest trained
             fragments, in updates.
         episodes_total: episodes that have ended since the start; None before the first result.
         callback_s: seconds in each callback of this process, by its name.

@@ -20,7 +20,7 @@ from flowrl.offline.sources import MinariSource, OfflineSource, ParquetSource
 from flowrl.ops.plan_metrics import record_sampled_steps
 from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.setting_values import check_int
-from flowrl.state_schema import Fields, Natural
+from flowrl.state_schema import Fields, Natural, StateError
 
 if TYPE_CHECKING:
     from flowrl.sampling.worker_set import WorkerSet
@@ -352,6 +352,8 @@ class ReadStage(Stage):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state; its files are opened by the next pull."""
         super().load_state_dict(state)
+        if state["parts_read"] > len(state["pass_parts"]):
+            raise StateError(f"{self.name}/parts_read: there are {len(state['pass_parts'])} parts")
         names = ("pass_rng_state", "pass_parts", "parts_read", "position")
         self._loaded = {name: state[name] for name in names}
 
@@ -385,6 +387,7 @@ class ReadStage(Stage):
         if missing:
             raise OfflineDataError(
                 f"{self.source}: {missing[0]} is still to be read, but there is no such file (or "
-                "group of episodes) any more"
+                "group of episodes) any more. To train with other data, load the policies only: "
+                "restore_policies()"
             )
         return [parts[name] for name in names]

@@ -76,8 +76,8 @@ def ParallelRollouts(
             contains BatchRefs, so fragments do not pass through the driver. Only for "async".
         limit: in "async" mode, limits how far sampling runs ahead of training; with None,
             only the capacity of the plan's queues limits it.
-        max_policy_lag: in "async" mode, drop fragments whose weights are more than this number of
-            updates older than the newest; their steps count as `num_env_steps_dropped`. None keeps
+        max_policy_lag: in "async" mode, drop fragments whose policy lag is more than this number of
+            updates; their steps count as `num_env_steps_dropped`. None keeps
             all.
 
     Raises:
@@ -229,7 +229,7 @@ class CountRollouts:
 
 @dataclass(repr=False)
 class DropStale:
-    """filter, batch: False if its weights are more than `max_policy_lag` updates old."""
+    """filter, batch: False if its policy lag is more than `max_policy_lag`."""
 
     chained_with: ClassVar[str] = "filter"
 

@@ -145,7 +145,7 @@ class InitialStates:
         Args:
             source: the column of states.
             lanes: the lane of each segment.
-            continued: whether each is of the episode at the start of the fragment, bool.
+            continued: see Segments.
         """
         index = state_index(source)
         states = np.repeat(self._new[index][None], len(lanes), 0)

@@ -32,7 +32,7 @@ class UntrustedCodeError(CheckpointError):
     """A checkpoint names code without being trusted.
 
     Args:
-        code: what it names, such as "the code 'module:Class'".
+        code: what it contains, such as "the code 'module:Class'".
         remedy: what to do.
         path: the checkpoint, for the message; None if unknown.
         setting: the setting that names the code, such as "model.custom_model"; None if none does.
@@ -41,7 +41,7 @@ class UntrustedCodeError(CheckpointError):
     def __init__(self, code: str, remedy: str, path: Any = None, setting: str | None = None):
         where = "" if path is None else f"{path}: "
         if setting is None:
-            super().__init__(f"{where}the checkpoint names {code}, which is not trusted: {remedy}")
+            super().__init__(f"{where}the state contains {code}, which is not trusted: {remedy}")
         else:
             changes = "…"
             # a mapping would change a policy of the checkpoint, whose code is not trusted

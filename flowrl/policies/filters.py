@@ -168,7 +168,8 @@ class RewardScaler(_Filter):
 
     @property
     def discounted_sums(self) -> np.ndarray | None:
-        """Discounted sums of the episodes in progress, [N]; None before the first reward."""
+        """Discounted sums of the newest episodes, [N], which may have ended; None before the first
+        reward."""
         return self._discounted_sums
 
     @discounted_sums.setter
@@ -197,7 +198,7 @@ class RewardScaler(_Filter):
         all_sums = np.empty(rewards.shape)
         for t in range(len(rewards)):
             if starts is not None:
-                running = running * (1.0 - starts[t])
+                running = np.where(starts[t], 0.0, running)
             later = running * self.gamma + rewards[t]
             running = later if valid is None else np.where(valid[t], later, running)
             all_sums[t] = running

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypedDict, get_args
@@ -24,6 +25,9 @@ MAX_PENDING_BYTES = 1 << 22
 
 StorageUnit = Literal["timesteps", "sequences", "episodes"]
 STORAGE_UNITS = get_args(StorageUnit)
+
+
+log = logging.getLogger("flowrl")
 
 
 class BufferSettings(TypedDict, total=False):
@@ -179,7 +183,13 @@ class ReplayBuffer:
         self._pending.append(batch)
         self._pending_rows += batch.count
         if len(self._pending) >= MAX_PENDING_BATCHES or self._pending_rows > self._max_pending_rows:
-            self._flush()
+            try:
+                self._flush()
+            except BaseException:
+                if self._pending and self._pending[-1] is batch:  # it is stored, or not added
+                    self._pending.pop()
+                    self._pending_rows -= batch.count
+                raise
             states = sum(array.nbytes for name, array in batch.stored() if name.startswith(STATE))
             row_bytes = self._ring.row_bytes + states // batch.count
             self._max_pending_rows = min(self.capacity, MAX_PENDING_BYTES // row_bytes)
@@ -191,7 +201,11 @@ class ReplayBuffer:
                 try:
                     self._store(batches, [batch.count for batch in batches])
                 finally:  # after an error, such as a full disk, the other rows stay pending
-                    self._pending = _without_first(batches, self._ring.num_added - before)
+                    num_stored = self._ring.num_added - before
+                    if num_stored and self._sequences is not None:  # sequences cannot be cut
+                        self._pending = []
+                    else:
+                        self._pending = _without_first(batches, num_stored)
                     self._pending_rows = sum(batch.count for batch in self._pending)
 
     def _store(self, batches: list[SampleBatch], counts: list[int]) -> None:
@@ -304,8 +318,11 @@ class ReplayBuffer:
     # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all rows and the state of the draws."""
-        self._flush()
+        """Return all rows and the state of the draws; without rows that a full disk refuses."""
+        try:
+            self._flush()
+        except OSError as error:
+            log.warning("%d rows are not saved: %s", self._pending_rows, error)
         state = {
             "kind": type(self).__name__,
             "ring": self._ring.state_dict(),

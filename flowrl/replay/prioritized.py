@@ -80,6 +80,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     def weights(self) -> np.ndarray:
         """priority^alpha [slots] of the stored items; read-only by convention."""
         self._flush()
+        return self._stored_weights()
+
+    def _stored_weights(self) -> np.ndarray:
         return self._tree.leaves[: min(self.item_ids().stop, self.capacity)]
 
     def _store(self, batches: list[SampleBatch], counts: list[int]) -> None:
@@ -162,7 +165,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     def state_dict(self) -> dict[str, Any]:
         return {
             **super().state_dict(),
-            "weights": self.weights.copy(),
+            "weights": self._stored_weights().copy(),
             "max_weight": self._max_weight,
             "alpha": self.alpha,
         }

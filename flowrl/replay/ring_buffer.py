@@ -138,6 +138,9 @@ class RingBuffer:
         """Store rows in these slots [rows], each with its own next observation."""
         if self._schema is None:
             self._allocate(batch)
+        # of rows for the same slot, the last one stays
+        kept, at = np.unique(slots[::-1], return_index=True)
+        stacks = self._prepare_stacks([batch.take_rows(len(slots) - 1 - at)])
         for slot in slots if self._files is not None else ():
             self._reserve(int(slot), 1, int(slot) + 1)
         for name, leaves in self.columns.items():
@@ -146,10 +149,7 @@ class RingBuffer:
                 leaf[slots] = new_leaf
         final_slots = self._successors.isolate(slots)
         if self._frames is not None:
-            # of rows for the same slot, the last one stays
-            kept, at = np.unique(slots[::-1], return_index=True)
-            (stacks,) = self._prepare_stacks([batch.take_rows(len(slots) - 1 - at)])
-            self._frames.write(kept, stacks)
+            self._frames.write(kept, stacks[0])
         else:
             next_leaves: Any = optree.tree_leaves(batch[NEXT_OBS])
             for leaf, next_leaf in zip(self.columns[OBS], next_leaves, strict=True):
@@ -234,15 +234,17 @@ class RingBuffer:
     def _allocate(self, batch: SampleBatch) -> None:
         """Allocate columns like those of a batch; pages are touched when rows are written."""
         columns, treespecs = {}, {}
+        frames: FrameTable | None = None
         names = stored_names(batch) - {NEXT_OBS}
         if is_stacked(dict.__getitem__(batch, OBS), dict.__getitem__(batch, NEXT_OBS)):
             obs = batch[OBS]
-            self._frames = FrameTable(self.capacity, obs.shape[1:], obs.dtype, self._files)
+            frames = FrameTable(self.capacity, obs.shape[1:], obs.dtype, self._files)
             names -= {OBS}
         for name in sorted(names):
             treespecs[name] = treespec_of(batch[name])
             leaves: Any = optree.tree_leaves(batch[name])
             columns[name] = self._empty_leaves(name, leaves)
+        self._frames = frames
         self._set_columns(columns, treespecs)
 
     def _empty_leaves(self, name: str, like: Sequence[np.ndarray]) -> list[np.ndarray]:

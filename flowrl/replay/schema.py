@@ -80,7 +80,9 @@ def _fits(leaf: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
 def _can_be_stored(new: np.dtype[Any], stored: np.dtype[Any]) -> bool:
     """Return whether values of a dtype can be stored as another one: integers and strings only
     without loss."""
-    are_exact = any(new.kind in kinds and stored.kind in kinds for kinds in ("iu", "SU"))
+    if (new.kind in "SU") != (stored.kind in "SU"):
+        return False
+    are_exact = new.kind in "SU" or (new.kind in "iu" and stored.kind in "iu")
     return np.can_cast(new, stored, "safe" if are_exact else "same_kind")
 
 

@@ -16,7 +16,7 @@ from flowrl.sampling.policy_lanes import PolicyLanes
 from flowrl.sampling.running_episodes import RunningEpisode, Segment, Trajectory
 from flowrl.sampling.segments import Event
 
-# fields of saved states that are copied as they are
+# fields of saved states that are copied as they are; another field needs another checkpoint FORMAT
 _TRAJECTORY = [f.name for f in fields(Trajectory) if f.name not in ("episode", "check")]
 _SEGMENT = [f.name for f in fields(Segment) if f.name not in ("trajectory", "episode", "event")]
 

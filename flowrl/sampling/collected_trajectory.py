@@ -28,6 +28,18 @@ from flowrl.policies.policy import Policy
 from flowrl.policies.views import acting_views
 from flowrl.sampling.agent_views import agent_fill_value, check_shapes, shown_agents
 from flowrl.sampling.views import check_repeats, max_seq_len
+from flowrl.state_schema import Fields, Natural, check_state
+
+_STATE: Fields = {
+    "observations": list[Any],
+    "values": list[dict[str, Any]],
+    "times": list[Any],
+    "begin": Natural,
+    "dropped": Natural,
+    "ended": bool,
+    "initial": list[Any],
+    "sums": list[Any],
+}
 
 
 class CollectedTrajectory:
@@ -67,11 +79,17 @@ class CollectedTrajectory:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all fields for a checkpoint; infos only if they can be saved."""
-        return {**vars(self), "values": [_without_unsavable_info(row) for row in self.values]}
+        fields = {n: list(v) if isinstance(v, list) else v for n, v in vars(self).items()}
+        return {**fields, "values": [_without_unsavable_info(row) for row in self.values]}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> CollectedTrajectory:
-        """Return a trajectory from the result of `state_dict`."""
+        """Return a trajectory from the result of `state_dict`.
+
+        Raises:
+            StateError: a field is missing or of another type.
+        """
+        check_state(state, _STATE, "trajectory")
         trajectory = cls(state["episode_id"], state["agent_id"], state["policy_id"])
         for name, value in state.items():
             setattr(trajectory, name, list(value) if isinstance(value, list) else value)

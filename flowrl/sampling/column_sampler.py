@@ -155,6 +155,7 @@ class ColumnSampler(EnvSampler):
         if self._views.signature != signature_of(self.policy.view_requirements):
             self._views = Views(self.policy, self._states)
             self._columns.look_back(self._views.lookback)
+        self._views.begin_fragment()
         if self._views.defers_values:
             self._columns.drop("vf_preds")
         self._states.begin()

@@ -51,12 +51,13 @@ class EnvSampler(ABC):
             self._start()
         self._is_running = False  # until the fragment is complete
         self._roll(min_steps)
-        rolled = time.perf_counter()
+        rolled, inference_s = time.perf_counter(), self.timings["inference_s"]
         batch = self._finish(min_steps)
         self._is_running = True
         self.env_steps += batch.env_steps()
         finished = time.perf_counter()
-        self.timings["postprocess_s"] += finished - rolled
+        values_s = self.timings["inference_s"] - inference_s  # see FragmentBuilder
+        self.timings["postprocess_s"] += finished - rolled - values_s
         self.timings["sample_s"] += finished - started
         return batch
 

@@ -36,8 +36,7 @@ class FragmentBuilder:
         unroll_ids: the counter of the column `unroll_id`.
         by_segment: whether each segment is postprocessed on its own afterwards; batches then have
             the column `next_values`, if the policy records values.
-        timings: seconds by part, see TIMINGS; the time in which values are computed is moved from
-            `postprocess_s` to `inference_s`.
+        timings: the time in which values are computed is added to `inference_s`.
     """
 
     def __init__(
@@ -65,8 +64,8 @@ class FragmentBuilder:
         infos: list[Any] | None = None,
         agent_inputs: Callable[[np.ndarray], dict[str, Any]] | None = None,
     ) -> SampleBatch:
-        """Return the rows of segments, in their order; with `next_values` if each segment is
-        postprocessed afterwards.
+        """Return the rows of segments, in their order; with `vf_preds` if they were not stored with
+        the actions, and with `next_values` if each segment is postprocessed afterwards.
 
         Args:
             columns: the rows of all lanes.
@@ -94,9 +93,7 @@ class FragmentBuilder:
         if views.defers_values:
             started = time.perf_counter()
             grid["vf_preds"] = values_of(self.policy, obs, row_index)
-            seconds = time.perf_counter() - started
-            self._timings["inference_s"] += seconds
-            self._timings["postprocess_s"] -= seconds
+            self._timings["inference_s"] += time.perf_counter() - started
         last = _last_observations(columns, segments, finals)
         added = self._postprocessed(columns, views, segments, obs, grid, last, agent_inputs)
         rows: dict[str, Any] = {}

@@ -26,7 +26,7 @@ _STATE: Fields = {
     "num_envs": Natural,
     "seed_steps": Natural,
     "env_sampler": dict[str, Any] | None,
-    "sampler_class": str,
+    "env_sampler_class": str,
     "batch_mode": str,
     "next_unroll": Natural,
     "returned_steps": list[Natural],
@@ -109,26 +109,26 @@ class FragmentSampler:
             )
 
     def _make_env_sampler(self) -> EnvSampler:
-        envs, sampler_class = self._envs, self._sampler_class()
+        envs, env_sampler_class = self._envs, self._env_sampler_class()
         worker, settings = self._worker, self._settings
         ids = self.unroll_ids, self._first_id
         counts_lives = bool(
             envs.is_atari and settings.atari and settings.atari.terminal_on_life_loss
         )
-        if counts_lives and sampler_class is not ColumnSampler:
+        if counts_lives and env_sampler_class is not ColumnSampler:
             raise ConfigError(
                 "atari.terminal_on_life_loss: not supported with a sample_collector, several "
                 "policies, views of other agents or on_postprocess_trajectory: set it to False"
             )
-        if sampler_class is CollectorSampler:
+        if env_sampler_class is CollectorSampler:
             collector: Any = settings.sample_collector
             return CollectorSampler(collector, envs.agent_envs, worker, settings, *ids)
-        if sampler_class is MultiAgentSampler:
+        if env_sampler_class is MultiAgentSampler:
             return MultiAgentSampler(envs.agent_envs, worker, settings, *ids)
         assert envs.vector_env is not None
         return ColumnSampler(envs.vector_env, worker, settings, envs.agent_envs, *ids, counts_lives)
 
-    def _sampler_class(self) -> type[EnvSampler]:
+    def _env_sampler_class(self) -> type[EnvSampler]:
         """Return the class that samples the environments."""
         worker = self._worker
         if self._settings.sample_collector is not None:
@@ -221,7 +221,7 @@ class FragmentSampler:
             "num_envs": self._envs.agent_envs.num_envs,
             "seed_steps": self._envs.seed_steps,
             "env_sampler": None if self._env_sampler is None else self._env_sampler.state_dict(),
-            "sampler_class": self._sampler_class().__name__,
+            "env_sampler_class": self._env_sampler_class().__name__,
             "batch_mode": self._settings.batch_mode,
             "next_unroll": self.unroll_ids.next_id,
             "returned_steps": returned,
@@ -232,7 +232,7 @@ class FragmentSampler:
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise KeyError or ValueError if `load_state_dict` could not load a state."""
         num_envs, batch_mode = self._envs.agent_envs.num_envs, self._settings.batch_mode
-        sampler_class = self._sampler_class().__name__
+        env_sampler_class = self._env_sampler_class().__name__
         check_state({"seed_steps": 0, **state}, _STATE, "sampling")
         if not len(state["returned_steps"]) == len(state["reported_steps"]) == 2:
             raise ValueError("sampling: returned and reported steps must be two numbers each")
@@ -248,10 +248,10 @@ class FragmentSampler:
                 f"the state was sampled with batch_mode={state['batch_mode']!r}, this worker has "
                 f"{batch_mode!r}"
             )
-        if state["sampler_class"] != sampler_class:
+        if state["env_sampler_class"] != env_sampler_class:
             raise ValueError(
-                f"the state is of a {state['sampler_class']}, this worker has a {sampler_class}: "
-                "sample_collector, callbacks_class or policies differ"
+                f"the state is of a {state['env_sampler_class']}, this worker has a "
+                f"{env_sampler_class}: sample_collector, callbacks_class or policies differ"
             )
         running = state["env_sampler"].get("open")
         envs = None if running is None else running["envs"]

@@ -152,6 +152,7 @@ class MultiAgentSampler(EnvSampler):
     def _roll(self, min_steps: int) -> None:
         clock, agent_envs = time.perf_counter, self.agent_envs
         start, acting, stepping = clock(), 0.0, 0.0
+        inference_s = self.timings["inference_s"]
         steps = skipped = room = 0
         self._num_ended = self._ended_steps = 0
         self._episodes.changed.update(range(agent_envs.num_envs))
@@ -183,9 +184,10 @@ class MultiAgentSampler(EnvSampler):
             stepping += stepped - step_start
             skipped += sum(result.skipped for result in results)
             steps, room = steps + 1, room - 1
+        values_s = self.timings["inference_s"] - inference_s  # of episodes that ended
         self.timings["env_step_s"] += stepping
         self.timings["inference_s"] += acting
-        self.timings["collection_s"] += clock() - start - acting - stepping
+        self.timings["collection_s"] += clock() - start - acting - stepping - values_s
 
     def _steps_found(self) -> int:
         """Return the steps for the fragment, in the unit of the setting."""

@@ -118,6 +118,7 @@ class PolicyLanes(LaneRows):
         if self._views.signature != signature_of(self.policy.view_requirements):
             self._views = self._new_views()
             self.columns.look_back(max(self._least_lookback, self._views.lookback))
+        self._views.begin_fragment()
         self._clear_flags()
         self.states.begin()
         self._at_first_step = True

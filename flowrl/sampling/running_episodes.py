@@ -43,7 +43,8 @@ class Trajectory:
         policy_id: the policy.
         lane: the lane.
         agent_id, agent_index: the agent, and its index in the episode.
-        episode: the episode.
+        episode: the episode; None for a past trajectory of a restored state whose episode is in a
+            fragment.
         check: the check of its observations.
         begin: first row that is in no segment.
         recorded: first row that is not in the episode's record.

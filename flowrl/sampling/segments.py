@@ -58,7 +58,8 @@ class Segments:
         finals: index of the final observation among those of the fragment, [S]; -1 if the
             observation after the last row is in the columns.
         continued: whether each may follow the recurrent state at the start of the fragment: it is
-            the first one of its lane, or only soft horizons are before it, bool [S].
+            the first one of its lane or, in truncated fragments, only soft horizons are before it,
+            bool [S].
         envs: environment of each, [S].
         agents: index of the agent in its episode, [S].
         initial_states: initial states of the segments, arrays [S, …]; None if they are those of the
@@ -141,6 +142,28 @@ class _RecordedEvent(NamedTuple):
     episode_ids: np.ndarray
     resets: np.ndarray
     starts: np.ndarray
+
+
+def _checked_event(saved: list[Any], num_envs: int, name: str) -> _RecordedEvent:
+    """Return a saved event.
+
+    Raises:
+        ValueError: it is not an event of these environments.
+    """
+    if len(saved) != len(_RecordedEvent._fields):
+        raise ValueError(f"{name}: must have {len(_RecordedEvent._fields)} entries")
+    row, envs, event, *arrays = saved
+    if type(row) is not int or row < 0:
+        raise ValueError(f"{name}: the row must be an integer of at least 0")
+    for array in (envs, *arrays):
+        is_array = isinstance(array, np.ndarray) and array.dtype.kind == "i"
+        if not is_array or array.shape != np.shape(envs) or array.ndim != 1:
+            raise ValueError(f"{name}: must have arrays of integers of equal lengths")
+    one = _RecordedEvent(row, envs, Event.checked(event), *arrays)
+    is_env = (envs >= 0) & (envs < num_envs)
+    if not (is_env & (one.resets <= one.starts) & (one.starts <= row + 1)).all():
+        raise ValueError(f"{name}: has environments or rows that do not exist")
+    return one
 
 
 class SegmentTracker:
@@ -267,9 +290,10 @@ class SegmentTracker:
         begins = np.maximum(starts, 0)
         is_first = np.ones(len(order), bool)  # segment of its environment
         is_first[1:] = lanes[1:] != lanes[:-1]
+        continued = is_first if self._whole else is_first | (resets <= 0)
         return Segments(
             lanes, begins, rows[order] + 1, begins - starts, begins - resets, ids[order],
-            kinds[order], finals[order], is_first | (resets <= 0),
+            kinds[order], finals[order], continued,
             envs=lanes, agents=np.zeros(len(lanes), np.int64),
         )  # fmt: skip
 
@@ -345,8 +369,8 @@ class SegmentTracker:
         check_state(state, _STATE, "tracker")
         self.next_id = state["next_id"]
         self._events = [
-            _RecordedEvent(row, envs, Event.checked(event), *before)
-            for row, envs, event, *before in state["events"]
+            _checked_event(event, len(self.starts), f"tracker/events/{i}")
+            for i, event in enumerate(state["events"])
         ]
         self.finals, self.rows_closed = list(state["finals"]), state["rows_closed"]
         for name in _SAVED_ARRAYS:

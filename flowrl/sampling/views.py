@@ -71,6 +71,7 @@ class Views(ActingViews):
         acts_on_obs_only: whether every view is the column of the same name, so that the policy acts
             on `obs` alone.
         agents_acting, agents_training: the views of other agents for acting and training.
+        defers_values: whether values are computed at the end of the current fragment.
 
     Raises:
         ConfigError: a view shows other agents without `has_agents`, or `batch_repeat_value` is set
@@ -94,12 +95,13 @@ class Views(ActingViews):
             name: view for name, view in agent_views.items() if requirements[name].used_for_training
         }
         self._use([*self._acting.values(), *self._training.values(), *agent_views.values()])
+        self.begin_fragment()
 
-    @property
-    def defers_values(self) -> bool:
-        """Whether values are computed at the end of a fragment: the policy supports it, and no view
-        reads values before, including views of other policies' agents."""
-        return self.acts_on_obs_only and not self._has_agents and self.policy.defers_values
+    def begin_fragment(self) -> None:
+        """Decide for the next fragment whether values are computed at its end: the policy supports
+        it, and no view reads values before, including views of other policies' agents."""
+        can_defer = self.acts_on_obs_only and not self._has_agents
+        self.defers_values = can_defer and self.policy.defers_values
 
     @property
     def replaces_observations(self) -> bool:

@@ -52,7 +52,7 @@ class ActsWithPolicies:
 
         Args:
             observation: as the environment returned it.
-            explore: sample the action instead of taking the most likely one.
+            explore: sample the action; False returns the greedy one.
             policy_id: see `get_policy`.
 
         Raises:

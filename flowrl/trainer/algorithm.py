@@ -521,7 +521,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
 
         Args:
             episodes: number of episodes; None for `evaluation_duration`.
-            explore: sample actions instead of taking the most likely ones; None for the value in
+            explore: sample actions; False takes greedy ones; None for the value in
                 `evaluation_config`, False by default.
             num_envs: environments stepped together; each plays an equal share of the episodes. None
                 for `num_envs_per_worker` of `evaluation_config`, or 1.

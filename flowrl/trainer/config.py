@@ -143,7 +143,7 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
     log_to: list[LoggerName] = setting([], group="reporting")
     """Experiment loggers that receive every result: wandb, mlflow (extras of these names)."""
     log_config: dict[str, dict[str, Any]] = setting({}, group="reporting")
-    """Tracker -> its settings: those of wandb.init (project, name, mode, …); of mlflow
+    """Logger -> its settings: those of wandb.init (project, name, mode, …); of mlflow
     tracking_uri, experiment_name, run_name, tags."""
 
     # shared by copies: tells whether a config was made from the one in a plan file

@@ -79,7 +79,7 @@ def evaluate_policies(
         policies: policy id -> policy.
         config: the evaluation's settings, see `evaluation_settings`.
         duration: number of episodes; with `by_steps`, minimum number of env steps.
-        explore: sample actions instead of taking the most likely ones.
+        explore: sample actions; False takes greedy ones.
         num_envs: environments that are stepped together; not used if the environment is a vector of
             environments.
         by_steps: whether `duration` is in env steps.

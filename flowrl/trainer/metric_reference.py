@@ -165,7 +165,8 @@ _COUNTERS = {
     "num_faulty_episodes": Metric("episodes", "The same as num_faulty_episodes of the result."),
     "num_shards_failed": Metric("workers", "Remote workers that failed permanently."),
     "num_env_steps_dropped": Metric(
-        "env steps", "Env steps that were not trained on, as they were too old or got lost."
+        "env steps",
+        "Env steps that were not trained on: their policy lag was too large, or they were lost.",
     ),
     "num_learner_restarts": Metric("restarts", "Restarts of learners on actors."),
     "num_group_restarts": Metric(

@@ -64,5 +64,5 @@ def untrusted_code(config: AlgorithmConfig, passed: Collection[str] = ()) -> str
             if unsafe:
                 return f"the setting {min(unsafe)!r} of {logger}"
     if "address" not in passed and config.address not in (None, "local"):
-        return f"the Ray cluster {config.address}, which exchanges pickled objects with it"
+        return f"the Ray cluster {config.address} (this process exchanges pickled objects with it)"
     return None

@@ -235,15 +235,16 @@ def _history(activities: Sequence[Activity]) -> dict[str, Any]:
 
 
 def name_runs(runs: Sequence[RunData]) -> None:
-    """Name runs by their folders; those whose folders have the same name by their paths from the
-    common parent."""
-    paths = [run.path.resolve() for run in runs]
-    counts = Counter(path.name for path in paths)
-    for run, path in zip(runs, paths, strict=True):
-        same = [other for other in paths if other.name == path.name]
-        run.name = path.name
-        if counts[path.name] > 1:
-            run.name = str(path.relative_to(os.path.commonpath(same)))
+    """Name each run by its folder. If several folders have the same name, name these runs by the
+    paths from the common parent of the folders."""
+    by_name: dict[str, list[tuple[RunData, Path]]] = {}
+    for run in runs:
+        path = run.path.resolve()
+        by_name.setdefault(path.name, []).append((run, path))
+    for name, same in by_name.items():
+        parent = os.path.commonpath([path for _, path in same])
+        for run, path in same:
+            run.name = str(path.relative_to(parent)) if len(same) > 1 else name
 
 
 def _thinned(values: list[Any], max_count: int) -> list[Any]:

@@ -55,7 +55,7 @@ def make_app(paths: Sequence[Path]) -> Any:
                         known.add(run.resolve())
                         with suppress(ConfigError):  # it is being created, or is damaged
                             data.append(RunData(run))
-        name_runs(data)
+                            name_runs(data)
 
     def index(request: Any) -> Any:
         return HTMLResponse(page_html(), headers=HEADERS)

@@ -334,7 +334,7 @@ def test_environment_of_the_current_folder_is_named_by_its_import_path(cli, tmp_
     assert code == 0, err
     for command in (["resume", "r", "--stop-iters", "3"], ["evaluate", "r", "--episodes", "1"]):
         code, _, err = cli(*command)
-        assert (code, f"own_env:{name}: pass --trust" in err) == (2, True)
+        assert (code, f"own_env:{name}, which is not trusted: pass --trust" in err) == (2, True)
         code, _, err = cli(*command, "--trust")
         assert code == 0, err
     assert read_results(tmp_path / "r")[-1]["episode_len_mean"] == 4

@@ -259,7 +259,7 @@ config = APEXConfig(env="CartPole-v1", num_workers=2, num_replay_shards=2, learn
 def execution_plan(workers, config):
     actors = config.replay_actors()
     store = ParallelRollouts(workers, mode="bulk_sync").for_each(StoreToReplayBuffer(actors=actors))
-    train = RunReplayer(actors=actors).for_each(TrainOneStep(workers))
+    train = Replay(actors=actors).for_each(TrainOneStep(workers))
     return StandardMetricsReporting(
         Concurrently([store, train], mode="async", output_indexes=[1]), workers, config
     )

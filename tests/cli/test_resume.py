@@ -153,7 +153,7 @@ def test_run_of_a_plan_file_is_evaluated_with_a_file(cli, tmp_path):
     assert cli("train", "mine.py", "--stop-iters", "1", "--run-dir", "r")[0] == 0
     code, _, err = cli("evaluate", "r", "--episodes", "1")
     assert code == 2
-    assert "pass --trust to execute it, or --plan FILE" in err
+    assert "pass --trust to allow it, or --plan FILE" in err
     code, out, err = cli("evaluate", "r", "--episodes", "1", "--plan", "mine.py")
     assert code == 0, err
     assert "greedy   mean return 5" in out

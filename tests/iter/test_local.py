@@ -1,6 +1,7 @@
 """LocalIterator: running, metrics context, one consumer per stream, explain and stats."""
 
 import dataclasses
+import itertools
 import json
 import pickle
 import sys
@@ -505,6 +506,20 @@ def test_a_transform_continues_after_an_error_of_its_input(fn):
             break
     assert found == [1, 2, "error", 4, 5]
     assert next(stream, None) is None
+
+
+def test_a_transform_ends_after_an_error_of_the_last_item():
+    def fail_at_2(x):
+        if x == 2:
+            raise ValueError("two")
+        return x
+
+    stream = LocalIterator(lambda: iter(range(3)), "source").for_each(fail_at_2)
+    headed = stream.transform(lambda items: itertools.chain(["header"], items))
+    assert headed.take(3) == ["header", 0, 1]
+    with pytest.raises(ValueError, match="two"):
+        next(headed)
+    assert next(headed, None) is None
 
 
 def test_stopping_a_plan_closes_the_generators_that_it_created():

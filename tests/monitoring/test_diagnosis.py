@@ -716,14 +716,12 @@ def test_the_number_of_workers_may_change(ray_session):
         algorithm.workers.add(1)
         while algorithm.monitor.activity is None:
             algorithm.train()
-        monitor = algorithm.monitor
-        seen = []
+        seen: list[int] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 "flowrl.monitoring.monitor.diagnose",
                 lambda activity, facts: seen.append(facts.num_workers) or Diagnosis([]),
             )
-            before = monitor.activity
-            while monitor.activity is before:
+            while not seen:
                 algorithm.train()
     assert seen[-1] == 2

@@ -596,3 +596,11 @@ def test_nested_columns_do_not_replace_arrays():
     buffer.add(SampleBatch(columns, extra=np.zeros(2)))
     with pytest.raises(ValueError, match="column 'extra' is nested, earlier batches had arrays"):
         buffer.add(SampleBatch(columns, extra={"a": np.zeros(2)}))
+
+
+def test_numbers_and_strings_do_not_replace_each_other():
+    buffer = ReplayBuffer(10)
+    columns = {"obs": np.zeros((2, 1)), "new_obs": np.zeros((2, 1))}
+    buffer.add(SampleBatch(columns, move=np.array(["up", "up"])))
+    with pytest.raises(ValueError, match="column 'move' has rows of int64"):
+        buffer.add(SampleBatch(columns, move=np.array([123456, 7])))

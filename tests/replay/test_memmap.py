@@ -1,5 +1,6 @@
 """Replay buffers in files: draws as in memory, unlinked files, errors for a full disk."""
 
+import contextlib
 import copy
 import errno
 import os
@@ -177,6 +178,51 @@ def test_rows_that_a_full_disk_refuses_are_stored_later(kind, tmp_path, monkeypa
         for batch in batches[4:]:  # more than the capacity
             each.add(batch)
     assert_same(buffer.sample(50), expected.sample(50))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("successes", range(12))
+def test_each_row_is_stored_at_most_once_if_the_disk_is_full_for_a_time(
+    successes, kind, tmp_path, monkeypatch
+):
+    make, arguments = KINDS[kind]
+    buffer = make(33, seed=0, directory=tmp_path, **arguments)
+    rng = np.random.default_rng(0)
+    buffer.add(fragment(rng, 0, 14))
+    buffer.sample(1)
+    for first in range(14, 70, 14):
+        buffer.add(fragment(rng, first, 14))
+    calls = iter(range(successes))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", lambda *_: next(calls, None) is None and disk_full())
+        with contextlib.suppress(OSError):
+            buffer.sample(1)
+        state = buffer.state_dict()  # what is stored can be saved
+        make(33, seed=0, **arguments).load_state_dict(state)
+    buffer.add(fragment(rng, 70, 14))
+    rows = [buffer.sample(1) for _ in range(300)]
+    drawn = {(int(e), int(t)) for one in rows for e, t in zip(one["eps_id"], one["t"], strict=True)}
+    newest = [(step // 7, step % 7) for step in range(84 - 33, 84)]
+    assert drawn <= set(newest)
+    assert buffer._ring.num_added <= 84
+
+
+def test_an_add_that_fails_adds_nothing(tmp_path, monkeypatch):
+    buffer = ReplayBuffer(100_000, directory=tmp_path)
+    rng = np.random.default_rng(0)
+    buffer.add(fragment(rng, 0, 20))
+    buffer.sample(1)
+    number = 0
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", disk_full)
+        for number in range(300):
+            before = len(buffer)
+            try:
+                buffer.add(fragment(rng, 20 + 20 * number, 20))
+            except OSError:
+                assert len(buffer) == before
+    assert len(buffer) < 20 * 300
+    buffer.add(fragment(rng, 20 + 20 * number, 20))
 
 
 @pytest.mark.parametrize("successes", range(4))

@@ -12,6 +12,7 @@ from flowrl.data import SampleBatch
 from flowrl.policies import ViewRequirement
 from flowrl.sampling import RolloutWorker, SimpleListCollector
 from flowrl.sampling.callbacks import DefaultCallbacks
+from flowrl.sampling.segments import SegmentTracker
 
 from .fakes import CountEnv
 
@@ -422,3 +423,24 @@ def test_observations_are_stored_once():
     assert stored["new_obs"].base is stored["obs"].base
     joined = SampleBatch.concat_samples([batch, rows.sample()])
     assert joined["new_obs"].shape == joined["obs"].shape
+
+
+@pytest.mark.parametrize(
+    ("event", "problem"),
+    [
+        ([0, np.array([0]), 0, np.array([1])], "must have 6 entries"),
+        ([-1, *[np.array([0])] * 5], "the row must be an integer of at least 0"),
+        ([3, np.array([0]), 0, np.array([1]), "x", np.array([0])], "arrays of integers of equal"),
+        ([3, np.array([9]), 0, *[np.array([0])] * 3], "environments or rows that do not exist"),
+        ([3, np.array([0]), 0, np.array([1]), np.array([0]), np.array([99])], "do not exist"),
+        ([3, np.array([0]), 7, *[np.array([0])] * 3], "must be an integer from 0 to 3"),
+    ],
+)
+def test_damaged_events_are_rejected(event, problem):
+    tracker = SegmentTracker(2, 0, None, whole=True)
+    tracker.start()
+    tracker.record_ends(2, [0], np.zeros((1, 1)), (), ())
+    state = tracker.state_dict()
+    SegmentTracker(2, 0, None, whole=True).load_state_dict(state)
+    with pytest.raises(ValueError, match=problem):
+        tracker.load_state_dict({**state, "events": [event]})

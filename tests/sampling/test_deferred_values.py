@@ -308,3 +308,17 @@ def test_nested_observations_need_no_copy_of_the_whole_fragment(monkeypatch):
     monkeypatch.setattr(PPOTorchPolicy, "defers_values", True)
     batch = worker(env=Nested, rollout_fragment_length=500).sample()
     assert max(seen) <= 1024 < batch.count
+
+
+@pytest.mark.parametrize("callback", ["on_episode_start", "on_postprocess_trajectory"])
+def test_values_are_computed_although_a_callback_replaces_a_method_within_a_fragment(callback):
+    def replace(self, *, worker, **kwargs):
+        policy = worker.policy
+        policy.compute_values = lambda obs: PPOTorchPolicy.compute_values(policy, obs)
+
+    callbacks = type("Callbacks", (DefaultCallbacks,), {callback: replace})
+    sampler = worker(callbacks_class=callbacks, rollout_fragment_length=60)
+    assert sampler.policy.defers_values
+    assert "vf_preds" in sampler.sample()
+    assert not sampler.policy.defers_values
+    assert "vf_preds" in sampler.sample()

@@ -1,6 +1,7 @@
 """Creation, time limits, checks and saved states of a worker's environments."""
 
 import sys
+from collections import Counter, defaultdict
 from functools import partial
 
 import gymnasium as gym
@@ -600,3 +601,31 @@ def test_vector_environment_that_replaces_a_failed_one_is_seeded():
     assert first == numbers(1)
     assert first[1][:2] != first[0][:2]
     assert first != numbers(2)
+
+
+def test_the_state_of_a_wrapper_may_have_any_dicts():
+    class Counts(gym.Wrapper):
+        def __init__(self, env):
+            super().__init__(env)
+            self.visits = Counter()
+
+        def step(self, action):
+            self.visits[action] += 1
+            return self.env.step(action)
+
+        def get_state(self):
+            return {"visits": defaultdict(int, self.visits), "most": self.visits}
+
+        def set_state(self, state):
+            self.visits = Counter(state["visits"])
+
+    def step(envs):
+        for _ in range(2):  # the second reset saves the state of the wrapper
+            envs.reset(0)
+            for _ in range(3):
+                envs.action_logs[0].append(1)
+                envs.envs[0].step(1)
+
+    envs, replayed = restored(lambda index: Counts(gym.make("CartPole-v1")), step)
+    assert replayed
+    assert envs.envs[0].visits == {1: 6}

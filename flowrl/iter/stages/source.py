@@ -20,8 +20,8 @@ class FromIterable(Stage):
     returned before are skipped. The position in a sequence is part of saved state.
 
     Args:
-        iterable: an iterable, or a callable that returns one. A LocalIterator that the callable
-            returns is stopped with the plan.
+        iterable: an iterable, or a callable that returns one. A LocalIterator or a generator that
+            the callable returns is stopped or closed with the plan.
         title: display text; None displays the name.
     """
 

@@ -344,6 +344,7 @@ class Transform(Stage):
         self.title = f"transform({function_title(fn)})"
         self._iterator: Iterator[Any] | None = None
         self._has_raised = False  # in the last pull
+        self._input_ended = False
         self._waiter = Waiter()
 
     def next_item(self) -> Any:
@@ -351,7 +352,11 @@ class Transform(Stage):
         total_items = -1
         while True:
             self._waiter.clear()
-            item = self._pull_up(True)
+            try:
+                item = self._pull_up(True)
+            except StopIteration:
+                self._input_ended = True
+                raise
             if item is not NOT_READY:
                 return item
             waits = self.parents[0].waits()
@@ -371,7 +376,7 @@ class Transform(Stage):
                 self._iterator = self._new_iterator()
             item = next(self._iterator)
         except StopIteration:
-            if not self._has_raised:
+            if not self._has_raised or self._input_ended:
                 raise
             # a generator in the iterator may be exhausted because it raised: call fn again
             self._has_raised, self._iterator = False, None

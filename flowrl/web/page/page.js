@@ -6,7 +6,7 @@ const PARTS = { "env.step": "env_step_s", "env.reset": "reset_s", inference: "in
   "storing rows": "collection_s", postprocessing: "postprocess_s", "loading weights": "weights_s" };
 const embedded = document.getElementById("data");
 const report = embedded ? JSON.parse(embedded.textContent) : null;
-const state = { runs: [], run: 0, metric: "episode_reward_mean", selected: null, data: null,
+const state = { runs: [], run: 0, metric: "episode_reward_mean", chosen: null, selected: null, data: null,
   curves: [], hidden: new Set(), configs: [] };
 const at = (id) => document.getElementById(id);
 
@@ -35,9 +35,8 @@ async function load() {
 // Offline training has no returns of training episodes.
 function chooseMetric() {
   const names = shownMetrics();
-  if (!names.length || names.includes(state.metric)) return;
-  const evaluation = "evaluation/episode_reward_mean";
-  state.metric = names.includes(evaluation) ? evaluation : names[0];
+  const wanted = [state.chosen, "episode_reward_mean", "evaluation/episode_reward_mean", names[0]];
+  state.metric = wanted.find((name) => names.includes(name)) || "episode_reward_mean";
 }
 
 function shownMetrics() {
@@ -122,7 +121,7 @@ function showStage() {
 function showWorkers(activity) {
   const { workers, config } = state.data;
   let text = config.input_ ? "" : "sampling in this process";
-  if (config.num_workers) text = `${workers.healthy} healthy, ${workers.restarts} restarts`;
+  if (config.num_workers || workers.healthy) text = `${workers.healthy} healthy, ${workers.restarts} restarts`;
   at("worker-state").textContent = text;
   fillTable(at("workers"), ["worker", "env steps/s", "working", "memory [MB]", "waits for a core"],
     activity.workers.map((worker) => {
@@ -209,7 +208,7 @@ async function start() {
     state.selected = null;
     refresh();
   });
-  at("metric").addEventListener("change", () => { state.metric = at("metric").value; refresh(); });
+  at("metric").addEventListener("change", () => { state.chosen = at("metric").value; refresh(); });
   at("smoothing").addEventListener("input", showCurves);
   at("only-differences").addEventListener("change", async () => {
     if (!report && at("only-differences").checked) await loadConfigs();
