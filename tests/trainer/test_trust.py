@@ -281,7 +281,7 @@ def test_ray_on_this_machine_needs_no_trust(saved, tmp_path):
 def test_address_of_a_cluster_needs_trust(saved, tmp_path):
     manifest = replaced(saved[1], ("config", "values", "address"), "ray://nowhere:10001")
     remedy = r"pass trust=True to allow that, or replace the setting: config=\{…\}"
-    with pytest.raises(CheckpointError, match=f"nowhere:10001, which exchanges.*{remedy}"):
+    with pytest.raises(CheckpointError, match=rf"nowhere:10001 \(this process exchanges.*{remedy}"):
         Algorithm.from_checkpoint(write_manifest(tmp_path / "c", saved[0], manifest))
 
 
