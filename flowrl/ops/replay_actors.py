@@ -210,14 +210,11 @@ class ReplayActors:
         Args:
             alternate: see ReplayRatio.may_draw.
         """
-        if not self._is_storing_due(alternate):
+        if not self.ratio.may_store(self.batch_rows, alternate) and self._may_have_items():
             return False
         if self._full_shards():
             self._process_stored("room")
         return not self._full_shards()
-
-    def _is_storing_due(self, alternate: bool) -> bool:
-        return self.ratio.may_store(self.batch_rows, alternate) or not self._may_have_items()
 
     def _full_shards(self) -> list[ShardRecord]:
         """Return the shards that have no room for another batch in flight."""
@@ -230,7 +227,9 @@ class ReplayActors:
         Args:
             alternate: see ReplayRatio.may_draw.
         """
-        if not self._is_storing_due(alternate):
+        # without `_may_have_items`, which the journal records: `waits` is called at any time
+        may_store = self.ratio.may_store(self.batch_rows, alternate)
+        if not may_store and any(shard.has_items for shard in self.shards):
             return []
         return [shard.pending_adds[0].ref for shard in self._full_shards()]
 
