@@ -187,10 +187,8 @@ def _reject_flags_without_effect(config: AlgorithmConfig, defaults: AlgorithmCon
     name = config.without_effect(n for n in fields if config[n] != defaults[n])
     if name is not None:
         flag = name.rstrip("_").replace("_", "-")
-        raise ConfigError(
-            f"--{flag}: every policy of this plan has its own settings: "
-            f"--policies.{next(iter(config.policies))}.config.{flag}"
-        )
+        own = ", ".join(f"--policies.{policy_id}.config.{flag}" for policy_id in config.policies)
+        raise ConfigError(f"--{flag}: every policy of this plan has its own settings: {own}")
 
 
 def is_algorithm_run(arguments: list[str]) -> bool:

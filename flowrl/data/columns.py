@@ -11,6 +11,7 @@ import numpy as np
 import optree
 
 from flowrl.data.indexed_columns import IndexedColumn
+from flowrl.setting_values import nearest
 
 log = logging.getLogger("flowrl")
 
@@ -179,7 +180,10 @@ class Columns(dict[str, Any]):
             return self[ALIASES[key]]
         if key == "dones" and key in self:
             return np.logical_or(self["terminateds"], self["truncateds"])
-        raise KeyError(f"no column {key!r} in this batch; it has {sorted(self)}")
+        raise KeyError(
+            f"no column {key!r} in this batch; it has {sorted(self)}."
+            f"{nearest(str(key), list(self))}"
+        )
 
     def __contains__(self, key: object) -> bool:
         if super().__contains__(key):

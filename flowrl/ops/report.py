@@ -26,6 +26,7 @@ from flowrl.sampling.episode import EpisodeMetrics, returns_by_policy
 from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.setting_aliases import INFO_COUNTERS
+from flowrl.setting_values import nearest
 from flowrl.settings import NonNegative, NonNegativeInt, Positive, Settings, setting
 from flowrl.state_schema import Fields, Natural, check_state
 
@@ -146,7 +147,7 @@ def check_trained_policies(stage: Stage, config: WorkerConfig) -> None:
             if unknown:
                 raise ValueError(
                     f"{operator!r}, chained at {node.line}: there is no policy {unknown[0]!r}, "
-                    f"only {sorted(known)}"
+                    f"only {sorted(known)}.{nearest(unknown[0], list(known))}"
                 )
     operators = training_operators(stage)
     trained = {policy_id for op in operators for policy_id in op.policies or ()}

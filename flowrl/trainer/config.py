@@ -192,10 +192,10 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
         """
         name = self.without_effect(n for n, value in before.items() if not equal(value, self[n]))
         if name is not None:
-            policy_id = next(iter(specs_of(self.policies)))
+            own = f"{{'config': {{{name!r}: …}}}}"
+            policies = ", ".join(f"{policy_id!r}: {own}" for policy_id in specs_of(self.policies))
             raise ConfigError(
-                f"{name}: every policy of this plan has its own settings: "
-                f"policies={{{policy_id!r}: {{'config': {{{name!r}: …}}}}}}"
+                f"{name}: every policy of this plan has its own settings: policies={{{policies}}}"
             )
 
     @classmethod

@@ -16,7 +16,7 @@ from flowrl.errors import ConfigError
 from flowrl.iter import LocalIterator
 from flowrl.iter.ray_runtime import pickle_by_value
 from flowrl.sampling.worker_set import WorkerSet
-from flowrl.setting_values import equal_code
+from flowrl.setting_values import equal_code, nearest
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.memory_checks import PROCESSES
 from flowrl.trainer.plan_files import load_plan, modules_of, plan_path
@@ -92,9 +92,10 @@ class PlanBuilder:
         except AttributeError as error:
             if error.obj is not config:
                 raise ConfigError(f"plan: {_line_of(error)}: AttributeError: {error}") from error
+            hint = nearest(str(error.name), list(type(config).model_fields))
             raise ConfigError(
-                f"plan: {config.plan!r} uses the setting {error.name!r}, which "
-                f"{type(config).__name__} does not have: the plan is for another algorithm"
+                f"plan: {_line_of(error)}: {type(config).__name__} has no setting {error.name!r}."
+                f"{hint or ' The plan may be for another algorithm.'}"
             ) from error
         except (ValueError, TypeError) as error:
             raise ConfigError(f"plan: {_line_of(error)}: {error}") from error

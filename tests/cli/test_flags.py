@@ -159,7 +159,7 @@ def test_invalid_flags_of_a_plan_are_rejected(cli, tmp_path, flags, message):
         (["--stop", "training_iteration==2"], "METRIC=VALUE"),
         (["--stop", '{"training_iteration": true}'], "must be a number, got True"),
         (["--stop-timestep", "5"], "Did you mean --stop-timesteps"),
-        (['--config={"plan": "dqn"}'], "is for another algorithm"),
+        (['--config={"plan": "dqn"}'], "may be for another algorithm"),
     ],
 )
 def test_invalid_flags_of_an_algorithm_are_rejected(cli, tmp_path, flags, message):

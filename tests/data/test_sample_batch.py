@@ -495,3 +495,8 @@ def test_rows_without_a_mask_are_rows_of_the_loss():
     masked = SampleBatch(obs=np.zeros(2), loss_mask=np.array([True, False]))
     joined = SampleBatch.concat_samples([masked, SampleBatch(obs=np.zeros(2))])
     assert joined["loss_mask"].tolist() == [True, False, True, True]
+
+
+def test_a_misspelled_column_gets_a_suggestion():
+    with pytest.raises(KeyError, match=r"no column 'obss' in this batch.*Did you mean 'obs'\?"):
+        SampleBatch(obs=np.zeros(2))["obss"]

@@ -34,10 +34,12 @@ class ProgressTable:
     Args:
         stop: the run's stop rules, for the time that is left.
         counters: the plan's counters, such as `num_env_steps_sampled`.
+        iteration: iterations so far, in a run that is continued.
     """
 
-    def __init__(self, stop: StopRules, counters: dict[str, Any]):
+    def __init__(self, stop: StopRules, counters: dict[str, Any], iteration: int = 0):
         self._counters = counters
+        self._empty_result = {**_EMPTY_RESULT, "training_iteration": iteration}
         self._is_terminal = sys.stdout.isatty()
         self._width = shutil.get_terminal_size((80, 24)).columns if self._is_terminal else 80
         self._rate = ProgressRate(stop)
@@ -110,7 +112,7 @@ class ProgressTable:
                 if steps == self._last_steps and not self._is_terminal:
                     continue  # the last row shows this number
                 self._last_steps = steps
-                result = {**(self._result or _EMPTY_RESULT), "timesteps_total": steps}
+                result = {**(self._result or self._empty_result), "timesteps_total": steps}
                 cells = self._cells(result)
                 if self._is_terminal:
                     self._update_live(cells)
@@ -181,7 +183,6 @@ class ProgressTable:
 _FIRST_COLUMNS = ("iter", "env steps", "steps/s", "return", "length", "time left")
 _WIDTHS = {"iter": 6, "env steps": 11, "steps/s": 7, "return": 7, "length": 6, "time left": 9}
 _EMPTY_RESULT: dict[str, Any] = {
-    "training_iteration": 0,
     "episodes_in_window": 0,
     "policy_reward_mean": {},
     "learners": {},
