@@ -35,9 +35,12 @@ class ProgressTable:
         stop: the run's stop rules, for the time that is left.
         counters: the plan's counters, such as `num_env_steps_sampled`.
         iteration: iterations so far, in a run that is continued.
+        evaluates: whether the run has evaluations, so that the table has a column for them.
     """
 
-    def __init__(self, stop: StopRules, counters: dict[str, Any], iteration: int = 0):
+    def __init__(
+        self, stop: StopRules, counters: dict[str, Any], iteration: int = 0, evaluates: bool = False
+    ):
         self._counters = counters
         self._empty_result = {**_EMPTY_RESULT, "training_iteration": iteration}
         self._is_terminal = sys.stdout.isatty()
@@ -48,6 +51,7 @@ class ProgressTable:
         self._next_row_at = 0  # env steps
         self._result: dict[str, Any] | None = None
         self._evaluation: dict[str, Any] | None = None  # the newest one
+        self._evaluates = evaluates
         self._printed: dict[str, str] | None = None  # cells of the last row
         self._last_steps = 0  # env steps of the last row without a result
         self._header: list[str] = []
@@ -171,6 +175,8 @@ class ProgressTable:
             cells = {**cells, **means, **cells}  # a policy may have the name of a column
         if self._evaluation is not None:
             cells["evaluation"] = format_number(self._evaluation["episode_reward_mean"])
+        elif self._evaluates:
+            cells["evaluation"] = ""
         for stats in result["learners"].values():
             for name in TABLE_STATS:
                 if name in stats and name not in cells:

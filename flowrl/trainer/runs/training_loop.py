@@ -237,7 +237,8 @@ def _new_display(algorithm: Any, stop: StopRules, display: Display) -> ProgressT
 
         if not Console().is_dumb_terminal:
             return LiveView(stop, algorithm.monitor)
-    return ProgressTable(stop, algorithm.plan.metrics.counters, algorithm.iteration)
+    evaluates = algorithm.config.evaluation_interval is not None
+    return ProgressTable(stop, algorithm.plan.metrics.counters, algorithm.iteration, evaluates)
 
 
 def _print_start(algorithm: Any, stop: StopRules, run: RunDirectory | None) -> None:

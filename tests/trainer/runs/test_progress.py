@@ -200,11 +200,16 @@ def test_waiting_prints_no_row_without_new_env_steps(clock, capsys, monkeypatch)
 
 
 def test_the_newest_evaluation_stays_in_the_table(clock, capsys):
-    table = ProgressTable(StopRules(timesteps=10_000), {})
-    table.add(result_at(1, 100, evaluation={"episode_reward_mean": 7.5}))
+    table = ProgressTable(StopRules(timesteps=10_000), {}, evaluates=True)
+    play(table, clock, 5, 100, 2.0)
+    clock.now += 2.0
+    table.add(result_at(6, 600, evaluation={"episode_reward_mean": 7.5}))
     play(table, clock, 20, 100, 2.0)
     table.finish()
     header, *rows = capsys.readouterr().out.splitlines()
     assert "evaluation" in header
-    assert len(rows) > 2
-    assert all("7.5" in row for row in rows)
+    assert not any("evaluation" in row for row in rows)  # one header
+    shown = ["7.5" in row for row in rows]
+    assert len(shown) > 3
+    assert shown == sorted(shown)
+    assert (shown[0], shown[-1]) == (False, True)
