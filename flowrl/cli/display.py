@@ -33,11 +33,9 @@ def printable(text: object) -> str:
 def print_failure(error: BaseException) -> None:
     """Print an error with the user's part of its traceback, if there is one, and its notes.
 
-    A ConfigError or an OfflineDataError is printed without a traceback.
+    A ConfigError is printed without a traceback.
     """
-    from flowrl.offline.parquet import OfflineDataError
-
-    if isinstance(error, (ConfigError, OfflineDataError)):
+    if isinstance(error, ConfigError):
         from flowrl.iter.recovery import REMOTE_TRACEBACK
 
         print(f"flowrl: {printable(error)}", file=sys.stderr)

@@ -9,7 +9,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from flowrl.algorithms.ppo import PPO, PPOConfig
+from flowrl.algorithms.ppo import PPOConfig
 from flowrl.cli.arguments import OPTIONS
 from flowrl.cli.flags import flag_names
 from flowrl.cli.main import main
@@ -471,14 +471,3 @@ def test_ctrl_c_while_modules_are_imported_is_quiet():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "")
-
-
-def test_data_of_another_environment_is_an_error_without_a_traceback(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    with PPO("CartPole-v1", output="recorded", train_batch_size=200, seed=1) as algo:
-        algo.train()
-    flags = ["--input_", "recorded", "--env", "Acrobot-v1", "--stop-iters", "1", "--run-dir", "run"]
-    assert main(["train", "bc", *flags]) == 1
-    errors = capsys.readouterr().err
-    assert re.search(r"^flowrl: .*parquet: the rows do not fit the spaces", errors, re.M)
-    assert "Traceback" not in errors
