@@ -320,7 +320,8 @@ class RestartingEnvs:
         self.num_restarts = state["num_restarts"]
         self._records = [record_of(env_state) for env_state in state["envs"]]
         for index, record in enumerate(self._records):
-            num_created, record.num_created = record.num_created, 0  # raise all errors
+            # errors of the first creation are raised
+            num_created, record.num_created = record.num_created, 0
             self.get(index)
             record.num_created = num_created
 

@@ -298,9 +298,9 @@ class ReadStage(Stage):
     def _draw_order(self) -> list[int]:
         """Draw the order of the parts of a pass, and the seed of the orders of their rows."""
         self._pass_rng_state = stream_state(self.rng)
-        order = self.rng.permutation(len(self._pass_parts)).tolist()
+        order: list[int] = self.rng.permutation(len(self._pass_parts)).tolist()
         self._pass_seed = int(self.rng.integers(2**63))
-        return list(order)
+        return order
 
     def _load_next_part(self) -> None:
         """Load the rows of the next part and shuffle them."""

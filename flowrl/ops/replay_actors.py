@@ -221,13 +221,13 @@ class ReplayActors:
         return [shard for shard in self.shards if len(shard.pending_adds) >= ADDS_IN_FLIGHT]
 
     def waits(self, alternate: bool = True) -> list[Any]:
-        """Return the oldest pending reference of each shard that has no room; none while a draw is
-        due first.
+        """Return the oldest pending reference of each shard that has no room; none if a draw comes
+        first.
 
         Args:
             alternate: see ReplayRatio.may_draw.
         """
-        # without `_may_have_items`, which the journal records: `waits` is called at any time
+        # not `_may_have_items`: the journal records its observations, and calls of `waits` vary
         may_store = self.ratio.may_store(self.batch_rows, alternate)
         if not may_store and any(shard.has_items for shard in self.shards):
             return []

@@ -186,7 +186,7 @@ class ReplayBuffer:
             try:
                 self._flush()
             except BaseException:
-                if self._pending and self._pending[-1] is batch:  # it is stored, or not added
+                if self._pending and self._pending[-1] is batch:  # a failed add adds nothing
                     self._pending.pop()
                     self._pending_rows -= batch.count
                 raise

@@ -31,7 +31,8 @@ class ReplayRatio:
         drawn: rows drawn.
 
     Raises:
-        ValueError: learning_starts is negative, or training_intensity is not positive.
+        ValueError: learning_starts is not an int of at least 0, or training_intensity is not
+            positive.
     """
 
     state_fields: ClassVar[Fields] = {

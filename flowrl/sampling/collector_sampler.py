@@ -213,7 +213,7 @@ class CollectorBatches(AgentBatches):
         records: AgentRecords,
         postprocess: SegmentPostprocessing,
     ):
-        super().__init__(policies, {}, checks, records, postprocess)  # the collectors build
+        super().__init__(policies, {}, checks, records, postprocess)  # no builders
         self._collectors, self.can_drop = collectors, collectors.can_drop
         self._finished: dict[int, MultiAgentBatch] = {}  # by episode id
 

@@ -197,7 +197,7 @@ def test_each_row_is_stored_at_most_once_if_the_disk_is_full_for_a_time(
         patch.setattr(os, "posix_fallocate", lambda *_: next(calls, None) is None and disk_full())
         with contextlib.suppress(OSError):
             buffer.sample(1)
-        state = buffer.state_dict()  # what is stored can be saved
+        state = buffer.state_dict()  # the stored rows can be saved
         make(33, seed=0, **arguments).load_state_dict(state)
     buffer.add(fragment(rng, 70, 14))
     rows = [buffer.sample(1) for _ in range(300)]
