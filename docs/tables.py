@@ -370,7 +370,7 @@ def errors() -> str:
         "flowrl.iter.recovery:ConstructorError",
         "flowrl.iter.ray_health:RayLostError",
         "flowrl.iter.journal:ReplayError",
-        "flowrl.offline.parquet:OfflineDataError",
+        "flowrl.errors:OfflineDataError",
         "flowrl.learners.learner:ProcessGroupError",
     )
     rows = []

@@ -1,4 +1,4 @@
-"""The error that invalid settings raise, notes of errors, and how to install optional packages."""
+"""Errors of invalid settings and data, notes of errors, and how to install optional packages."""
 
 import shlex
 from contextlib import suppress
@@ -11,6 +11,10 @@ DISTRIBUTION = "flowrl-dataflow"
 
 class ConfigError(ValueError):
     """Invalid setting. The message names the field, the allowed values and the nearest name."""
+
+
+class OfflineDataError(ValueError):
+    """Recorded experience cannot be read or written; the message names the file and column."""
 
 
 def install_hint(feature: str, extra: str) -> str:

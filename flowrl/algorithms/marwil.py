@@ -13,8 +13,7 @@ from pydantic import Field
 
 from flowrl.algorithms.offline_config import OfflineConfig
 from flowrl.data import SampleBatch
-from flowrl.errors import ConfigError
-from flowrl.offline.parquet import OfflineDataError
+from flowrl.errors import ConfigError, OfflineDataError
 from flowrl.ops import ReadMinari, ReadParquet
 from flowrl.policies.returns import discounted_returns
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy

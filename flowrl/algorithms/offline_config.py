@@ -12,9 +12,9 @@ from pydantic import SkipValidation
 
 from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
 from flowrl.envs.registry import SpacesOnlyEnv
-from flowrl.errors import ConfigError, check_installed
+from flowrl.errors import ConfigError, OfflineDataError, check_installed
 from flowrl.offline.minari import MinariDataset
-from flowrl.offline.parquet import OfflineDataError, parquet_files, read_policy_id
+from flowrl.offline.parquet import parquet_files, read_policy_id
 from flowrl.offline.sources import ParquetSource
 from flowrl.ops import ReadMinari, ReadParquet
 from flowrl.sampling.worker_set import WorkerSet

@@ -10,7 +10,7 @@ import textwrap
 from pathlib import Path
 
 import flowrl
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, OfflineDataError
 
 # files whose frames are not shown
 _HIDDEN = (f"{Path(flowrl.__file__).parent}{os.sep}", contextlib.__file__, "<frozen importlib")
@@ -33,9 +33,9 @@ def printable(text: object) -> str:
 def print_failure(error: BaseException) -> None:
     """Print an error with the user's part of its traceback, if there is one, and its notes.
 
-    A ConfigError is printed without a traceback.
+    Errors of settings and of recorded experience are printed without a traceback.
     """
-    if isinstance(error, ConfigError):
+    if isinstance(error, ConfigError | OfflineDataError):
         from flowrl.iter.recovery import REMOTE_TRACEBACK
 
         print(f"flowrl: {printable(error)}", file=sys.stderr)

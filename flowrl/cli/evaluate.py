@@ -17,7 +17,7 @@ from flowrl.cli.arguments import (
     reject_settings,
 )
 from flowrl.cli.display import print_failure, printable
-from flowrl.cli.saved_runs import open_run
+from flowrl.cli.saved_runs import open_run, suggest_intact_checkpoint
 from flowrl.data.checkpoint import CheckpointError, read_manifest
 from flowrl.errors import ConfigError, install_hint
 from flowrl.policies.devices import on_available_device
@@ -58,6 +58,7 @@ def evaluate_command(arguments: list[str]) -> int:
             algorithm.restore_policies(run.checkpoint)
         except CheckpointError as error:
             print(f"flowrl: {printable(error)}", file=sys.stderr)
+            suggest_intact_checkpoint("evaluate", run)
             return 1
         algorithm.iteration = read_manifest(run.checkpoint)["training_iteration"]
         for name, explore in rounds:

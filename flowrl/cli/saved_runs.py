@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flowrl.cli.arguments import import_from_current_folder
+from flowrl.cli.display import program_name
 from flowrl.cli.run_settings import absolute_plan
 from flowrl.data.checkpoint import CheckpointError, read_manifest, resolve_checkpoint, run_dir_of
 from flowrl.errors import ConfigError
@@ -16,6 +19,7 @@ from flowrl.setting_values import equal_code
 from flowrl.trainer.config import AlgorithmConfig, absolute_folders
 from flowrl.trainer.plan_files import PLAN_MODULE, algorithm_in, load_plan
 from flowrl.trainer.plan_settings import plan_config
+from flowrl.trainer.runs.formatting import format_path
 from flowrl.trainer.runs.saved_run import (
     find_checkpoint,
     last_intact_checkpoint,
@@ -127,6 +131,25 @@ def read_saved_manifest(checkpoint: Path | str, run_dir: Path | None = None) -> 
         intact = run_dir and last_intact_checkpoint(run_dir, Path(checkpoint))
         hint = f"; an older checkpoint is intact: --checkpoint {intact.name}" if intact else ""
         raise ConfigError(f"{error}{hint}") from None
+
+
+def suggest_intact_checkpoint(command: str, run: SavedRun) -> None:
+    """Print how to use an older checkpoint of a run instead of its damaged one, if one is intact.
+
+    Args:
+        command: the command that read the damaged checkpoint.
+        run: the run, with the damaged checkpoint.
+    """
+    if run.run_dir is None:
+        return
+    intact = last_intact_checkpoint(run.run_dir, Path(run.checkpoint))
+    if intact is not None:
+        path = shlex.quote(format_path(run.run_dir))
+        print(
+            f"An older checkpoint is intact: {program_name()} {command} {path} "
+            f"--checkpoint {intact.name}",
+            file=sys.stderr,
+        )
 
 
 def settings_of(

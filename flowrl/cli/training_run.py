@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from flowrl.cli.display import print_failure, printable, program_name
 from flowrl.cli.report import write_report
 from flowrl.cli.run_settings import CODE_SETTINGS, absolute_plan
-from flowrl.cli.saved_runs import SavedRun
+from flowrl.cli.saved_runs import SavedRun, suggest_intact_checkpoint
 from flowrl.data.checkpoint import CheckpointError, list_checkpoints
 from flowrl.errors import ConfigError
 from flowrl.trainer.checkpointing import OtherPlanError
@@ -27,7 +27,7 @@ from flowrl.trainer.runs.resuming import (
 )
 from flowrl.trainer.runs.run_directory import REPORT, RunDirectory, default_run_dir
 from flowrl.trainer.runs.run_end import describe_end
-from flowrl.trainer.runs.saved_run import last_intact_checkpoint, read_command
+from flowrl.trainer.runs.saved_run import read_command
 from flowrl.trainer.runs.stop_rules import StopRules
 from flowrl.trainer.runs.training_loop import Display, train_until
 from flowrl.trainer.trust import untrusted_code
@@ -132,8 +132,7 @@ def resume_run(
             print(f"flowrl: {printable(error)}", file=sys.stderr)
             if isinstance(error, OtherPlanError):
                 return 2
-            if run is not None:
-                _suggest_checkpoint(run.path, Path(saved.checkpoint))
+            suggest_intact_checkpoint("resume", saved)
             return 1
         reached = reached_limit(algorithm, stop, run_dir)
         if reached is not None:
@@ -179,17 +178,6 @@ def _build(
         algorithm.stop()
         print_failure(error)
         return None
-
-
-def _suggest_checkpoint(run_dir: Path, damaged: Path) -> None:
-    intact = last_intact_checkpoint(run_dir, damaged)
-    if intact is not None:
-        path = shlex.quote(format_path(run_dir))
-        print(
-            f"An older checkpoint is intact: {program_name()} resume {path} "
-            f"--checkpoint {intact.name}",
-            file=sys.stderr,
-        )
 
 
 def _train(

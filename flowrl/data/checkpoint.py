@@ -163,7 +163,9 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
     body, seal, rest = data.rpartition(_SEAL)
     sealed = seal and rest == hashlib.blake2b(body, digest_size=16).hexdigest().encode() + b'"\n}\n'
     if not sealed:
-        raise CheckpointError(f"{name}: the file was altered or does not belong to a checkpoint")
+        raise CheckpointError(
+            f"{name}: the file is incomplete or was altered, or it is not a checkpoint's manifest"
+        )
     try:
         manifest = parse_json(data)
         version = manifest.get("format")
@@ -220,7 +222,12 @@ def _read_files(path: Path | str, manifest: dict[str, Any], part: str | None) ->
         if array_name is not None and part is not None and not _is_in(part, array_name):
             continue
         data = storage.read(file)
-        if len(data) != entry["bytes"] or digest(file, data) != entry["hash"]:
+        if len(data) != entry["bytes"]:
+            raise CheckpointError(
+                f"{name}: the file is damaged: it has {len(data)} bytes, but {entry['bytes']} were "
+                "written"
+            )
+        if digest(file, data) != entry["hash"]:
             raise CheckpointError(f"{name}: the file was altered (its hash differs)")
         try:
             if array_name is not None:

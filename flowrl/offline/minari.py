@@ -12,8 +12,8 @@ import optree
 from gymnasium import spaces
 
 from flowrl.data.sample_batch import SampleBatch
-from flowrl.errors import check_installed
-from flowrl.offline.parquet import OfflineDataError, check_no_extension_types
+from flowrl.errors import OfflineDataError, check_installed
+from flowrl.offline.parquet import check_no_extension_types
 
 ROWS_PER_PART = 50_000
 

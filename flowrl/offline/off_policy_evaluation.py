@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
-from flowrl.errors import ConfigError
-from flowrl.offline.parquet import OfflineDataError, parquet_files, read_parquet, read_run_id
+from flowrl.errors import ConfigError, OfflineDataError
+from flowrl.offline.parquet import parquet_files, read_parquet, read_run_id
 from flowrl.offline.recorded_rows import rows_for_policy
 from flowrl.policies.distributions import Deterministic
 from flowrl.policies.policy import Policy

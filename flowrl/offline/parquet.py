@@ -19,15 +19,11 @@ import numpy as np
 from flowrl.data.columns import PER_SEQUENCE
 from flowrl.data.sample_batch import DEFAULT_POLICY_ID, SampleBatch
 from flowrl.data.sequences import without_padding
-from flowrl.errors import check_installed
+from flowrl.errors import OfflineDataError, check_installed
 
 FORMAT = 1
 _METADATA_KEY = b"flowrl"
 _JSON = "json"  # dtype of columns of Python objects, i.e. infos
-
-
-class OfflineDataError(ValueError):
-    """Recorded experience cannot be read or written; the message names the file and column."""
 
 
 def import_pyarrow() -> Any:

@@ -18,8 +18,8 @@ import optree
 
 from flowrl.data.sample_batch import MultiAgentBatch, SampleBatch
 from flowrl.data.sequences import without_padding
+from flowrl.errors import OfflineDataError
 from flowrl.offline.parquet import (
-    OfflineDataError,
     import_pyarrow,
     read_run_id,
     to_json_value,

@@ -7,8 +7,7 @@ from gymnasium.spaces import Box
 
 from flowrl.data import SampleBatch
 from flowrl.data.columns import FLAT_KINDS
-from flowrl.errors import ConfigError
-from flowrl.offline.parquet import OfflineDataError
+from flowrl.errors import ConfigError, OfflineDataError
 from flowrl.policies.observations import convert_observation
 from flowrl.policies.policy import Policy
 

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from flowrl.data.sample_batch import SampleBatch
+from flowrl.errors import OfflineDataError
 from flowrl.offline.minari import MinariDataset
 from flowrl.offline.parquet import (
-    OfflineDataError,
     parquet_files,
     read_parquet,
     read_policy_id,

@@ -11,9 +11,9 @@ import numpy as np
 
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
 from flowrl.data.item_checks import check_batch
+from flowrl.errors import OfflineDataError
 from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
 from flowrl.iter.errors import call_in_stage
-from flowrl.offline.parquet import OfflineDataError
 from flowrl.offline.parquet_writer import ParquetWriter
 from flowrl.offline.recorded_rows import has_unscaled_actions, rows_for_policy
 from flowrl.offline.sources import MinariSource, OfflineSource, ParquetSource

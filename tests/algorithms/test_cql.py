@@ -12,7 +12,8 @@ from flowrl.algorithms import cql
 from flowrl.algorithms.cql import CQL, CQLConfig, CQLTorchPolicy
 from flowrl.algorithms.sac import SACTorchPolicy
 from flowrl.data import SampleBatch
-from flowrl.offline.parquet import OfflineDataError, write_parquet
+from flowrl.errors import OfflineDataError
+from flowrl.offline.parquet import write_parquet
 from flowrl.policies import ConfigError
 from tests.extras import require_extra
 

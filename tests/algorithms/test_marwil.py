@@ -16,7 +16,8 @@ from flowrl.algorithms.marwil import (
     returns_of,
 )
 from flowrl.data import SampleBatch
-from flowrl.offline.parquet import OfflineDataError, write_parquet
+from flowrl.errors import OfflineDataError
+from flowrl.offline.parquet import write_parquet
 from flowrl.ops import ReadParquet
 from flowrl.ops.offline import ReadStage
 from flowrl.policies import ConfigError

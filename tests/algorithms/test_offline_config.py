@@ -10,8 +10,8 @@ from gymnasium import spaces
 from flowrl.algorithms.cql import CQLConfig
 from flowrl.algorithms.marwil import BC, BCConfig, MARWILConfig
 from flowrl.data import SampleBatch
-from flowrl.errors import ConfigError
-from flowrl.offline.parquet import OfflineDataError, read_parquet, write_parquet
+from flowrl.errors import ConfigError, OfflineDataError
+from flowrl.offline.parquet import read_parquet, write_parquet
 from flowrl.policies.views import find_masked
 from flowrl.trainer.evaluation import EvaluationWorkers
 from flowrl.trainer.runs.stop_rules import StopRules

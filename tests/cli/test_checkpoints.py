@@ -83,8 +83,12 @@ def test_damaged_checkpoint_is_named_and_an_intact_one_suggested(cli, tmp_path):
     code, _, err = cli("resume", "r", "--stop-iters", "4")
     assert code == 1
     assert file.name in err
+    assert "bytes, but" in err
     assert "resume r --checkpoint 000002" in err
     assert len(read_results(tmp_path / "r")) == 3  # nothing was removed
+    code, _, err = cli("evaluate", "r", "--episodes", "1")
+    assert code == 1
+    assert "evaluate r --checkpoint 000002" in err
     code, _, err = cli("checkpoint", "inspect", "r")
     assert code == 1
     assert file.name in err

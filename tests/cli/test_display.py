@@ -1,8 +1,11 @@
 """Failures of a run: tracebacks of the user's code, notes, missing dependencies."""
 
+import numpy as np
 import pytest
 
 from flowrl import PPO
+from flowrl.data import SampleBatch
+from flowrl.offline.parquet import write_parquet
 from flowrl.policies import ConfigError
 from tests.cli.helpers import ENVIRONMENT_PLAN, TWO_ITERATIONS
 
@@ -45,6 +48,18 @@ def test_environment_that_raises_shows_its_own_traceback(cli, tmp_path):
     assert "failed 6 times in a row" in err
     for package in ("iter", "sampling", "trainer"):
         assert f"flowrl/{package}" not in err
+
+
+def test_unreadable_experience_is_one_line_with_its_place_in_the_plan(cli, tmp_path):
+    rows = SampleBatch(obs=np.zeros((4, 4), np.float32), actions=np.array([0, 1, 2, 0]))
+    write_parquet(tmp_path / "data/a.parquet", rows)
+    code, _, err = cli("train", "bc", "--env", "CartPole-v1", "--input_", "data", "--run-dir", "r")
+    assert code == 1
+    assert err.startswith("flowrl: ")
+    assert "data/a.parquet: the rows do not fit the spaces of the policy: actions" in err
+    assert "ReadParquet" in err
+    for absent in ("Traceback", "OfflineDataError"):
+        assert absent not in err
 
 
 def test_missing_dependency_of_an_environment_is_one_line(cli, tmp_path):

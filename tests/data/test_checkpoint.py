@@ -320,7 +320,7 @@ def test_other_format_versions_and_other_folders_are_rejected(tmp_path):
     with pytest.raises(CheckpointError, match=r"manifest\.json: file not found"):
         read_checkpoint(tmp_path)
     (tmp_path / "manifest.json").write_text('{"name": "other"}')
-    with pytest.raises(CheckpointError, match="does not belong to a checkpoint"):
+    with pytest.raises(CheckpointError, match="not a checkpoint's manifest"):
         read_checkpoint(tmp_path)
     path = write_example(tmp_path)
     for version, remedy in (

@@ -8,8 +8,8 @@ from gymnasium import spaces
 from flowrl.algorithms.a2c import A2CTorchPolicy
 from flowrl.algorithms.cql import CQLConfig
 from flowrl.algorithms.marwil import BCConfig
+from flowrl.errors import OfflineDataError
 from flowrl.offline.minari import MinariDataset
-from flowrl.offline.parquet import OfflineDataError
 from flowrl.ops import ReadMinari
 from tests.extras import require_extra
 

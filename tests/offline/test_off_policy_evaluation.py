@@ -10,9 +10,9 @@ from flowrl.algorithms.dqn import DQNTorchPolicy
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.algorithms.td3 import TD3TorchPolicy
 from flowrl.data import MultiAgentBatch, SampleBatch
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, OfflineDataError
 from flowrl.offline.off_policy_evaluation import estimate
-from flowrl.offline.parquet import OfflineDataError, parquet_files, read_parquet, write_parquet
+from flowrl.offline.parquet import parquet_files, read_parquet, write_parquet
 from flowrl.offline.parquet_writer import ParquetWriter
 from tests.extras import require_extra
 

@@ -14,7 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from flowrl.data import SampleBatch
-from flowrl.offline.parquet import OfflineDataError, parquet_files, read_parquet, write_parquet
+from flowrl.errors import OfflineDataError
+from flowrl.offline.parquet import parquet_files, read_parquet, write_parquet
 
 from .batches import count_batch
 

@@ -6,7 +6,7 @@ from gymnasium import spaces
 
 from flowrl.algorithms.ppo import PPOTorchPolicy
 from flowrl.data import SampleBatch
-from flowrl.offline.parquet import OfflineDataError
+from flowrl.errors import OfflineDataError
 from flowrl.offline.recorded_rows import has_unscaled_actions, rows_for_policy
 
 BOX = spaces.Box(-1, 1, (2,), np.float32)

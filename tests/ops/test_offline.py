@@ -8,8 +8,9 @@ from flowrl.algorithms.a2c import A2CConfig
 from flowrl.cli.main import main
 from flowrl.data import SampleBatch
 from flowrl.data.checkpoint import CheckpointError
+from flowrl.errors import OfflineDataError
 from flowrl.iter import LocalIterator, from_items
-from flowrl.offline.parquet import OfflineDataError, parquet_files, read_parquet, write_parquet
+from flowrl.offline.parquet import parquet_files, read_parquet, write_parquet
 from flowrl.ops import ParallelRollouts, ReadParquet, WriteParquet
 from flowrl.ops.offline import ReadStage
 from tests.extras import require_extra

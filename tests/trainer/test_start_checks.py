@@ -16,8 +16,7 @@ from flowrl.algorithms.appo import APPOConfig
 from flowrl.algorithms.sac import SACConfig
 from flowrl.algorithms.td3 import DDPGConfig
 from flowrl.envs import make_multi_agent
-from flowrl.errors import ConfigError
-from flowrl.offline.parquet import OfflineDataError
+from flowrl.errors import ConfigError, OfflineDataError
 from flowrl.ops import (
     ConcatBatches,
     ParallelRollouts,

@@ -25,10 +25,9 @@ from flowrl.data.checkpoint import (
     seal_manifest,
     write_checkpoint,
 )
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, OfflineDataError
 from flowrl.offline.minari import MinariDataset
 from flowrl.offline.parquet import (
-    OfflineDataError,
     read_parquet,
     read_policy_id,
     write_parquet,

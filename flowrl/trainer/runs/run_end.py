@@ -49,4 +49,10 @@ def describe_end(end: RunEnd, algorithm: Any) -> str:
             ". No episode has ended, so there are no returns: train longer, or set horizon if the "
             "environment has no limit"
         )
+    interval = algorithm.config.evaluation_interval
+    if interval is not None and "evaluation" not in result and not end.exit_code:
+        text += (
+            f". No evaluation took place: evaluation_interval is {interval}, and the training had "
+            f"{format_count(algorithm.iteration, 'iteration')}"
+        )
     return text

@@ -536,6 +536,14 @@ def test_end_of_a_run_without_episodes_names_a_limit(capsys):
     assert "No episode has ended, so there are no returns" in capsys.readouterr().out
 
 
+def test_end_of_a_run_says_that_no_evaluation_took_place(capsys):
+    settings = {"train_batch_size": 64, "sgd_minibatch_size": 64, "evaluation_interval": 2}
+    with PPO("CartPole-v1", **settings) as algorithm:
+        algorithm.learn(64, run_dir=None)
+    message = "No evaluation took place: evaluation_interval is 2, and the training had 1 iteration"
+    assert message in capsys.readouterr().out
+
+
 def test_end_of_an_offline_run_names_the_last_evaluation(tmp_path, capsys):
     require_extra("offline")
     small = {"train_batch_size": 64, "sgd_minibatch_size": 64, "output": str(tmp_path)}
