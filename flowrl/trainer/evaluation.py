@@ -12,7 +12,7 @@ import numpy as np
 
 from flowrl.data.spaces import are_compatible
 from flowrl.envs.registry import NO_ENV_MESSAGE, EnvContext
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, add_note
 from flowrl.iter import ray_health
 from flowrl.iter.ray_runtime import death_errors
 from flowrl.iter.recovery import STARTING_S, original_error
@@ -29,6 +29,7 @@ from flowrl.trainer.video import VideoRecorder, check_rendering
 
 log = logging.getLogger("flowrl")
 
+MAX_LOST = 3  # evaluations in a row that may be lost because a worker died
 LONG_WAIT_S = 120.0  # time that training waits for an evaluation, before a warning
 
 # steps of each environment without the end of an episode
@@ -248,6 +249,7 @@ class EvaluationWorkers:
         self._have_started = False  # the workers have sent these replies, or took too long
         self._policies: list[str] = []
         self._iteration = 0
+        self._num_lost = 0  # evaluations in a row that were lost because a worker died
 
     def _new_workers(self) -> WorkerSet:
         config = self._config.updated(
@@ -335,7 +337,8 @@ class EvaluationWorkers:
         starts new workers.
 
         Raises:
-            Exception: an error on a worker, or its death if `recreate_failed_workers` is False.
+            Exception: an error on a worker, or its death: the third in a row, or the first if
+                `recreate_failed_workers` is False.
         """
         from ray.exceptions import RayTaskError
 
@@ -353,7 +356,15 @@ class EvaluationWorkers:
         try:
             parts = ray_health.get(self._requests)
         except death_errors() as error:
-            if not self._config.recreate_failed_workers:
+            self._num_lost += 1
+            if self._num_lost == MAX_LOST:
+                add_note(
+                    error,
+                    f"{MAX_LOST} evaluations in a row were lost because an evaluation worker died; "
+                    "the warnings above have the causes. If the workers lack memory, reduce "
+                    "evaluation_num_workers",
+                )
+            if self._num_lost == MAX_LOST or not self._config.recreate_failed_workers:
                 self.stop()
                 raise
             self._replace_workers(f"a worker died: {error!r}")
@@ -362,6 +373,7 @@ class EvaluationWorkers:
             raise original_error(error) from None
         finally:
             self._requests = []
+        self._num_lost = 0
         episodes = [EpisodeMetrics(*fields) for part in parts for fields in part.episodes]
         played = EvaluationEpisodes(
             episodes,

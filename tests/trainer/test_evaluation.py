@@ -16,6 +16,7 @@ from flowrl.algorithms.impala import IMPALAConfig
 from flowrl.algorithms.td3 import TD3
 from flowrl.data.checkpoint import CheckpointError, list_checkpoints
 from flowrl.envs import MultiAgentEnv
+from flowrl.iter.ray_runtime import death_errors
 from flowrl.policies import ConfigError, ViewRequirement
 from flowrl.sampling.callbacks import DefaultCallbacks
 from flowrl.trainer.evaluation import (
@@ -396,6 +397,30 @@ def test_dead_evaluation_worker_is_replaced(ray_session, caplog, tmp_path):
         assert "evaluation" not in algorithm.train()
         assert "the evaluation is lost because a worker died" in caplog.text
         assert algorithm.train()["evaluation"]["training_iteration"] == 3
+
+
+class KillsItsProcess(FixedLength):
+    """Kills its process in each reset."""
+
+    def reset(self, *, seed=None, options=None):
+        os._exit(1)
+
+
+@pytest.mark.slow
+def test_evaluation_workers_that_always_die_end_the_training(ray_session):
+    config = a2c_config(
+        env=FixedLength,
+        evaluation_interval=1,
+        evaluation_duration=1,
+        evaluation_num_workers=1,
+        evaluation_config={"env": KillsItsProcess},
+    )
+    with config.build() as algorithm:
+        for _ in range(2):
+            assert "evaluation" not in algorithm.train()
+        with pytest.raises(death_errors()) as caught:
+            algorithm.train()
+        assert "3 evaluations in a row were lost" in "".join(caught.value.__notes__)
 
 
 class HangsOnce(FixedLength):
