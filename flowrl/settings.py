@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from importlib import import_module
@@ -132,6 +133,20 @@ def setting(
 
 
 _without_checks: ContextVar[bool] = ContextVar("without_checks", default=False)
+
+
+@contextmanager
+def unchecked_combinations(when: bool = True) -> Iterator[None]:
+    """Do not check in the block whether settings fit together; see `check_of_settings`.
+
+    Args:
+        when: False changes nothing.
+    """
+    token = _without_checks.set(_without_checks.get() or when)
+    try:
+        yield
+    finally:
+        _without_checks.reset(token)
 
 
 def check_of_settings(method: Callable[[R], R]) -> Any:
@@ -281,15 +296,11 @@ class Settings(BaseModel):
         unknown = [name for name in searched if name not in type(self).model_fields]
         if searched and not unknown:  # validated after Tune has drawn values
             values = {name: value for name, value in values.items() if name not in searched}
-        token = _without_checks.set(
-            _without_checks.get() or bool(searched) or contains_search(values)
-        )
         try:
-            super().__init__(**values)
+            with unchecked_combinations(bool(searched) or contains_search(values)):
+                super().__init__(**values)
         except ValidationError as error:
             raise ConfigError(_explain(type(self), error)) from None
-        finally:
-            _without_checks.reset(token)
         vars(self).update(searched)
         self.model_fields_set.update(searched)
 
@@ -385,15 +396,13 @@ class Settings(BaseModel):
         if isinstance(value, dict) and _is_record(type(self), name):
             value = self.updated(**{name: value})[name]  # it changes only what it names
         before, chosen_before = dict(vars(self)), set(self.model_fields_set)
-        token = _without_checks.set(contains_search(value) or contains_search(self))
         try:
-            super().__setattr__(name, value)
+            with unchecked_combinations(contains_search(value) or contains_search(self)):
+                super().__setattr__(name, value)
         except ValidationError as error:
             vars(self).update(before)  # checks of several settings run after the assignment
             self.model_fields_set.intersection_update(chosen_before)
             raise ConfigError(_explain(type(self), error)) from None
-        finally:
-            _without_checks.reset(token)
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and equal(vars(self), vars(other))

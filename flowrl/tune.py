@@ -22,7 +22,7 @@ from flowrl.errors import ConfigError, install_hint
 from flowrl.sampling.placement import MIN_BUNDLE_CPUS
 from flowrl.setting_aliases import canonical_names
 from flowrl.trainer.config import AlgorithmConfig, absolute_folders
-from flowrl.trainer.plan_files import is_plan_file
+from flowrl.trainer.plan_files import absolute_plan, is_plan_file
 from flowrl.trainer.registry import algorithm_class, algorithm_names
 
 try:
@@ -151,9 +151,8 @@ def _absolute_paths(config: dict[str, Any]) -> dict[str, str]:
     """Return the settings that are paths as absolute ones: a trial runs in a folder of its own."""
     start = os.environ.get("TUNE_ORIG_WORKING_DIR", "")  # set by Tune in the trial's process
     paths = absolute_folders(config, start)
-    plan = str(config.get("plan"))
-    if is_plan_file(plan):
-        paths["plan"] = os.path.abspath(os.path.join(start, plan))
+    if is_plan_file(config.get("plan")):
+        paths["plan"] = absolute_plan(config["plan"], start)
     return paths
 
 

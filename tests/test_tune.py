@@ -76,10 +76,12 @@ def test_relative_paths_are_those_of_the_folder_in_which_tune_was_started(tmp_pa
     monkeypatch.setenv("TUNE_ORIG_WORKING_DIR", str(start))
     monkeypatch.chdir(trial_folder)
     assert main(["copy", "a2c", str(start / "my_plan.py")]) == 0
-    config = {"env": "CartPole-v1", "plan": "my_plan.py", "output": "recorded"}
-    trial = flowrl.tune.A2C(config=config)
-    trial.train()
-    trial.stop()
+    monkeypatch.setenv("HOME", str(start))
+    for plan in ("my_plan.py", "~/my_plan.py"):
+        config = {"env": "CartPole-v1", "plan": plan, "output": "recorded"}
+        trial = flowrl.tune.A2C(config=config)
+        trial.train()
+        trial.stop()
     assert list((start / "recorded").glob("*.parquet"))
     assert not list(trial_folder.iterdir())
 

@@ -13,6 +13,7 @@ from typing import Any
 from flowrl.benchmark.sb3 import PACKAGES, installed_version
 from flowrl.errors import ConfigError
 from flowrl.process_usage import num_cores
+from flowrl.whole_files import write_whole
 
 CHECKOUT = Path(__file__).parents[2]
 RESULTS = "benchmarks/results"  # which benchmarks write themselves
@@ -74,7 +75,7 @@ def read_record(file: Path) -> tuple[str | None, list[Origin]]:
 
 def write_record(file: Path, checksum: str, origins: Sequence[Origin]) -> None:
     """Write what `read_record` returns."""
-    file.write_text(json.dumps({"settings": checksum, "origins": origins}), encoding="utf-8")
+    write_whole(file, json.dumps({"settings": checksum, "origins": origins}))
 
 
 def machine() -> str:

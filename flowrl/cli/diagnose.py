@@ -63,8 +63,12 @@ def _state_of(run_dir: Path) -> str:
     if last["kind"] != "killed":
         return text
     text = f"The run did not end: {last['text']}."
-    if list_checkpoints(run_dir):
-        return f"{text} To continue it: flowrl resume {shlex.quote(str(run_dir))}"
+    if checkpoints := list_checkpoints(run_dir):
+        # not imported above: it imports torch
+        from flowrl.trainer.runs.continuing import trust_flag
+
+        path = shlex.quote(str(run_dir))
+        return f"{text} To continue it: flowrl resume {path}{trust_flag(checkpoints[-1])}"
     return f"{text} It has no checkpoint: start it again with the same run directory"
 
 

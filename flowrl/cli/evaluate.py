@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gymnasium.error import DependencyNotInstalled
 
@@ -17,11 +17,15 @@ from flowrl.cli.arguments import (
     reject_settings,
 )
 from flowrl.cli.display import print_failure, printable
-from flowrl.cli.saved_runs import open_run, suggest_intact_checkpoint
-from flowrl.data.checkpoint import CheckpointError, read_manifest
+from flowrl.cli.run_settings import without_actors
+from flowrl.cli.saved_runs import SavedRun, open_run, suggest_intact_checkpoint
+from flowrl.data.checkpoint import CheckpointError, list_checkpoints, read_manifest
 from flowrl.errors import ConfigError, install_hint
 from flowrl.policies.devices import on_available_device
 from flowrl.trainer.runs.formatting import format_count, format_number
+
+if TYPE_CHECKING:
+    from flowrl.trainer.algorithm import Algorithm
 
 NUM_ENVS = 16  # environments that are stepped together
 
@@ -38,7 +42,7 @@ def evaluate_command(arguments: list[str]) -> int:
         reject_settings("evaluate", options.run, rest)
         parser.parse_args(arguments)  # raises: an unknown option
     run = open_run(options.run, options.checkpoint, options.plan, options.trust)
-    config = run.config.updated(num_workers=0, log_to=[], log_config={}, output=None)
+    config = without_actors(run.config).updated(log_to=[], log_config={}, output=None)
     config = on_available_device(config)
     if options.seed is not None:
         config = config.updated(seed=options.seed)
@@ -55,7 +59,8 @@ def evaluate_command(arguments: list[str]) -> int:
             print(f"flowrl: {message}", file=sys.stderr)
     with run.build(config) as algorithm:
         try:
-            algorithm.restore_policies(run.checkpoint)
+            names_run = run.run_dir == Path(options.run).expanduser()
+            run = _restore_policies(algorithm, run, names_run and options.checkpoint is None)
         except CheckpointError as error:
             print(f"flowrl: {printable(error)}", file=sys.stderr)
             suggest_intact_checkpoint("evaluate", run)
@@ -78,6 +83,29 @@ def evaluate_command(arguments: list[str]) -> int:
             if file is not None and file.exists():
                 print(f"         video: {file}")
     return 0
+
+
+def _restore_policies(algorithm: Algorithm, run: SavedRun, is_newest: bool) -> SavedRun:
+    """Restore the policies of a run's checkpoint, and return the run with the restored checkpoint.
+
+    Args:
+        algorithm: the algorithm.
+        run: the run.
+        is_newest: whether the user wants the newest checkpoint, which a training may have replaced
+            since the run was opened.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+    """
+    while True:
+        try:
+            algorithm.restore_policies(run.checkpoint)
+            return run
+        except CheckpointError:
+            newest = list_checkpoints(run.run_dir)[-1:] if run.run_dir and is_newest else []
+            if newest in ([], [run.checkpoint]):
+                raise
+            run = run._replace(checkpoint=newest[0])
 
 
 def _parser() -> Parser:

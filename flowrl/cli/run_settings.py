@@ -8,19 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flowrl.cli.arguments import Parser, json_object, positive_float
+from flowrl.cli.arguments import Parser, json_object, positive_float, with_flags
 from flowrl.cli.stop_options import add_display_option, add_stop_options, stop_rules_of
 from flowrl.errors import ConfigError
 from flowrl.policies.config import PolicyConfig
 from flowrl.setting_aliases import canonical_names
+from flowrl.settings import unchecked_combinations
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.plan_settings import plan_config
 from flowrl.trainer.registry import algorithm_class
 from flowrl.trainer.runs.stop_rules import describe_defaults
 from flowrl.trainer.trust import untrusted_code
 
-CODE_SETTINGS = ("callbacks_class", "policy_mapping_fn", "sample_collector")
-"""Settings whose flags take the import path of code."""
 DEFAULT_TRACE_S = 60.0
 HELP_FLAGS = ("-h", "--help", "--help-all")
 
@@ -87,16 +86,14 @@ def parse_run(
     settings_flags = [flag for flag in flags if flag not in HELP_FLAGS]
     names = [flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag[:2] == "--"]
     changes = {n: value for n, value in canonical_names(changes).items() if n not in names}
-    try:
+    with unchecked_combinations():  # --config may fit only together with the flags
         defaults = before.updated(**changes)
-    except ConfigError:
-        if not settings_flags:
-            raise
-        # --config may fit only together with the flags, which are applied again: they override it
-        with_flags = settings_from_flags(before, settings_flags, program, vars(options))
-        defaults = with_flags.updated(**changes)
-    config = settings_from_flags(defaults, settings_flags, program, vars(options))
-    config = with_training_options(config, options)
+        config = settings_from_flags(defaults, settings_flags, program, vars(options))
+    try:
+        config = with_training_options(config.updated(), options)
+    except ConfigError as error:
+        names = [name for name in config if name not in changes]  # not of --config
+        raise ConfigError(with_flags(str(error), arguments, names)) from None
     if settings_flags != flags:
         parser = _run_options(program, describe_defaults(config))
         print(format_help(parser, config, show_all="--help-all" in flags))
@@ -162,10 +159,10 @@ def with_training_options(config: AlgorithmConfig, options: argparse.Namespace) 
     """Apply the options of `add_training_options` that change settings."""
     if options.trace is not None:
         config = config.updated(trace_s=options.trace)
-    return _without_actors(config) if options.in_process else config
+    return without_actors(config) if options.in_process else config
 
 
-def _without_actors(config: AlgorithmConfig) -> AlgorithmConfig:
+def without_actors(config: AlgorithmConfig) -> AlgorithmConfig:
     """Return settings of the same run in one process."""
     numbers = (
         "num_workers", "num_spare_workers", "num_learners", "num_gpus", "num_aggregation_workers",
@@ -207,8 +204,3 @@ def check_trusted(config: AlgorithmConfig, trust: bool) -> None:
         raise ConfigError(
             f"the settings contain {code}, which is not trusted: pass --trust to allow it"
         )
-
-
-def absolute_plan(plan: str) -> str:
-    """Return the absolute path of a plan file, or the name of a shipped plan."""
-    return str(Path(plan).expanduser().resolve()) if plan.endswith(".py") else plan

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from flowrl.cli.display import print_failure, printable, program_name
 from flowrl.cli.report import write_report
-from flowrl.cli.run_settings import CODE_SETTINGS, absolute_plan
 from flowrl.cli.saved_runs import SavedRun, suggest_intact_checkpoint
 from flowrl.data.checkpoint import CheckpointError, list_checkpoints
 from flowrl.errors import ConfigError
 from flowrl.trainer.checkpointing import OtherPlanError
 from flowrl.trainer.config import AlgorithmConfig
-from flowrl.trainer.runs.continuing import ways_to_continue
+from flowrl.trainer.plan_files import absolute_plan
+from flowrl.trainer.runs.continuing import trust_flag, ways_to_continue
 from flowrl.trainer.runs.formatting import format_path
 from flowrl.trainer.runs.resuming import (
     prepare_to_resume,
@@ -28,9 +28,9 @@ from flowrl.trainer.runs.resuming import (
 from flowrl.trainer.runs.run_directory import REPORT, RunDirectory, default_run_dir
 from flowrl.trainer.runs.run_end import describe_end
 from flowrl.trainer.runs.saved_run import read_command
+from flowrl.trainer.runs.signal_handler import ENDED_BY_SIGNAL, INTERRUPTED
 from flowrl.trainer.runs.stop_rules import StopRules
 from flowrl.trainer.runs.training_loop import Display, train_until
-from flowrl.trainer.trust import untrusted_code
 
 if TYPE_CHECKING:
     from flowrl.trainer.algorithm import Algorithm
@@ -83,7 +83,8 @@ def start_run(
         if note and display != "none":
             print(note)
         exit_code = _train(algorithm, stop, run, command, display)
-        return _report(run.path, exit_code) if report else exit_code
+    # not before: the page of a run directory that is in use says that the run trains
+    return _report(run.path, exit_code) if report else exit_code
 
 
 def resume_run(
@@ -200,18 +201,24 @@ def _train(
     """
     try:
         end = train_until(algorithm, stop, run, display)
-    except (Exception, SystemExit) as error:
-        print_failure(error)
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        exit_code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+        if isinstance(error, SystemExit) and error.code in ENDED_BY_SIGNAL:
+            exit_code = error.code
+        if exit_code == 1:
+            print_failure(error)
+        else:  # by a second signal
+            print("stopped before the last checkpoint was written", file=sys.stderr)
         print(f"run directory: {format_path(run.path)}", file=sys.stderr)
-        if list_checkpoints(run.path):
-            trust = _trust_flag(algorithm.config, command)
+        if checkpoints := list_checkpoints(run.path):
             path = shlex.quote(format_path(run.path))
-            print(f"resume:        {program_name()} resume {path}{trust}", file=sys.stderr)
-        return 1
+            resume = f"{program_name()} resume {path}{trust_flag(checkpoints[-1])}"
+            print(f"resume:        {resume}", file=sys.stderr)
+        return exit_code
     print(describe_end(end, algorithm))
     is_complete = not end.exit_code
     if command[:1] == ["flowrl"]:
-        _print_next_commands(algorithm.config, run.path, end.checkpoint, command, end.needs_limit)
+        _print_next_commands(run.path, end.checkpoint, end.needs_limit)
         if can_repeat:
             repeated = shlex.join(_without_run_dir(command[1:]))
             print(f"repeat:        {program_name()} {repeated}")
@@ -237,14 +244,7 @@ def _report(run_dir: Path, exit_code: int) -> int:
     return exit_code
 
 
-def _print_next_commands(
-    config: AlgorithmConfig,
-    run_dir: Path,
-    checkpoint: Path | None,
-    command: list[str],
-    needs_limit: bool,
-) -> None:
-    trust = _trust_flag(config, command)
+def _print_next_commands(run_dir: Path, checkpoint: Path | None, needs_limit: bool) -> None:
     path, program = shlex.quote(format_path(run_dir)), program_name()
     older = list_checkpoints(run_dir)
     if checkpoint is None and not older:
@@ -255,16 +255,10 @@ def _print_next_commands(
     else:
         name = f"checkpoint {checkpoint.relative_to(run_dir)}"
     print(f"run directory: {format_path(run_dir)} ({name})")
+    trust = trust_flag(checkpoint or older[-1])
     print(f"evaluate:      {program} evaluate {path}{trust} --episodes 100")
     stop = " --stop-timesteps …" if needs_limit else ""
     print(f"resume:        {program} resume {path}{trust}{stop}")
-
-
-def _trust_flag(config: AlgorithmConfig, command: list[str]) -> str:
-    """Return the flag that a command needs to load the run's checkpoints; "" if it needs none."""
-    flags = {word.partition("=")[0].replace("_", "-") for word in command}
-    named_by_flags = any(f"--{name.replace('_', '-')}" in flags for name in CODE_SETTINGS)
-    return " --trust" if named_by_flags or untrusted_code(config) is not None else ""
 
 
 def _without_run_dir(arguments: list[str]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flowrl.cli.arguments import Parser, add_runs
-from flowrl.errors import ConfigError, check_installed
+from flowrl.errors import check_installed
 
 DEFAULT_PORT = 6600
 
@@ -29,8 +29,5 @@ def watch_command(arguments: list[str]) -> int:
     check_installed("uvicorn", "flowrl watch", extra="web")
     from flowrl.web.server import serve
 
-    try:
-        serve(options.runs, options.port)
-    except (OSError, OverflowError) as error:
-        raise ConfigError(f"watch: cannot use port {options.port}: {error}") from error
+    serve(options.runs, options.port)
     return 0

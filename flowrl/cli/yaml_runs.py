@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from flowrl.cli.arguments import Parser, add_trust_option, import_from_current_folder
 from flowrl.cli.run_settings import (
-    absolute_plan,
     add_training_options,
     algorithm_config,
     check_trusted,
@@ -19,7 +18,7 @@ from flowrl.cli.training_run import start_run
 from flowrl.errors import ConfigError
 from flowrl.setting_values import nearest
 from flowrl.trainer.config import AlgorithmConfig
-from flowrl.trainer.plan_files import is_shipped, plan_path
+from flowrl.trainer.plan_files import absolute_plan, is_shipped, plan_path
 from flowrl.trainer.plan_settings import plan_config
 from flowrl.trainer.run_files import RUN_KEYS, read_run_file
 from flowrl.trainer.runs.stop_rules import StopRules, metric_rules

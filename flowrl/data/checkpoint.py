@@ -159,7 +159,7 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
     """
     storage = storage_of(path)
     name = storage.display_name(MANIFEST)
-    data = bytes(storage.read(MANIFEST))
+    data = bytes(_read(storage, MANIFEST))
     body, seal, rest = data.rpartition(_SEAL)
     sealed = seal and rest == hashlib.blake2b(body, digest_size=16).hexdigest().encode() + b'"\n}\n'
     if not sealed:
@@ -208,6 +208,18 @@ def read_checkpoint(
     raise AssertionError
 
 
+def _read(storage: Storage, file: str) -> Any:
+    """Return the bytes of a file as a writable array.
+
+    Raises:
+        CheckpointError: the file is missing or cannot be read.
+    """
+    try:
+        return storage.read(file)
+    except OSError as error:
+        raise CheckpointError(f"{storage.display_name(file)}: cannot be read: {error}") from error
+
+
 def _read_files(path: Path | str, manifest: dict[str, Any], part: str | None) -> dict[str, Any]:
     storage = storage_of(path)
     tree: Any = None
@@ -221,7 +233,7 @@ def _read_files(path: Path | str, manifest: dict[str, Any], part: str | None) ->
             )
         if array_name is not None and part is not None and not _is_in(part, array_name):
             continue
-        data = storage.read(file)
+        data = _read(storage, file)
         if len(data) != entry["bytes"]:
             raise CheckpointError(
                 f"{name}: the file is damaged: it has {len(data)} bytes, but {entry['bytes']} were "

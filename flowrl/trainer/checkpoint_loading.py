@@ -31,6 +31,7 @@ from flowrl.policies.policy_spec import changes_specs
 from flowrl.setting_aliases import canonical_names
 from flowrl.trainer.plan_files import (
     PLAN_MODULE,
+    absolute_plan,
     is_plan_file,
     is_shipped,
     load_plan,
@@ -39,7 +40,7 @@ from flowrl.trainer.plan_files import (
 from flowrl.trainer.registry import algorithm_class, algorithm_names, algorithm_path
 from flowrl.trainer.trust import untrusted_code
 
-_BASE_ALGORITHM = "flowrl.trainer.algorithm:Algorithm"
+BASE_ALGORITHM = "flowrl.trainer.algorithm:Algorithm"
 
 
 def algorithm_from_checkpoint(
@@ -48,16 +49,34 @@ def algorithm_from_checkpoint(
     """Implement `Algorithm.from_checkpoint`; `cls` is the class that it is called on."""
     if not isinstance(config or {}, Mapping):
         raise ConfigError(f"from_checkpoint: config must be a mapping of changes, got {config!r}")
-    path = resolve_checkpoint(path)
-    cls_of_run, settings = settings_of_checkpoint(cls, path, config, trust)
+    checkpoint = resolve_checkpoint(path)
+    cls_of_run, settings = settings_of_checkpoint(cls, checkpoint, config, trust)
     algorithm = cls_of_run(settings)
     try:
-        algorithm.restore(path)
+        checkpoint = _restore(algorithm, path, checkpoint)
     except BaseException:
         algorithm.stop()
         raise
-    algorithm.run_dir = run_dir_of(path)
+    algorithm.run_dir = run_dir_of(checkpoint)
     return algorithm
+
+
+def _restore(algorithm: Any, path: Path | str, checkpoint: Path | str) -> Path | str:
+    """Restore a checkpoint and return it; if a run that is training has replaced it meanwhile, the
+    newest one at the path.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+    """
+    while True:
+        try:
+            algorithm.restore(checkpoint)
+            return checkpoint
+        except CheckpointError:
+            newest = resolve_checkpoint(path)
+            if newest == checkpoint:
+                raise
+            checkpoint = newest
 
 
 def settings_of_checkpoint(
@@ -107,9 +126,8 @@ def _settings_of_manifest(
     if changes_specs(changes.get("policies")):
         chosen_by_caller.discard("policies")
     plan = changes.get("plan", manifest["config"]["values"].get("plan"))
-    if is_plan_file(plan):
-        # once: the file that is checked is the one executed
-        plan = str(Path(plan).expanduser().resolve())
+    if isinstance(plan, str):
+        plan = absolute_plan(plan)  # once: the file that is checked is the one executed
     known = _known_classes(cls, plan)
     manifest, plan_modules = _load_plan_of(cls, manifest, plan, known, trust, "plan" in changes)
     cls_of_run = _algorithm_class(manifest["algorithm"], CodeResolver(trust, known, plan_modules))
@@ -272,4 +290,4 @@ def _algorithm_class(path: str, resolver: CodeResolver) -> Any:
     for name in algorithm_names():
         if algorithm_path(name) == path:
             return algorithm_class(name)
-    return resolver.resolve(path, _BASE_ALGORITHM)
+    return resolver.resolve(path, BASE_ALGORITHM)

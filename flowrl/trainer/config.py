@@ -38,6 +38,7 @@ from flowrl.trainer.metric_names import check_metric_name
 from flowrl.trainer.other_libraries import with_hints
 from flowrl.trainer.plan_files import (
     PLAN_MODULE,
+    absolute_plan,
     algorithm_in,
     is_plan_file,
     load_plan,
@@ -397,12 +398,14 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
 
     def completed(self) -> Self:
         """Return a copy with a drawn seed if there is none, so that a run can be repeated, with
-        absolute folders, because it may be continued in another one, and with the frame stack of
+        absolute paths, because it may be continued in another folder, and with the frame stack of
         Atari games."""
         changes: dict[str, Any] = {}
         if self.seed is None:
             changes["seed"] = secrets.randbits(31)
         changes |= absolute_folders(self)
+        if is_plan_file(self.plan):
+            changes["plan"] = absolute_plan(str(self.plan))
         stack = self.atari.frame_stack if self.atari is not None and is_atari(self.env) else 1
         if stack > 1 and self.model.num_framestacks == 1 and self.model.custom_model is None:
             changes["model"] = self.model.updated(num_framestacks=stack)

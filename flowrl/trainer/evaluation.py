@@ -25,6 +25,7 @@ from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.seeding import derive_seed, random_stream
 from flowrl.trainer.config import AlgorithmConfig
+from flowrl.trainer.metric_names import NamedMetrics
 from flowrl.trainer.video import VideoRecorder, check_rendering
 
 log = logging.getLogger("flowrl")
@@ -380,10 +381,8 @@ class EvaluationWorkers:
             sum(part.num_faulty for part in parts),
             sum(part.num_unfinished for part in parts),
         )
-        return {
-            **summarize_episodes(played, self._policies),
-            "training_iteration": self._iteration,
-        }
+        metrics = summarize_episodes(played, self._policies)
+        return NamedMetrics({**metrics, "training_iteration": self._iteration})
 
     def _replace_workers(self, reason: str) -> None:
         log.warning("the evaluation is lost because %s", reason)

@@ -101,7 +101,7 @@ class Evaluator:
                 return None
             self._is_regular = True
             try:
-                return {**evaluate(), "training_iteration": iteration}
+                return NamedMetrics({**evaluate(), "training_iteration": iteration})
             finally:
                 self._is_regular = False
         if self._evaluation_workers is None:

@@ -60,6 +60,16 @@ def is_plan_file(plan: Any) -> bool:
     return isinstance(plan, str) and plan.endswith(".py")
 
 
+def absolute_plan(plan: str, start: str = "") -> str:
+    """Return the absolute path of a plan file, or the name of a shipped plan.
+
+    Args:
+        plan: the path or the name.
+        start: the folder in which relative paths begin; "" is the current one.
+    """
+    return str(Path(start, Path(plan).expanduser()).resolve()) if is_plan_file(plan) else plan
+
+
 def plan_path(plan: str) -> Path:
     """Return the file of a plan.
 

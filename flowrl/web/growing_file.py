@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 
@@ -15,8 +14,8 @@ class GrowingFile:
 
     def __init__(self, path: Path):
         self._path = path
-        self._identity: tuple[int, int] | None = None  # device and inode
         self._position = 0
+        self._last_line = b""  # before the position
 
     def read(self) -> tuple[bool, list[bytes]]:
         """Return whether the file was replaced by another one, and its new complete lines.
@@ -28,13 +27,16 @@ class GrowingFile:
         except OSError:  # it does not exist yet, or cannot be read; other runs are shown
             return False, []
         with file:
-            status = os.fstat(file.fileno())
-            identity = status.st_dev, status.st_ino
-            replaced = identity != self._identity or status.st_size < self._position
+            # not the inode: a file system may reuse that of a file that was replaced twice
+            file.seek(self._position - len(self._last_line))
+            replaced = file.read(len(self._last_line)) != self._last_line
             if replaced:
-                self._identity, self._position = identity, 0
-            file.seek(self._position)
+                self._position, self._last_line = 0, b""
+                file.seek(0)
             data = file.read()
         end = data.rfind(b"\n") + 1  # the last line may be incomplete
         self._position += end
-        return replaced, data[:end].splitlines()
+        lines = data[:end].splitlines(keepends=True)
+        if lines:
+            self._last_line = lines[-1]
+        return replaced, [line.rstrip(b"\r\n") for line in lines]

@@ -102,15 +102,17 @@ def serve(paths: Sequence[Path], port: int) -> None:
         port: a free port is chosen if it is 0.
 
     Raises:
-        OSError: the port is in use.
-        ConfigError: see `make_app`.
+        ConfigError: the port is in use; see `make_app`.
     """
     import socket
 
     import uvicorn
 
     app = make_app(paths)
-    listener = socket.create_server((HOST, port))
+    try:
+        listener = socket.create_server((HOST, port))
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"watch: cannot use port {port}: {error}") from error
     print(f"http://{HOST}:{listener.getsockname()[1]}/  (Ctrl-C ends the server)", flush=True)
     config = uvicorn.Config(app, log_level="warning")
     uvicorn.Server(config).run(sockets=[listener])

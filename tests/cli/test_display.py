@@ -91,7 +91,9 @@ def test_report_is_written_at_the_end(cli, tmp_path):
     code, out, _ = cli("train", "ppo", *flags)
     assert code == 0
     assert "report:        r/report.html" in out
-    assert "<title>flowrl</title>" in (tmp_path / "r" / "report.html").read_text()
+    page = (tmp_path / "r" / "report.html").read_text()
+    assert "<title>flowrl</title>" in page
+    assert '"running": false' in page
 
 
 def test_unknown_display_is_rejected(cli):

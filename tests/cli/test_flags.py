@@ -35,6 +35,14 @@ def test_settings_of_config_and_flags_are_checked_together(config, flags):
     assert (found.train_batch_size, found.sgd_minibatch_size) == (1000, 600)
 
 
+def test_config_and_flags_that_need_each_other_are_checked_together():
+    flags = ["--config", '{"replay_proportion": 0.5}', "--replay-buffer-num-slots", "4"]
+    _, found = parse_plan_run("impala", flags)
+    assert (found.replay_proportion, found.replay_buffer_num_slots) == (0.5, 4)
+    with pytest.raises(ConfigError, match="replay_proportion"):
+        parse_plan_run("impala", flags[2:])
+
+
 @pytest.mark.parametrize(
     ("config", "flags", "name", "value"),
     [
@@ -57,7 +65,8 @@ def test_flags_override_config_that_fits_only_with_other_flags(config, flags, na
 
 
 def test_invalid_settings_of_config_are_rejected_with_flags():
-    with pytest.raises(ConfigError, match="train_batch_size=512 is smaller than sgd_minibatch"):
+    message = "--train-batch-size 512 is smaller than sgd_minibatch_size=600"
+    with pytest.raises(ConfigError, match=message):
         parse_plan_run("ppo", ["--config", '{"sgd_minibatch_size": 600}', "--lr", "1e-3"])
 
 

@@ -201,6 +201,14 @@ def test_a_replay_needs_workers_that_have_not_started(a3c_run):
             RunReplayer(algorithm, a3c_run)
 
 
+def test_a_run_whose_checkpoints_are_scored_by_evaluations_replays(tmp_path, capsys):
+    score = "--checkpoint-score-attribute=evaluation/episode_reward_mean"
+    flags = ["--evaluation-interval=1", "--evaluation-duration=1", score, "--num-workers=0"]
+    run_dir = train(tmp_path, "a3c", *flags, steps=200)
+    code, output = replay(run_dir, capsys)
+    assert code == 0, output.err
+
+
 def test_a_run_without_a_journal_is_refused(tmp_path):
     with (
         A3CConfig(env="CartPole-v1").build() as algorithm,

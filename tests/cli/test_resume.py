@@ -4,14 +4,13 @@ import json
 import os
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from flowrl import Algorithm
-from flowrl.algorithms.ppo import PPOConfig
-from flowrl.cli.training_run import _trust_flag
 from flowrl.offline.parquet import parquet_files, read_parquet
 from flowrl.policies.torch_policy import TorchPolicy
 from flowrl.trainer.runs.result_files import event_files
@@ -159,14 +158,20 @@ def test_run_of_a_plan_file_is_evaluated_with_a_file(cli, tmp_path):
     assert "greedy   mean return 5" in out
 
 
-@pytest.mark.parametrize(
-    "flag",
-    [["--callbacks-class", "m:C"], ["--callbacks-class=m:C"], ["--callbacks_class", "m:C"]],
-)
-def test_suggested_command_trusts_code_that_flags_name(flag):
-    command = ["flowrl", "train", "ppo", *flag]
-    assert _trust_flag(PPOConfig(env="CartPole-v1"), command) == " --trust"
-    assert _trust_flag(PPOConfig(env="CartPole-v1"), command[:3]) == ""
+def test_suggested_command_trusts_code_of_the_settings(cli, tmp_path):
+    (tmp_path / "my_callbacks.py").write_text(
+        "from flowrl.sampling.callbacks import DefaultCallbacks\n"
+        "class Mine(DefaultCallbacks):\n    pass\n"
+    )
+    flags = [*SEEDED, "--callbacks-class", "my_callbacks:Mine", "--run-dir", "r"]
+    _, out, _ = cli("train", "ppo", *flags, "--stop-iters", "1")
+    assert "resume r --trust" in out
+    code, out, _ = cli("resume", "r", "--trust", "--stop-iters", "2")
+    assert code == 0
+    assert "resume r --trust" in out
+    _, out, _ = cli("train", "ppo", *SEEDED, "--stop-iters", "1", "--run-dir", "s")
+    assert "resume s" in out
+    assert "--trust" not in out
 
 
 def test_settings_changed_in_python_stay_changed(cli, tmp_path):
@@ -317,6 +322,44 @@ def test_interrupted_evaluation_says_so(cli, monkeypatch):
     code, out, err = cli("evaluate", "r")
     assert (code, out) == (130, "")
     assert err == "interrupted during the greedy episodes: no result\n"
+
+
+@pytest.mark.slow
+def test_run_with_aggregation_workers_is_evaluated(cli, ray_session):
+    flags = ["--num-workers", "1", "--num-aggregation-workers", "1", "--stop-timesteps", "500"]
+    code, _, err = cli("train", "impala", "--no-tuned", *flags, "--run-dir", "r")
+    assert code == 0, err
+    code, out, err = cli("evaluate", "r", "--episodes", "1")
+    assert code == 0, err
+    assert "greedy   mean return" in out
+
+
+def test_checkpoint_that_a_running_training_has_replaced_is_not_needed(cli, tmp_path, monkeypatch):
+    cli("train", "ppo", *SEEDED, "--stop-iters", "1", "--run-dir", "r")
+    folder = tmp_path / "r/checkpoints"
+    restore_policies, restore = Algorithm.restore_policies, Algorithm.restore
+
+    def replaced(original):
+        def restore_after_the_training_has_saved(self, checkpoint):
+            (older,) = folder.iterdir()
+            if older.name == Path(checkpoint).name < "000003":
+                older.rename(folder / f"{int(older.name) + 1:06d}")
+            return original(self, checkpoint)
+
+        return restore_after_the_training_has_saved
+
+    monkeypatch.setattr(Algorithm, "restore_policies", replaced(restore_policies))
+    code, _, err = cli("evaluate", "r", "--episodes", "1")
+    assert code == 0, err
+    assert [path.name for path in folder.iterdir()] == ["000003"]
+    (folder / "000003").rename(folder / "000001")
+    code, _, err = cli("evaluate", "r/checkpoints/000001", "--episodes", "1")
+    assert code == 1
+    assert "000001" in err
+    (folder / "000002").rename(folder / "000001")
+    monkeypatch.setattr(Algorithm, "restore", replaced(restore))
+    with Algorithm.from_checkpoint("r") as algorithm:
+        assert algorithm.run_dir == tmp_path / "r"
 
 
 def test_run_that_was_trained_on_a_gpu_is_evaluated_on_the_cpu(cli, monkeypatch, caplog):

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from flowrl.algorithms.ppo import PPOConfig
+from flowrl.algorithms.ppo import PPO, PPOConfig
 from flowrl.data.checkpoint import (
     list_checkpoints,
     read_manifest,
@@ -256,6 +256,80 @@ def test_runs_that_start_at_the_same_time_have_folders_of_their_own(tmp_path):
     assert [run.path.name for run in runs] == ["r", "r-2", "r-3"]
     for run in runs:
         run.close()
+
+
+@pytest.mark.parametrize("order", ["max", "min"])
+def test_checkpoint_that_is_saved_without_a_new_result_keeps_its_score(tmp_path, order):
+    score_name = "episode_reward_mean"
+    settings = {"checkpoint_score_attribute": score_name, "checkpoint_score_order": order}
+    with PPO("CartPole-v1", checkpoint_num_to_keep=1, **settings) as algorithm:
+        run = RunDirectory(tmp_path / "r")
+        for iteration, score in ((1, 5.0), (2, 5.0 if order == "max" else 7.0)):
+            algorithm.iteration = iteration
+            run.save(algorithm, {score_name: score})
+        algorithm.iteration = 1
+        path = run.save(algorithm)
+        run.close()
+    assert read_manifest(path)["score"] == 5.0
+
+
+def test_old_checkpoint_that_cannot_be_removed_is_reported_once(tmp_path, monkeypatch, capsys):
+    def fails(path):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(run_directory, "remove_checkpoint", fails)
+    with PPO("CartPole-v1", checkpoint_num_to_keep=1) as algorithm:
+        run = RunDirectory(tmp_path / "r")
+        for algorithm.iteration in (1, 2, 3):
+            assert run.save(algorithm) is not None
+        run.close()
+    assert len(list_checkpoints(tmp_path / "r")) == 3
+    assert capsys.readouterr().err.count("cannot remove the old checkpoint") == 1
+
+
+def test_settings_with_keys_that_json_does_not_have_are_written_as_text(tmp_path):
+    settings = {(0, 0): "wall", np.int64(3): 1, "a": {None: 2}}
+    text = json.dumps(settings_to_json({"env_config": settings}))
+    assert json.loads(text)["env_config"] == {"(0, 0)": "wall", "3": 1, "a": {"None": 2}}
+
+
+def test_folder_of_a_process_that_ended_before_it_wrote_its_settings_can_be_used(tmp_path):
+    RunDirectory(tmp_path / "r").close()
+    (tmp_path / "r/checkpoints/000001").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="contains no run"):
+        RunDirectory(tmp_path / "r")
+    shutil.rmtree(tmp_path / "r/checkpoints")
+    RunDirectory(tmp_path / "r").close()
+    (tmp_path / "r/result.json").write_text("mine")
+    with pytest.raises(ConfigError, match="contains no run"):
+        RunDirectory(tmp_path / "r")
+
+
+def test_incomplete_checkpoints_of_a_killed_process_are_removed(tmp_path):
+    run = RunDirectory(tmp_path / "r")
+    (run.path / "config.json").write_text("{}")
+    run.close()
+    (tmp_path / "r/checkpoints/000007").mkdir(parents=True)
+    RunDirectory(tmp_path / "r").close()
+    assert not list((tmp_path / "r/checkpoints").iterdir())
+
+
+def test_links_are_replaced_and_not_followed(tmp_path):
+    target = tmp_path / "target"
+    target.write_text("mine")
+    run = RunDirectory(tmp_path / "r")
+    for name in ("config.json", "plan.py"):
+        (run.path / name).symlink_to(target)
+    with PPO("CartPole-v1") as algorithm:
+        run.write_setup(algorithm, None, [], {})
+        (run.path / "plan.py").unlink()
+        (run.path / "plan.py").symlink_to(target)
+        run.replace_plan(algorithm)
+    run.close()
+    assert target.read_text() == "mine"
+    (run.path / "activity.jsonl").symlink_to(target)
+    with pytest.raises(ConfigError, match="is a symbolic link"):
+        RunDirectory(run.path, resume=True)
 
 
 def test_replaced_results_get_an_unused_number(tmp_path):

@@ -316,6 +316,20 @@ def test_checkpoint_on_a_remote_file_system(tmp_path):
         write_checkpoint("nothing://here", {}, {})
 
 
+def test_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    write_checkpoint(tmp_path / "c", {"a": 1}, {})
+
+    def fails(self, name):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(LocalStorage, "read", fails)
+    for read in (read_manifest, read_checkpoint):
+        with pytest.raises(
+            CheckpointError, match=r"manifest\.json: cannot be read: .*Input/output"
+        ):
+            read(tmp_path / "c")
+
+
 def test_other_format_versions_and_other_folders_are_rejected(tmp_path):
     with pytest.raises(CheckpointError, match=r"manifest\.json: file not found"):
         read_checkpoint(tmp_path)

@@ -301,3 +301,15 @@ def test_method_may_be_the_function_of_the_file(tmp_path):
     (tmp_path / "same.py").write_text(text)
     with Algorithm.from_plan(tmp_path / "same.py") as algorithm:
         assert algorithm.train()["learners"]["default_policy"]["mine"] == 1.0
+
+
+def test_run_of_a_relative_plan_file_continues_in_another_folder(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(OWN_LOSS)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with Algorithm.from_plan("mine.py") as algorithm:
+        assert algorithm.config.plan == str(tmp_path / "mine.py")
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        algorithm.learn(32, run_dir=tmp_path / "r")
+    with Algorithm.from_checkpoint(tmp_path / "r", trust=True) as resumed:
+        assert resumed.train()["learners"]["default_policy"]["mine"] == 1.0

@@ -459,13 +459,14 @@ def test_yaml_file_that_names_code_is_rejected(tmp_path, evil, capsys, text):
 
 
 def test_links_in_a_run_directory_are_not_followed(run_dir, tmp_path, capsys):
-    for name in (".result.json", ".progress.csv", "checkpoints"):
+    for name in ("activity.jsonl", "journal.msgpack", "checkpoints"):
         path = shutil.copytree(run_dir, tmp_path / name.strip("."))
         target = tmp_path / f"target of {name}"
         if name == "checkpoints":
             (path / name).rename(target)
         else:
             target.write_text("mine")
+            (path / name).unlink(missing_ok=True)
         (path / name).symlink_to(target)
         assert main(["resume", str(path), "--stop-iters", "2"]) == 2
         assert "is a symbolic link" in capsys.readouterr().err

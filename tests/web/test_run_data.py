@@ -48,6 +48,18 @@ def test_results_of_a_resumed_run_replace_later_ones(tmp_path):
     assert data.curve("episode_reward_mean") == {"x": [100, 150], "y": [1, 9]}
 
 
+def test_results_that_were_rewritten_into_the_same_file_replace_the_old_ones(tmp_path):
+    run = write_run(tmp_path / "r", [1.0, 2.0, 3.0])
+    data = RunData(run)
+    data.update()
+    lines = (run / "result.json").read_text().splitlines(keepends=True)
+    (run / "result.json").write_text(lines[0])
+    for steps in (150, 160, 170, 180):  # longer than before
+        append(run, steps, 9.0)
+    data.update()
+    assert data.curve("episode_reward_mean")["x"] == [100, 150, 160, 170, 180]
+
+
 def test_metrics_that_appear_later_and_missing_values(tmp_path):
     run = write_run(tmp_path / "r", [None, 2.0])
     with open(run / "result.json", "a") as file:

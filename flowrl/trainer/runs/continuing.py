@@ -1,4 +1,4 @@
-"""How to continue a run that was started from Python."""
+"""How to continue a run, in Python and with a command."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from flowrl.data.checkpoint import CheckpointError, read_manifest
 from flowrl.errors import ConfigError
-from flowrl.policies.code_references import UntrustedCodeError, code_path
-from flowrl.trainer.checkpoint_loading import settings_of_checkpoint
-from flowrl.trainer.registry import algorithm_names, algorithm_path
+from flowrl.policies.code_references import UntrustedCodeError
+from flowrl.settings import import_object
+from flowrl.trainer.checkpoint_loading import BASE_ALGORITHM, settings_of_checkpoint
 from flowrl.trainer.runs.formatting import format_path
 from flowrl.trainer.runs.saved_run import own_code
 
@@ -38,11 +38,14 @@ def ways_to_continue(
         arguments.append("trust=True")
     ways = [f"{cls.__name__}.from_checkpoint({', '.join(arguments)}).learn(…)"]
     if not code:
-        registered = code_path(cls) in map(algorithm_path, algorithm_names())
-        trust = " --trust" if needs_trust or not registered else ""
         stop = " --stop-timesteps …" if needs_limit else ""
-        ways.append(f"{program} resume {shlex.quote(shown)}{trust}{stop}")
+        ways.append(f"{program} resume {shlex.quote(shown)}{trust_flag(checkpoint)}{stop}")
     return ways
+
+
+def trust_flag(checkpoint: Path) -> str:
+    """Return the flag that commands need to load a checkpoint; "" if they need none."""
+    return " --trust" if _needs_trust(import_object(BASE_ALGORITHM), checkpoint) else ""
 
 
 def _needs_trust(cls: Any, checkpoint: Path) -> bool:

@@ -45,3 +45,26 @@ def format_path(path: Path) -> str:
 def print_warning(message: str) -> None:
     """Print a message to stderr."""
     print(f"flowrl: {message}", file=sys.stderr, flush=True)
+
+
+class FailureWarnings:
+    """Prints the first failure of each kind, and the first success after it; see `print_warning`.
+
+    For failures that repeat, such as those of a full disk.
+    """
+
+    def __init__(self) -> None:
+        self._failed: set[str] = set()
+        self._recovered: set[str] = set()
+
+    def failed(self, kind: str, message: str) -> None:
+        """Print the message if this is the first failure of its kind."""
+        if kind not in self._failed:
+            print_warning(f"{message}; further failures are not reported")
+        self._failed.add(kind)
+
+    def succeeded(self, kind: str, message: str) -> None:
+        """Print the message if this is the first success of its kind after a failure."""
+        if kind in self._failed - self._recovered:
+            print_warning(message)
+            self._recovered.add(kind)

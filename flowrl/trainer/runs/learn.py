@@ -59,7 +59,7 @@ def learn(
         total = total_of_resumed(before, rules, saved)
         rules = rules if rules.is_set() else saved
     rules.check(config)
-    rules = rules.with_defaults(config)
+    rules = rules.with_defaults(config if total is None else config.updated(total_timesteps=total))
     total = total or rules.env_steps
     algorithm.workers.local_worker()  # raises errors of environments before files are written
     previous = algorithm.workers.global_vars["total_timesteps"]

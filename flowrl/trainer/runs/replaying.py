@@ -16,7 +16,7 @@ from flowrl.trainer.runs.recording import JOURNAL
 from flowrl.trainer.runs.result_files import result_to_json
 from flowrl.trainer.runs.saved_run import read_results
 
-# settings of a run that a replay does not use: they write files, or measure
+# settings of a run that a replay does not use: they write files, evaluate or measure
 NOT_REPLAYED: dict[str, Any] = {
     "monitor": False,
     "trace_s": None,
@@ -25,6 +25,8 @@ NOT_REPLAYED: dict[str, Any] = {
     "output": None,
     "evaluation_interval": None,
     "evaluation_parallel_to_training": False,
+    "checkpoint_score_attribute": None,
+    "checkpoint_score_order": "max",
     "num_spare_workers": 0,
     "max_worker_memory_mb": None,
     "env_step_timeout_s": None,

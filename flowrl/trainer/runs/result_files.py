@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.trainer.metric_names import logged_scalars
-from flowrl.trainer.runs.formatting import print_warning
+from flowrl.trainer.runs.formatting import FailureWarnings
 from flowrl.whole_files import write_whole
 
 _NOT_IN_TAGS = re.compile(r"[^-/\w.]")  # characters that TensorBoard does not allow in names
@@ -40,8 +40,7 @@ class ResultFiles:
         self._folder, self._naming = folder, naming
         self._columns: list[str] = []
         self._events: Path | None = None
-        self._failed: set[str] = set()  # files whose write error was reported
-        self._recovered: set[str] = set()  # files whose recovery was reported
+        self._warnings = FailureWarnings()
 
     def rewrite(self, results: list[dict[str, Any]], with_events: bool) -> None:
         """Replace result.json and progress.csv atomically by files with these results.
@@ -81,18 +80,15 @@ class ResultFiles:
         try:
             write()
         except OSError as error:
-            if name not in self._failed:
-                print_warning(
-                    f"cannot write {name} in {self._folder}: {error.strerror}. Training continues "
-                    "without these results; further failures are not reported."
-                )
-            self._failed.add(name)
+            self._warnings.failed(
+                name,
+                f"cannot write {name} in {self._folder}: {error.strerror}. Training continues "
+                "without these results",
+            )
         else:
-            if name in self._failed and name not in self._recovered:
-                self._recovered.add(name)
-                print_warning(
-                    f"{name} in {self._folder} can be written again; some results are missing."
-                )
+            self._warnings.succeeded(
+                name, f"{name} in {self._folder} can be written again; some results are missing"
+            )
 
     def _append_row(self, row: dict[str, Any]) -> None:
         """Append a row to progress.csv; with new columns, write the whole file again."""

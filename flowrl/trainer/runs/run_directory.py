@@ -28,14 +28,21 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from flowrl.data.checkpoint import CHECKPOINTS, list_checkpoints, remove_checkpoint
+from flowrl.data.checkpoint import (
+    CHECKPOINTS,
+    CheckpointError,
+    list_checkpoints,
+    read_manifest,
+    remove_checkpoint,
+    remove_partial_checkpoints,
+)
 from flowrl.data.json_text import json_lines
 from flowrl.errors import ConfigError
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.metric_names import metric_value
 from flowrl.trainer.plan_files import plan_source
 from flowrl.trainer.runs.activity_log import FILE as ACTIVITIES
-from flowrl.trainer.runs.formatting import print_warning
+from flowrl.trainer.runs.formatting import FailureWarnings
 from flowrl.trainer.runs.recording import JOURNAL
 from flowrl.trainer.runs.result_files import ResultFiles, event_files
 from flowrl.trainer.runs.saved_run import (
@@ -55,6 +62,7 @@ REPORT = "report.html"
 PLAN_SOURCE = "plan.py"
 # files that a run removes from the run that it overwrites, because not all runs write them
 _REMOVED_FILES = (JOURNAL, EVENTS, WRITERS, ACTIVITIES, TRACE, REPORT, PLAN_SOURCE)
+_FIRST_FILES = {"result.json", "progress.csv", ".result.json", ".progress.csv", EVENTS}
 
 
 class RunDirectory:
@@ -87,15 +95,9 @@ class RunDirectory:
                 on_error.callback(self._remove_if_new)
                 if not resume and not self._is_new:
                     self._check_unused()
-                for name in (
-                    ".result.json",
-                    ".progress.csv",
-                    CHECKPOINTS,
-                    EVENTS,
-                    WRITERS,
-                    JOURNAL,
-                ):
+                for name in (CHECKPOINTS, EVENTS, WRITERS, JOURNAL, ACTIVITIES):
                     self._check_no_link(name)
+                remove_partial_checkpoints(path)
                 if not resume:
                     for file in filter(Path.is_file, (path / name for name in _REMOVED_FILES)):
                         file.unlink()
@@ -116,7 +118,7 @@ class RunDirectory:
             on_error.pop_all()
         if not resume:
             self.note("started", "")
-        self._reported_write_error = self._reported_recovery = False
+        self._warnings = FailureWarnings()
 
     def _create(self, unique: bool) -> bool:
         """Create the folder; return False if it exists."""
@@ -141,7 +143,7 @@ class RunDirectory:
             shutil.rmtree(self.path, ignore_errors=True)
 
     def _check_unused(self) -> None:
-        """Accept a new or empty folder, and a run without checkpoints, which is overwritten."""
+        """Accept an empty folder, and a run without checkpoints, which is overwritten."""
         if (self.path / "config.json").exists():
             if list_checkpoints(self.path):
                 raise ConfigError(
@@ -150,10 +152,19 @@ class RunDirectory:
                     "uses code of your own), in Python with "
                     f"Algorithm.from_checkpoint({str(self.path)!r}).learn(…)"
                 )
-        elif any(self.path.iterdir()):
+        elif not self._contains_only_a_start():
             raise ConfigError(
                 f"run_dir: {self.path} is not empty and contains no run; choose another folder"
             )
+
+    def _contains_only_a_start(self) -> bool:
+        """Return whether the folder is empty, or was left by a process that ended before it wrote
+        config.json."""
+        names = {file.name for file in self.path.iterdir()}
+        if not names:
+            return True
+        results = self.path / "result.json"
+        return names <= _FIRST_FILES and results.is_file() and not results.stat().st_size
 
     def _check_no_link(self, name: str) -> None:
         """Check that a file of the run is not a link: writing it would change another file."""
@@ -165,7 +176,8 @@ class RunDirectory:
 
         Args:
             algorithm: the algorithm to save.
-            result: newest result, which contains the checkpoint's score; None saves no score.
+            result: newest result, which contains the checkpoint's score; None keeps the score of
+                the checkpoint that is replaced.
 
         Returns:
             the checkpoint, or None if it could not be written; this is reported once.
@@ -173,21 +185,21 @@ class RunDirectory:
         config = algorithm.config
         path = self.path / CHECKPOINTS / f"{algorithm.iteration:06d}"
         score = None
-        if config.checkpoint_score_attribute is not None and result is not None:
+        if result is None:
+            with suppress(CheckpointError, OSError):  # there is none
+                score = read_manifest(path).get("score")
+        elif config.checkpoint_score_attribute is not None:
             score = metric_value(result, config.checkpoint_score_attribute)
         try:
             algorithm.save(path, metadata={"score": score})
         except OSError as error:
-            if not self._reported_write_error:
-                print_warning(
-                    f"NO CHECKPOINT: cannot write {path}: {error}. Training continues and the "
-                    "previous checkpoint is kept; further failures are not reported."
-                )
-            self._reported_write_error = True
+            self._warnings.failed(
+                "save",
+                f"NO CHECKPOINT: cannot write {path}: {error}. Training continues and the previous "
+                "checkpoint is kept",
+            )
             return None
-        if self._reported_write_error and not self._reported_recovery:
-            print_warning(f"checkpoints can be written again: {path}")
-            self._reported_recovery = True
+        self._warnings.succeeded("save", f"checkpoints can be written again: {path}")
         self._remove_old_checkpoints(config)
         return path
 
@@ -226,7 +238,12 @@ class RunDirectory:
         best = best_checkpoint(checkpoints, config.checkpoint_score_order)
         for path in checkpoints:
             if path not in newest and path != best:
-                remove_checkpoint(path)
+                try:
+                    remove_checkpoint(path)
+                except OSError as error:
+                    self._warnings.failed(
+                        "remove", f"cannot remove the old checkpoint {path}: {error}"
+                    )
 
     def write_setup(
         self, algorithm: Any, total: int | None, command: list[str], stop: dict[str, Any]
@@ -242,33 +259,21 @@ class RunDirectory:
         Raises:
             ConfigError: a file cannot be written.
         """
-        import flowrl
-
-        versions = {"flowrl": flowrl.__version__, "python": platform.python_version()}
-        for name in ("torch", "numpy", "gymnasium"):
-            versions[name] = str(__import__(name).__version__)
-        config = algorithm.config.updated(total_timesteps=total)
-        source = None if config.plan is None else plan_source(config.plan)
-        files = {
-            "config.json": json.dumps(settings_to_json(config), indent=1),
-            SETUP: json.dumps(algorithm.manifest(), indent=1),
-            "command.txt": shlex.join(command) + "\n",
-            "stop.json": json.dumps(stop, indent=1),
-            "plan.txt": algorithm.plan.explain() + "\n",
-            **({} if source is None else {PLAN_SOURCE: source}),
-            "versions.json": json.dumps(versions, indent=1),
-        }
         try:
-            for name, text in files.items():
-                (self.path / name).write_text(text, "utf-8", "surrogateescape")
-        except OSError as error:
+            for name, text in _setup_files(algorithm, total, command, stop).items():
+                file = self.path / name
+                file.unlink(missing_ok=True)  # it could be a link
+                file.write_text(text, "utf-8", "surrogateescape")
+        except BaseException as error:
             self._remove_if_new()
+            if not isinstance(error, OSError):
+                raise
             raise ConfigError(f"run_dir: cannot write {self.path}: {error.strerror}") from error
 
     def replace_plan(self, algorithm: Any) -> None:
         """Write the plan that a resumed run continues with."""
-        (self.path / PLAN_SOURCE).write_text(plan_source(algorithm.config.plan) or "", "utf-8")
-        (self.path / "plan.txt").write_text(algorithm.plan.explain() + "\n", "utf-8")
+        write_whole(self.path / PLAN_SOURCE, plan_source(algorithm.config.plan) or "")
+        write_whole(self.path / "plan.txt", algorithm.plan.explain() + "\n")
 
     def note_resumption(self, config: AlgorithmConfig, stop: dict[str, Any]) -> None:
         """Note that the run is resumed, and write its settings and limits.
@@ -320,6 +325,28 @@ class RunDirectory:
         """Release the lock, also for processes that were forked meanwhile."""
         fcntl.flock(self._lock, fcntl.LOCK_UN)
         os.close(self._lock)
+
+
+def _setup_files(
+    algorithm: Any, total: int | None, command: list[str], stop: dict[str, Any]
+) -> dict[str, str]:
+    """Return file name -> text of the files of `RunDirectory.write_setup`."""
+    import flowrl
+
+    versions = {"flowrl": flowrl.__version__, "python": platform.python_version()}
+    for name in ("torch", "numpy", "gymnasium"):
+        versions[name] = str(__import__(name).__version__)
+    config = algorithm.config.updated(total_timesteps=total)
+    source = None if config.plan is None else plan_source(config.plan)
+    return {
+        "config.json": json.dumps(settings_to_json(config), indent=1),
+        SETUP: json.dumps(algorithm.manifest(), indent=1),
+        "command.txt": shlex.join(command) + "\n",
+        "stop.json": json.dumps(stop, indent=1),
+        "plan.txt": algorithm.plan.explain() + "\n",
+        **({} if source is None else {PLAN_SOURCE: source}),
+        "versions.json": json.dumps(versions, indent=1),
+    }
 
 
 def _lock(folder: int) -> None:

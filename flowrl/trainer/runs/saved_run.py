@@ -130,9 +130,13 @@ def result_at(run_dir: Path, iteration: int) -> dict[str, Any] | None:
 
 
 def settings_to_json(value: Any) -> Any:
-    """Return settings as JSON values; code is replaced by {"__code__": "module:name"}."""
+    """Return settings as JSON values; code is replaced by {"__code__": "module:name"}, and keys
+    that JSON does not have, such as tuples, by text."""
     if hasattr(value, "items"):
-        return {key: settings_to_json(inner) for key, inner in value.items()}
+        return {
+            key if isinstance(key, (str, int, float)) else str(key): settings_to_json(inner)
+            for key, inner in value.items()
+        }
     if isinstance(value, (list, tuple)):
         return [settings_to_json(inner) for inner in value]
     if isinstance(value, np.generic):

@@ -108,9 +108,14 @@ def train_until(
             if exit_code:
                 result = _write_last_result(algorithm, run, written, previous)
             checkpoint = None if run is None else run.save(algorithm, result)
-        except Exception as error:
-            if run is not None:
+        except BaseException as error:
+            stopped = _stopped_by(error, signals)  # by a second signal
+            if run is not None and stopped is not None:
+                run.note("ended", stopped[1])
+            elif run is not None:
                 run.note("failed", f"{type(error).__name__}: {error}")
+            if stopped is not None and isinstance(error, SystemExit):
+                raise SystemExit(stopped[0]) from None  # Ray may have replaced the exit code
             raise
         exit_code = exit_code or signals.exit_code
         if run is not None:

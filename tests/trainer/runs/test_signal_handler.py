@@ -1,6 +1,7 @@
 """SIGTERM, SIGHUP and Ctrl-C stop a run with a checkpoint."""
 
 import fcntl
+import json
 import os
 import pty
 import signal
@@ -16,6 +17,7 @@ import pytest
 
 from flowrl.algorithms.a2c import A2C
 from flowrl.algorithms.ppo import PPO
+from flowrl.cli.main import main
 from flowrl.iter import ray_runtime
 from flowrl.trainer.runs import signal_handler
 from flowrl.trainer.runs.signal_handler import SignalHandler
@@ -230,6 +232,37 @@ def test_long_iteration_is_interrupted_after_the_grace_time(monkeypatch):
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "reason"),
+    [(signal.SIGTERM, 143, "terminated"), (signal.SIGINT, 130, "interrupted")],
+)
+def test_second_signal_during_the_last_checkpoint_ends_the_run(
+    tmp_path, monkeypatch, capsys, number, code, reason
+):
+    monkeypatch.setattr(signal_handler, "DUPLICATE_SIGNAL_S", 0.0)
+    save = PPO.save
+
+    def interrupted(self, path, **settings):
+        signal.raise_signal(number)
+        return save(self, path, **settings)
+
+    def signalled(self):
+        result = train(self)
+        signal.raise_signal(number)
+        return result
+
+    train = PPO.train
+    monkeypatch.setattr(PPO, "train", signalled)
+    monkeypatch.setattr(PPO, "save", interrupted)
+    flags = ["--train-batch-size=64", "--sgd-minibatch-size=32", "--display=none"]
+    assert main(["train", "ppo", *flags, "--run-dir", str(tmp_path / "r")]) == code
+    error = capsys.readouterr().err
+    assert "stopped before the last checkpoint was written" in error
+    assert "Traceback" not in error
+    last = (tmp_path / "r/events.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["text"] == reason
 
 
 def test_interrupted_run_continues_like_an_uninterrupted_one(tmp_path, monkeypatch):

@@ -524,6 +524,15 @@ class FailsAlways(Endless):
         return super().step(action)
 
 
+def test_limit_of_schedules_in_percent_holds_with_another_stop_rule(tmp_path):
+    settings = {**SMALL, "lr": [("0%", 1e-3), ("100%", 0.0)]}
+    with A2C("CartPole-v1", **settings) as algorithm:
+        algorithm.learn(128, run_dir=tmp_path / "r")
+    with A2C.from_checkpoint(tmp_path / "r") as algorithm:
+        algorithm.learn(stop={"episode_reward_mean": 500})
+        assert algorithm.env_steps == 128  # the learning rate is 0 afterwards
+
+
 def test_end_of_a_run_counts_environment_failures(capsys):
     with PPO(FailsAlways, train_batch_size=64, sgd_minibatch_size=64, num_envs_per_worker=16) as a:
         a.learn(64, run_dir=None)
