@@ -40,6 +40,7 @@ from flowrl.settings import (
     Positive,
     check_of_settings,
 )
+from flowrl.state_schema import check_state
 from flowrl.trainer.algorithm import Algorithm, PolicyClass
 from flowrl.trainer.config import PlanSetting, PlanSource
 
@@ -306,6 +307,8 @@ class DQNTorchPolicy(TargetNetworkPolicy):
         return [config.num_atoms, config.v_min, config.v_max] if config.num_atoms > 1 else None
 
     def set_state(self, state: dict[str, Any]) -> None:
+        fields = {"dueling": bool, "atoms": list[float] | None}
+        check_state(state, fields, f"the state of a {type(self).__name__}")
         if state["dueling"] != self.config.dueling:
             raise ValueError(
                 f"cannot load a state with dueling={state['dueling']} for a policy with "

@@ -63,8 +63,11 @@ class BatchRef:
             RayLostError: Ray died meanwhile.
         """
         batches = [batch for batch in map(_fetch, self.parts) if batch is not None]
-        batch = batches[0] if len(batches) == 1 else SampleBatch.concat_samples(batches)
-        if len(batches) == len(self.parts):
+        if len(batches) == 1:
+            batch = batches[0].copy(shallow=True)  # a part may be a batch in use
+        else:
+            batch = SampleBatch.concat_samples(batches)
+        if len(batches) == len(self.parts) and self.sources:
             batch.sources = self.sources
         return batch
 

@@ -41,10 +41,12 @@ class IndexedColumn:
     @property
     def base(self) -> np.ndarray:
         """The stored rows [m, …]; lazy ones are computed."""
-        if len(self._bases) > 1 or isinstance(self._bases[0], LazyColumn):
-            arrays = [b.array() if isinstance(b, LazyColumn) else b for b in self._bases]
-            self._bases = [np.concatenate(arrays) if len(arrays) > 1 else arrays[0]]
-        return self._bases[0]  # type: ignore[return-value]
+        bases = list(self._bases)  # another thread may replace them
+        if len(bases) > 1 or isinstance(bases[0], LazyColumn):
+            arrays = [b.array() if isinstance(b, LazyColumn) else b for b in bases]
+            bases = [np.concatenate(arrays) if len(arrays) > 1 else arrays[0]]
+            self._bases[:] = bases  # also for the columns that were sliced from this one
+        return bases[0]  # type: ignore[return-value]
 
     def shares_base(self, other: IndexedColumn) -> bool:
         """Return whether positions of both columns name the same stored rows."""

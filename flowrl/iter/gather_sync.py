@@ -44,6 +44,7 @@ class GatherSync(Gather):
         self._flat = flat
         self._round: dict[int, tuple[Any, Source]] = {}  # shard -> item
         self._fetch_s = 0.0  # time to fetch the last round at once [s]
+        self.saves_partial_rounds = True  # False: the items of an incomplete round are lost
 
     def pull(self, block: bool) -> Any:
         while True:
@@ -166,12 +167,12 @@ class GatherSync(Gather):
             self._fetch_s = time.perf_counter() - started
 
     def queued(self) -> list[Source]:
-        return [*super().queued(), *(source for _, source in self._round.values())]
+        saved = self._round if self.saves_partial_rounds else {}
+        return [*super().queued(), *(source for _, source in saved.values())]
 
     def state_dict(self) -> dict[str, Any]:
-        current = [
-            [i, item, sources_to_list([source])] for i, (item, source) in self._round.items()
-        ]
+        saved = self._round if self.saves_partial_rounds else {}
+        current = [[i, item, sources_to_list([source])] for i, (item, source) in saved.items()]
         return {**super().state_dict(), "round": current}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ stream is never an exception.
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections import deque
@@ -59,9 +60,14 @@ class ShardRequest(NamedTuple):
 
 
 def _bind(argument: Any, worker: Any) -> Any:
-    """Return an argument of a step, bound to the worker if it has `bound_to(worker)`."""
+    """Return an argument of a step, bound to the worker if it has `bound_to(worker)`.
+
+    A copy, if it has a state: the shards in one process would share it otherwise.
+    """
     bound_to = getattr(argument, "bound_to", None)
-    return bound_to(worker) if callable(bound_to) else argument
+    if callable(bound_to):
+        return bound_to(worker)
+    return copy.deepcopy(argument) if hasattr(argument, "load_state_dict") else argument
 
 
 class ShardStream:

@@ -69,7 +69,7 @@ class Shards:
         self._stream_ids: dict[int, str] = {}  # shard -> id
         self._created: dict[int, int] = {}  # shard -> incarnation with the stream, or UNCONFIRMED
         self._submit_next: dict[int, Callable[[], Any]] = {}  # shard -> request for the next item
-        self._acquired = False
+        self._acquired: list[Pool] = []
         self._has_one_pool = len(self.pools()) == 1
         self._growing: list[Shard] = []
         for shard in shards:
@@ -116,10 +116,10 @@ class Shards:
 
     def start(self) -> None:
         """Start the workers and keep them until `stop()`."""
-        if self._partition is None and not self._acquired:
-            for pool in self.pools():
+        for pool in self.pools() if self._partition is None else ():
+            if not any(pool is acquired for acquired in self._acquired):
                 pool.acquire()
-            self._acquired = True
+                self._acquired.append(pool)
 
     def submit(self, index: int, batch_ms: float = 0, skip: int = 0, skip_errors: int = 0) -> Any:
         """Send a request to a shard and return a ref of the reply.
@@ -229,7 +229,7 @@ class Shards:
             "_stream_ids": {},
             "_created": {},
             "_submit_next": {},
-            "_acquired": False,
+            "_acquired": [],
         }
         return {**self.__dict__, **fresh}
 
@@ -241,10 +241,8 @@ class Shards:
                 shard.pool.drop_stream(shard.worker, self._stream_id(index))
         self._created.clear()
         self._submit_next.clear()
-        if self._acquired:
-            self._acquired = False
-            for pool in self.pools():
-                pool.release()
+        while self._acquired:
+            self._acquired.pop().release()
 
 
 def _is_same(shard: Shard, other: Shard) -> bool:

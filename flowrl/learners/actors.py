@@ -377,13 +377,11 @@ def check_distributable(policy: Policy) -> None:
 
 def _get_all_or_first_error(refs: list[Any]) -> list[Any]:
     """Return all results; raise the first error at once, even if other results never come."""
-    pending = list(refs)
-    while pending:
-        done = ray_health.wait(pending, 1)
-        pending = [ref for ref in pending if ref not in done]
-        ray_health.get(done)
-    results: list[Any] = ray_health.get(refs)
-    return results
+    results: dict[Any, Any] = {}
+    while len(results) < len(refs):
+        done = ray_health.wait([ref for ref in refs if ref not in results], 1)
+        results.update(zip(done, ray_health.get(done, wait_first=False), strict=True))
+    return [results[ref] for ref in refs]
 
 
 def _merge_shares(by_learner: Sequence[Updates], shares: Sequence[dict[str, int]]) -> Updates:

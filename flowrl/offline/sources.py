@@ -69,9 +69,9 @@ class ParquetSource:
         return parquet_files(self.folder)
 
     def read(self, part: Any) -> SampleBatch:
-        policy_id, rows = read_parquet(part)
-        if policy_id != self.policy_id:
+        if read_policy_id(part) != self.policy_id:
             return SampleBatch()
+        _, rows = read_parquet(part)
         return with_unique_episode_ids(rows, read_run_id(part))
 
     def to_policy_actions(self, rows: SampleBatch, policy: Policy) -> SampleBatch:

@@ -131,7 +131,7 @@ class ReplayActors:
         if self._has_started:
             return self.shards
         if not self._reruns_journal:
-            self._owns_ray = start_ray(self.address)
+            self._owns_ray = start_ray(self.address) or self._owns_ray  # an attempt may have failed
             self._node = node_id()
         for index, shard in enumerate(self.shards):
             shard.actor = self._start_actor(index)

@@ -418,7 +418,7 @@ class CollectMetrics:
                 result[f"{operator}_throughput{suffix}"] = timer.mean_throughput
         num_workers = max(self._workers.num_workers, 1)  # removed workers are left out
         timings = [s for (worker, _), s in plan.sampler_timings.items() if worker < num_workers]
-        for part in {part for seconds in timings for part in seconds}:
+        for part in dict.fromkeys(part for seconds in timings for part in seconds):
             result[f"sampler_{part}"] = sum(seconds.get(part, 0.0) for seconds in timings)
         return result
 

@@ -105,8 +105,13 @@ def record_training(
 
     Raises:
         KeyError: the batch has no rows of a policy in `stats`.
-        TypeError: a statistic is not a number.
+        TypeError: a statistic is not a number, or the operator lacks an attribute.
     """
+    if not (getattr(operator, "trains", False) and hasattr(operator, "policies")):
+        raise TypeError(
+            f"record_training: {type(operator).__name__} needs the attributes trains = True and "
+            "policies (the ids of the policies that it trains; None for all)"
+        )
     updates: Updates = {}
     for policy_id, values in stats.items():
         where = f"record_training: policy {policy_id!r} has"

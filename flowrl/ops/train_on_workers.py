@@ -115,6 +115,7 @@ class TrainOnWorkersStage(Stage):
         self.learn.store_address = self._store.address
         rounds: Any = self.parents[0]
         rounds.waits_for_others = self._waits_for_others
+        rounds.saves_partial_rounds = False  # a resumed run forms a new group
         # announce the group before the new worker reads it
         if self.workers.config.recovery.rounds_wait:
             self.workers.on_recreate.append(self._on_recreate)

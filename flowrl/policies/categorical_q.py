@@ -136,7 +136,7 @@ class CategoricalQ(QValues):
 
     def _logits_of(self, outputs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         """Return the logits of one action per row, [B, atoms]."""
-        index = actions[:, None, None].expand(-1, 1, self.num_atoms)
+        index = actions.long()[:, None, None].expand(-1, 1, self.num_atoms)
         logits: torch.Tensor = self.logits(outputs)
         return logits.gather(1, index)[:, 0]
 

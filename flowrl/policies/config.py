@@ -63,7 +63,8 @@ class ModelConfig(Settings):
     """Plain convolutions, [channels, kernel, stride] each. None uses those of the Nature CNN,
     or two small ones below 36 pixels."""
     conv_activation: Activation = "relu"
-    """Activation of the convolutions and of `post_fcnet_hiddens`."""
+    """Activation of the convolutions and of `post_fcnet_hiddens`; the convolutions of "resnet" have
+    ReLU."""
     post_fcnet_hiddens: list[Count] = [512]
     """Sizes of the layers after convolutions."""
 

@@ -256,6 +256,16 @@ class Policy(ActsOnObservations):
         added = self.postprocess_fragment({**columns, "dones": sample_batch["dones"][:, None]})
         return sample_batch.with_columns(**{name: column[:, 0] for name, column in added.items()})
 
+    def seed_acting(self, seed: int | None, worker_index: int, *key: str) -> None:
+        """Set the random stream of actions to that of a worker.
+
+        Args:
+            seed: the seed of the worker.
+            worker_index: its index; 0 in the process of the algorithm.
+            key: parts of the name of the stream, such as the policy's id.
+        """
+        self.rng = random_stream(seed, "actions", worker_index, *key)
+
     def columns_read(self, batch: SampleBatch) -> set[str] | None:
         """Return the columns that learning from a batch reads; None if that is unknown.
 

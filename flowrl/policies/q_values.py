@@ -109,7 +109,7 @@ class QValues:
             actions: taken there, [B].
             targets: see `td_targets`.
         """
-        q = self.values(outputs, state_values).gather(1, actions[:, None])[:, 0]
+        q = self.values(outputs, state_values).gather(1, actions[:, None].long())[:, 0]
         losses = F.smooth_l1_loss(q, targets, reduction="none")
         return TDLoss(losses, q.detach(), q.detach() - targets)
 

@@ -394,6 +394,12 @@ class TorchPolicy(Policy):
         loaded = self.learner.captured.tensors(batch)
         return TensorBatch(batch, self.device) if loaded is None else loaded
 
+    def seed_acting(self, seed: int | None, worker_index: int, *key: str) -> None:
+        """Set the random streams of actions and of the network's own noise; see the base class."""
+        super().seed_acting(seed, worker_index, *key)
+        if worker_index:
+            self._network_rng = random_stream(seed, "network", worker_index, *key)
+
     def columns_read(self, batch: SampleBatch) -> set[str] | None:
         return self.learner.columns_read(batch)
 

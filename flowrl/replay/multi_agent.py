@@ -98,7 +98,7 @@ class MultiAgentReplayBuffer:
         }
         for policy_id, rows in policy_batches.items():
             buffers[policy_id].check(rows)  # check all policies before storing any
-        with delayed_interrupts:  # the rows of all policies are stored, and counted, or none
+        with delayed_interrupts:  # an interrupt does not separate storing from counting
             if self.mode == "lockstep" and policy_batches:
                 self._add_in_lockstep(policy_batches, buffers)
             else:

@@ -39,7 +39,7 @@ from flowrl.sampling.ids import IdCounter, first_id
 from flowrl.sampling.policy_map import build_policy_map
 from flowrl.sampling.sampler import SamplerInput
 from flowrl.sampling.worker_config import WorkerConfig
-from flowrl.seeding import derive_seed, random_stream
+from flowrl.seeding import derive_seed
 from flowrl.threads import limit_threads
 
 T = TypeVar("T")
@@ -179,7 +179,7 @@ class RolloutWorker:
         """Set each policy's worker index, number of workers and random stream."""
         for policy_id, policy in self.policy_map.items():
             key = () if policy_id == DEFAULT_POLICY_ID else (policy_id,)
-            policy.rng = random_stream(self._seed, "actions", self.worker_index, *key)
+            policy.seed_acting(self._seed, self.worker_index, *key)
             policy.worker_index, policy.num_workers = self.worker_index, self._num_workers
 
     @property

@@ -10,6 +10,7 @@ from torch import nn
 
 from flowrl.algorithms.a2c import A2CTorchPolicy
 from flowrl.algorithms.dqn import DQN, DQNConfig, DQNTorchPolicy
+from flowrl.algorithms.ppo import PPOTorchPolicy
 from flowrl.algorithms.simple_q import SimpleQ, SimpleQConfig
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import MetricsContext, metrics_scope
@@ -343,6 +344,27 @@ def test_state_of_a_dueling_network_does_not_fit_a_plain_one():
     dueling, plain = (DQNTorchPolicy(BOX, THREE, {"dueling": d, "seed": 0}) for d in (True, False))
     with pytest.raises(ValueError, match="dueling=True for a policy with dueling=False"):
         plain.set_state(dueling.get_state())
+
+
+def test_state_of_another_algorithm_is_rejected_by_the_missing_field():
+    state = PPOTorchPolicy(BOX, THREE, {"seed": 0}).get_state()
+    with pytest.raises(ValueError, match="the state of a DQNTorchPolicy/dueling: field required"):
+        DQNTorchPolicy(BOX, THREE, {"seed": 0}).set_state(state)
+
+
+@pytest.mark.parametrize("numpy_gradients", [True, False])
+@pytest.mark.parametrize("num_atoms", [1, 11])
+@pytest.mark.parametrize("dtype", [np.int16, np.uint8, np.bool_])
+def test_actions_of_small_dtypes_are_numbers_of_actions(dtype, num_atoms, numpy_gradients):
+    atoms = {"num_atoms": num_atoms, "v_min": 0.0, "v_max": 10.0} if num_atoms > 1 else {}
+    settings = {"seed": 0, "numpy_gradients": numpy_gradients, **atoms}
+    batch = rows()
+    batch["actions"] = batch["actions"] % 2
+    gradients = []
+    for actions in (batch["actions"], batch["actions"].astype(dtype)):
+        policy = DQNTorchPolicy(BOX, THREE, settings)
+        gradients.append(policy.compute_gradients(batch.with_columns(actions=actions))[0])
+    np.testing.assert_array_equal(*gradients)
 
 
 def test_skipped_update_reports_no_td_errors():

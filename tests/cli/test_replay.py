@@ -257,7 +257,7 @@ SHARDS_IN_ROUNDS = """
 from flowrl.algorithms.dqn import DQNConfig
 from flowrl.ops import (
     Concurrently, ParallelRollouts, Replay, StandardMetricsReporting, StoreToReplayBuffer,
-    TrainOneStep,
+    TrainOneStep, UpdateWorkerWeights,
 )
 from flowrl.algorithms.apex import APEXConfig
 
@@ -268,6 +268,7 @@ def execution_plan(workers, config):
     actors = config.replay_actors()
     store = ParallelRollouts(workers, mode="bulk_sync").for_each(StoreToReplayBuffer(actors=actors))
     train = Replay(actors=actors).for_each(TrainOneStep(workers))
+    store = store.for_each(UpdateWorkerWeights(workers, max_weight_sync_delay=64))
     return StandardMetricsReporting(
         Concurrently([store, train], mode="async", output_indexes=[1]), workers, config
     )

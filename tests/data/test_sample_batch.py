@@ -408,9 +408,12 @@ def test_indexed_column_reads_as_array(data):
     rows = np.array([3, 0, 3])
     assert np.array_equal(column[rows], expected[rows])
     joined = IndexedColumn.concat([column, IndexedColumn(base + 100, index)[rows]])
+    part = joined[: len(rows)]
     other = np.where((index == NOTHING)[..., None], 0.0, (base + 100)[index])[rows]
     assert np.array_equal(joined, np.concatenate([expected, other]))
     assert np.array_equal(joined[rows], expected[rows])
+    assert np.array_equal(part, expected[: len(rows)])
+    assert part.base is joined.base  # the fragments are joined once
 
 
 def with_next_obs(n=6):

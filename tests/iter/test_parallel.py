@@ -47,6 +47,60 @@ def test_gather_of_partitions_leaves_no_stream_on_the_workers():
         assert not vars(worker)["_flowrl_streams"]
 
 
+class Pairs:
+    """Combines the items of a stream in pairs."""
+
+    state_fields: dict = {"pending": list}
+
+    def __init__(self):
+        self.pending = []
+
+    def __call__(self, item):
+        self.pending.append(item)
+        if len(self.pending) < 2:
+            return []
+        pair, self.pending = self.pending, []
+        return [pair]
+
+    def state_dict(self):
+        return {"pending": self.pending}
+
+    def load_state_dict(self, state):
+        self.pending = state["pending"]
+
+
+@ACTORS_ARE_SLOW
+def test_shards_do_not_share_operators_with_a_state(in_process):
+    it = from_items([0, 1, 2, 3], 2, in_process=in_process).combine(Pairs())
+    for _ in range(2):
+        with it.gather_sync() as stream:
+            assert list(stream) == [[0, 2], [1, 3]]
+
+
+def test_pools_before_one_that_cannot_start_are_released():
+    def fails():
+        raise OSError("no workers")
+
+    first, second = Pool(lambda: [ParallelIteratorWorker([1])], 1), Pool(fails, 1)
+    it = ParallelIterator([Shard(first, 0), Shard(second, 0)], "items")
+    stream = it.gather_sync()
+    for _ in range(2):
+        with pytest.raises(OSError, match="no workers"):
+            stream.take(1)
+    stream.stop()
+    assert first._num_readers == 0
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_items_of_a_round_that_failed_are_saved_unless_they_are_useless(saves):
+    it = from_items([1, 0], 2, in_process=True).for_each(lambda x: 1 // x)
+    with it.batch_across_shards() as stream:
+        stream.stage.saves_partial_rounds = saves
+        with pytest.raises(ZeroDivisionError):
+            next(stream)
+        assert len(stream.stage.state_dict()["round"]) == len(stream.stage.queued()) == int(saves)
+
+
 def test_gather_sync_returns_items_in_shard_order(in_process):
     it = from_range(10, 2, in_process=in_process).for_each(lambda x: 2 * x)
     with it.gather_sync() as stream:

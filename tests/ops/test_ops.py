@@ -707,6 +707,11 @@ def test_own_training_operators_are_counted_and_reported():
     assert list(result["trainers"]) == ["Halve"]
 
 
+def test_own_training_operators_without_their_attributes_are_rejected():
+    with pytest.raises(TypeError, match=r"object needs the attributes trains = True and policies"):
+        record_training(object(), SampleBatch(obs=np.zeros((2, 3))), {})
+
+
 @pytest.mark.parametrize(
     ("stats", "error", "message"),
     [

@@ -440,6 +440,20 @@ def test_noise_of_a_network_that_acts_follows_the_seed():
     assert not np.array_equal(first["vf_preds"], other["vf_preds"])
 
 
+def test_networks_of_workers_draw_different_noise():
+    settings = {"model": {"custom_model": NoisyActing}, "seed": 1, "num_workers": 2}
+    noise = []
+    for index, count in ((0, 0), (1, 0), (2, 0), (1, 1)):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)  # initial weights
+            worker = RolloutWorker(
+                lambda context: RandomEnv(), PPOTorchPolicy, settings,
+                worker_index=index, restart_count=count,
+            )  # fmt: skip
+            noise.append(worker.policy.compute_actions(rows()["obs"])[2]["vf_preds"].tobytes())
+    assert len(set(noise)) == 4
+
+
 def test_greedy_actions_of_a_custom_network_do_not_change_later_samples():
     config = {"model": {"custom_model": PlainModule}, "seed": 1, "rollout_fragment_length": 20}
     with torch.random.fork_rng():

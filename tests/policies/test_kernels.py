@@ -124,6 +124,17 @@ def test_policy_gradient_kernel_is_used_only_for_shipped_losses():
         assert kind(OBS, actions, {"seed": 0}).learner.kernel is not None
 
 
+def test_replaced_loss_is_used(monkeypatch):
+    policy = PPOTorchPolicy(OBS, THREE, {"seed": 0})
+    batch = rows(policy)
+    expected = policy.compute_gradients(batch)[0]
+    loss = PPOTorchPolicy.loss
+    policy.loss = lambda batch: 2 * loss(policy, batch)
+    np.testing.assert_allclose(policy.compute_gradients(batch)[0], 2 * expected, rtol=1e-3, atol=1e-6)
+    monkeypatch.setattr(PPOTorchPolicy, "loss", lambda self, batch: 2 * loss(self, batch))
+    assert PPOTorchPolicy(OBS, THREE, {"seed": 0}).learner.kernel is None
+
+
 @pytest.mark.parametrize("kind", [PPOTorchPolicy, A2CTorchPolicy])
 def test_frozen_parameters_stay(kind):
     policy = kind(OBS, THREE, {"seed": 0})

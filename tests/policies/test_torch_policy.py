@@ -379,6 +379,21 @@ def test_microbatch_gradients_equal_those_of_the_whole_batch():
         assert stats[name] == pytest.approx(expected_stats[name], rel=1e-5)
 
 
+def test_statistics_that_some_microbatches_report_are_means_over_those():
+    class Reports(ValueRegression):
+        reports = True
+
+        def loss(self, batch):
+            if self.reports:
+                self.stats["only_sometimes"] = 5.0
+            self.reports = False
+            return super().loss(batch)
+
+    policy = Reports(BOX, spaces.Discrete(2), {"seed": 0, "microbatch_size": 5})
+    _, stats = policy.compute_gradients(rows())
+    assert stats["only_sometimes"] == 5.0
+
+
 def test_microbatch_gradients_of_sequences_equal_those_of_the_whole_batch():
     model = {"use_lstm": True, "fcnet_hiddens": [8], "lstm_cell_size": 4}
     batch = rows().with_columns(seq_lens=np.array([10, 3, 12, 7], np.int32))

@@ -40,6 +40,11 @@ def test_columns_read_are_detected_without_side_effects():
     assert torch.equal(random, torch.get_rng_state())
 
 
+def test_columns_read_are_the_same_in_microbatches():
+    read = [w.policy.columns_read(w.sample()) for w in (worker(), worker(microbatch_size=8))]
+    assert read[1] - {"seq_lens"} == read[0]
+
+
 class StochasticLoss(PPOTorchPolicy):
     """Draws random numbers and has a buffer that every forward pass changes."""
 

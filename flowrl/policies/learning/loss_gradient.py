@@ -11,6 +11,7 @@ import torch
 
 from flowrl.data import SampleBatch
 from flowrl.errors import ConfigError
+from flowrl.policies.learning.epochs import mean_stats
 from flowrl.policies.learning.kernels.registry import Kernel
 from flowrl.policies.learning.protocols import ProcessGroup, Stats, TrainablePolicy
 from flowrl.policies.models.tensor_batch import TensorBatch
@@ -69,14 +70,13 @@ class LossGradient:
         parts = list(self._split(batch, rows))
         counts = [policy.tensors(part).count for part in parts]  # rows that a loss is a mean over
         total = torch.zeros_like(policy.flat.gradient)
-        means: Stats = {}
+        stats = []
         for part, count in zip(parts, counts, strict=True):
-            weight = count / sum(counts)
-            for name, value in self._compute_microbatch(part).items():
-                means[name] = means.get(name, 0.0) + weight * value
-            total.add_(policy.flat.gradient, alpha=weight)
+            stats.append(self._compute_microbatch(part))
+            total.add_(policy.flat.gradient, alpha=count / sum(counts))
         policy.flat.gradient.copy_(total)
-        return {**means, "grad_norm": float(torch.linalg.vector_norm(total))}
+        norm = float(torch.linalg.vector_norm(total))
+        return {**mean_stats(stats, counts), "grad_norm": norm}
 
     def compute_over_group(
         self,
@@ -158,7 +158,8 @@ class LossGradient:
     def _compute_microbatch(self, batch: SampleBatch) -> Stats:
         policy = self._policy
         named: dict[str, Any]
-        if self._kernel is None or self._has_frozen_parameters():
+        is_replaced = "loss" in vars(policy)  # by an attribute
+        if self._kernel is None or is_replaced or self._has_frozen_parameters():
             named = self.differentiate(policy.tensors(batch))
         else:
             policy.stats = {}

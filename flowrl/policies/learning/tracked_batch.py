@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from flowrl.data import SampleBatch
 
@@ -31,6 +34,17 @@ class TrackedBatch(SampleBatch):
         if isinstance(key, str):
             self.read.add(key)
         return super().__contains__(key)
+
+    def map_rows(
+        self,
+        fn: Callable[[np.ndarray], np.ndarray],
+        sequences: slice | np.ndarray | None = None,
+    ) -> TrackedBatch:
+        """Return rows whose columns count as read when they are read."""
+        read = set(self.read)
+        part = TrackedBatch(super().map_rows(fn, sequences))
+        self.read = part.read = read
+        return part
 
     def stored(self) -> Any:
         """Return all columns; they count as read."""

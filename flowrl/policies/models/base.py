@@ -139,7 +139,9 @@ class ModelV2(nn.Module):
         def train_forward(batch: Any, state: State, seq_lens: Any) -> Any:
             names = forward_views(self.view_requirements)
             views = {name: batch[name] for name in names if name in batch}
-            return compiled({**views, "obs_flat": InputDict(views)["obs_flat"]}, state, seq_lens)
+            if not self.has_only_known_modules:  # flowrl's networks do not read it
+                views["obs_flat"] = InputDict(views)["obs_flat"]
+            return compiled(views, state, seq_lens)
 
         object.__setattr__(self, "train_forward", train_forward)
 

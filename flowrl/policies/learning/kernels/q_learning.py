@@ -35,7 +35,8 @@ class QLearningKernel:
     def __call__(self, batch: TensorBatch) -> float:
         policy, q_function = self._policy, self._policy.q_function
         targets = self._td_targets(batch)
-        observations, actions = batch.array("obs"), batch.array("actions")
+        observations = batch.array("obs")
+        actions = batch.array("actions").astype(np.int64, copy=False)  # bool would be a mask
         state_values: np.ndarray | None = None
         if q_function.uses_state_value:
             outputs, state_values = self._backprop.forward(observations)

@@ -40,7 +40,7 @@ _KERNELS = {
 def find_kernel(policy: Any, has_single_optimizer: bool) -> Kernel | None:
     """Return the kernel for a policy's loss; None if autograd has to differentiate it.
 
-    There is a kernel only if the policy inherits the methods that make up the loss unchanged, one
+    There is a kernel only if the methods that make up the loss are flowrl's own, one
     optimizer has all parameters, arithmetic is float32 and not compiled, and the network is one
     that numpy computes.
     """
@@ -57,10 +57,15 @@ def has_shipped_loss(policy: Any) -> bool:
     return _find_entry(type(policy)) is not None
 
 
+def _is_shipped(cls: type[Any], base: type[Any], name: str) -> bool:
+    """Return whether a method is that of a shipped class, neither overridden nor replaced."""
+    method = getattr(cls, name)
+    return method is getattr(base, name) and method.__module__.startswith("flowrl.")
+
+
 def _find_entry(cls: type[Any]) -> _Entry | None:
     for base in cls.__mro__:
         entry = _KERNELS.get(f"{base.__module__}.{base.__qualname__}")
         if entry is not None:
-            same = all(getattr(cls, name) is getattr(base, name) for name in entry.methods)
-            return entry if same else None
+            return entry if all(_is_shipped(cls, base, name) for name in entry.methods) else None
     return None
