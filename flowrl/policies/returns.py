@@ -86,44 +86,6 @@ def generalized_advantages(
     return advantages
 
 
-def n_step_returns(
-    rewards: np.ndarray, dones: np.ndarray, n: int, gamma: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return n-step discounted sums of rewards (Watkins 1989; Mnih et al. 2016, section 4.2).
-
-    R_t is the sum of gamma^j r_{t+j} for j < k_t, where k_t = n, or less if the episode or the
-    array ends earlier. The target is R_t + gamma^{k_t} V(s_{t+k_t}), without V if the last of
-    these steps terminated the episode.
-
-    Args:
-        rewards: [T, N].
-        dones: terminated or truncated, [T, N]; sums do not cross the end of an episode.
-        n: number of steps, at least 1.
-        gamma: discount factor per env step.
-
-    Returns:
-        R [T, N] and k [T, N], int64.
-
-    Raises:
-        ValueError: the arrays have different shapes, or n is less than 1.
-    """
-    if not isinstance(n, (int, np.integer)) or n < 1:
-        raise ValueError(f"n_step_returns: n must be an int >= 1, got {n}")
-    rewards, dones = _as_floats(rewards=rewards, dones=dones)
-    dones = dones.astype(bool)
-    steps = np.ones(rewards.shape, np.int64)
-    returns = rewards * 1.0
-    continues = ~dones  # whether the sum of a row includes its j-th reward
-    discount = 1.0
-    for j in range(1, min(n, len(rewards))):
-        discount *= gamma
-        included = continues[: len(rewards) - j]
-        returns[:-j] += np.where(included, discount * rewards[j:], 0)
-        steps[:-j] += included
-        continues = included & ~dones[j:]
-    return returns, steps
-
-
 def vtrace(
     behavior_logp: np.ndarray,
     target_logp: np.ndarray,

@@ -543,19 +543,11 @@ class TorchPolicy(Policy):
             "network_rng": stream_state(self._network_rng),
         }
 
-    def set_state(self, state: dict[str, Any]) -> None:
-        before = self.get_state()
-        try:
-            self._set_state(state)
-        except Exception:
-            self._set_state(before)  # a state that does not fit changes nothing
-            raise
-
-    def _set_state(self, state: dict[str, Any]) -> None:
+    def _load_state(self, state: dict[str, Any]) -> None:
         fields = {"learner": dict[str, Any], **_ACTING_FIELDS}
         check_state(state, fields, f"the state of a {type(self).__name__}")
         check_finite(state, "state", self._buffer_names)
-        super().set_state(state)
+        super()._load_state(state)
         self.learner.load_state_dict(state["learner"])
         self.learner.follow_schedules()
         self.exploration.load_state_dict(state["exploration"])

@@ -10,6 +10,7 @@ import numpy as np
 import optree
 from gymnasium import spaces
 
+from flowrl.data.spaces import leaf_names, leaf_spaces, leaf_values
 from flowrl.errors import ConfigError
 
 MASK = "action_mask"  # leaf of a Dict observation: which actions are allowed
@@ -255,26 +256,23 @@ def find_out_of_range(space: spaces.Space, actions: Any, name: str) -> str | Non
     Returns:
         a description of the first problem; None if there is none.
     """
-    if isinstance(space, spaces.Dict):
-        children = [(space[key], actions[key], f"{name}[{key!r}]") for key in sorted(space)]
-    elif isinstance(space, spaces.Tuple):
-        children = [(space[i], actions[i], f"{name}[{i}]") for i in range(len(space))]
-    else:
-        children = []
-    size: Any = None
-    if isinstance(space, spaces.Discrete):
-        size = space.n
-    elif isinstance(space, spaces.MultiDiscrete):
-        size = space.nvec
-    elif isinstance(space, spaces.MultiBinary):
-        size = 2
-    if size is not None and len(actions) and ((actions < 0) | (actions >= size)).any():
-        return (
-            f"{name}: expected integers from 0 to below {size}, got {actions.min()} to "
-            f"{actions.max()}"
-        )
-    problems = (find_out_of_range(*child) for child in children)
-    return next((problem for problem in problems if problem), None)
+    leaves = zip(
+        leaf_spaces(space), leaf_values(space, actions), leaf_names(space, name), strict=True
+    )
+    for leaf, values, leaf_name in leaves:
+        size: Any = None
+        if isinstance(leaf, spaces.Discrete):
+            size = leaf.n
+        elif isinstance(leaf, spaces.MultiDiscrete):
+            size = leaf.nvec
+        elif isinstance(leaf, spaces.MultiBinary):
+            size = 2
+        if size is not None and len(values) and ((values < 0) | (values >= size)).any():
+            return (
+                f"{leaf_name}: expected integers from 0 to below {size}, got {values.min()} to "
+                f"{values.max()}"
+            )
+    return None
 
 
 def find_masked(space: spaces.Space, observations: Any, actions: Any) -> str | None:

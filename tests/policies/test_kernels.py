@@ -130,7 +130,9 @@ def test_replaced_loss_is_used(monkeypatch):
     expected = policy.compute_gradients(batch)[0]
     loss = PPOTorchPolicy.loss
     policy.loss = lambda batch: 2 * loss(policy, batch)
-    np.testing.assert_allclose(policy.compute_gradients(batch)[0], 2 * expected, rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(
+        policy.compute_gradients(batch)[0], 2 * expected, rtol=1e-3, atol=1e-6
+    )
     monkeypatch.setattr(PPOTorchPolicy, "loss", lambda self, batch: 2 * loss(self, batch))
     assert PPOTorchPolicy(OBS, THREE, {"seed": 0}).learner.kernel is None
 

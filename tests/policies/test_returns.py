@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from flowrl.policies.returns import (
     discounted_returns,
     generalized_advantages,
-    n_step_returns,
     vtrace,
 )
 
@@ -74,44 +73,6 @@ def test_discounted_returns_of_a_hand_computed_example():
         np.array([[1.0], [2.0], [3.0]]), np.array([[False], [True], [False]]), np.array([10.0]), 0.5
     )
     assert result[:, 0].tolist() == [2.0, 2.0, 8.0]
-
-
-# -- n-step, lambda-returns, V-trace ---------------------------------------------------------------
-
-
-@given(
-    st.integers(1, 12),
-    st.integers(1, 4),
-    st.integers(0, 2**31),
-    st.integers(1, 6),
-    st.sampled_from([0.0, 0.5, 0.99, 1.0]),
-)
-def test_n_step_returns_equal_their_definition(steps, envs, seed, n, gamma):
-    rng = np.random.default_rng(seed)
-    rewards = rng.standard_normal((steps, envs))
-    dones = rng.random((steps, envs)) < 0.25
-    sums, counts = n_step_returns(rewards, dones, n, gamma)
-    for i in range(envs):
-        for t in range(steps):
-            total, k = 0.0, 0
-            while k < n and t + k < steps:
-                total += gamma**k * rewards[t + k, i]
-                k += 1
-                if dones[t + k - 1, i]:
-                    break
-            assert counts[t, i] == k
-            np.testing.assert_allclose(sums[t, i], total, atol=1e-12)
-
-
-def test_n_step_returns_of_a_hand_computed_example():
-    rewards = np.array([1, 2, 3], np.int64)[:, None]
-    before = rewards.copy()
-    sums, counts = n_step_returns(rewards, np.zeros((3, 1), bool), 2, 0.5)
-    assert sums[:, 0].tolist() == [2.0, 3.5, 3.0]
-    assert counts[:, 0].tolist() == [2, 2, 1]
-    np.testing.assert_array_equal(rewards, before)
-    with pytest.raises(ValueError, match="an int >= 1"):
-        n_step_returns(rewards, np.zeros((3, 1), bool), 0, 0.5)
 
 
 def reference_vtrace(mu, pi, rewards, values, next_values, dones, gamma, rho_bar, c_bar, lambda_):
@@ -193,10 +154,7 @@ def test_arrays_of_different_shapes_are_rejected():
     for call in (
         lambda: discounted_returns(a, b, np.zeros(2), 0.9),
         lambda: generalized_advantages(a, a, b, a, 0.9, 1),
-        lambda: n_step_returns(a, b, 2, 0.9),
         lambda: vtrace(a, a, a, b, a, a, 0.9),
     ):
         with pytest.raises(ValueError, match=r"has the shape \(4, 1\)"):
             call()
-    with pytest.raises(ValueError, match="must be an int"):
-        n_step_returns(a, a, 2.5, 0.9)

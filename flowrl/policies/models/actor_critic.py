@@ -17,7 +17,6 @@ from flowrl.policies.models.base import ModelV2, State
 from flowrl.policies.models.catalog import make_model
 from flowrl.policies.models.fcnet import uses_numpy
 from flowrl.policies.models.flatten import flat_size, flatten, flatten_numpy
-from flowrl.policies.models.masked import MaskedModel
 from flowrl.policies.models.numpy_forward import outputs_by_numpy
 from flowrl.policies.models.tensor_batch import InputDict
 
@@ -170,19 +169,15 @@ class ActorCritic(ModelV2):
 
     def outputs_numpy(self, obs: Any) -> np.ndarray:
         """Return the actor's outputs [B, num_outputs] of observations, arrays [B, …]."""
-        return _outputs(self.actor, obs)
+        return self.compute_outputs({"obs": obs})[0]
 
-    def q_values_numpy(self, obs: Any, actions: np.ndarray | None = None) -> np.ndarray:
-        """Return `q_values` of arrays, without gradients."""
-        inputs = obs
-        if self._takes_actions and self._is_flat:
-            assert actions is not None
+    def q_values_numpy(self, obs: Any, actions: np.ndarray) -> np.ndarray:
+        """Return `q_values` of continuous actions, all arrays, for critics that numpy computes."""
+        inputs: Any = (obs, actions)
+        if self._is_flat:
             features = [flatten_numpy(self.obs_space, obs), actions.reshape(len(actions), -1)]
             inputs = np.concatenate(features, 1, dtype=np.float32)
-        elif self._takes_actions:
-            inputs = (obs, actions)
-        q = np.stack([_outputs(critic, inputs) for critic in self._critic_list])
-        return q[..., 0] if self._takes_actions else q
+        return np.stack([critic.outputs_numpy(inputs)[:, 0] for critic in self._critic_list])
 
 
 def _evaluate(network: Any, obs: Any) -> torch.Tensor:
@@ -191,15 +186,3 @@ def _evaluate(network: Any, obs: Any) -> torch.Tensor:
             network.eval()
         outputs: torch.Tensor = network(InputDict(obs=obs), [], None)[0]
     return outputs.float()
-
-
-def _outputs(network: Any, obs: Any) -> np.ndarray:
-    """Return a network's outputs of observations, which may be terminal."""
-    outputs: np.ndarray
-    if uses_numpy(network):
-        outputs = network.outputs_numpy(obs)
-    elif isinstance(network, MaskedModel):
-        outputs = network.compute_outputs_unchecked({"obs": obs})[0]
-    else:
-        outputs = network.compute_outputs({"obs": obs})[0]
-    return outputs

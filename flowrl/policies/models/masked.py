@@ -114,18 +114,6 @@ class MaskedModel(ModelV2):
         Raises:
             ValueError: a mask allows no action, or has another shape.
         """
-        outputs, values, state = self.compute_outputs_unchecked(inputs)
-        self._check_mask(np.asarray(inputs["obs"][MASK]) != 0)
-        return outputs, values, state
-
-    def compute_outputs_unchecked(
-        self, inputs: Mapping[str, Any]
-    ) -> tuple[np.ndarray, np.ndarray | None, list[np.ndarray]]:
-        """See `compute_outputs`; the masks of terminal observations may allow no action.
-
-        Raises:
-            ValueError: a mask has another shape.
-        """
         observations = inputs["obs"]
         outputs, values, state = self.model.compute_outputs(
             {**inputs, "obs": self._without_mask(observations)}
@@ -136,6 +124,7 @@ class MaskedModel(ModelV2):
             raise ValueError(
                 f"action_mask: expected the shape {expected} [batch, actions], got {allowed.shape}"
             )
+        self._check_mask(allowed)
         if allowed.shape != outputs.shape:
             unmasked = np.ones((len(outputs), self._num_unmasked), bool)
             allowed = np.concatenate([allowed.repeat(self._outputs_per_action, 1), unmasked], 1)
