@@ -73,7 +73,7 @@ class _ModelConfig(TypedDict, total=False):
     conv_filters: collections.abc.Sequence[list[Any] | tuple[Any, ...]] | None
     """Plain convolutions, [channels, kernel, stride] each. None uses those of the Nature CNN, or two small ones below 36 pixels."""
     conv_activation: Literal["tanh", "relu", "silu", "elu", "gelu"]
-    """Activation of the convolutions and of `post_fcnet_hiddens`."""
+    """Activation of the convolutions and of `post_fcnet_hiddens`; the convolutions of "resnet" have ReLU."""
     post_fcnet_hiddens: list[int]
     """Sizes of the layers after convolutions."""
     use_lstm: bool

@@ -58,6 +58,21 @@ def as_arrays(column: Any) -> Any:
     return map_leaves(np.asarray, column)
 
 
+def expand_runs(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the positions covered by consecutive runs, and each position's offset in its run.
+
+    Args:
+        starts: first position [n] of each run.
+        lengths: length [n] of each run.
+
+    >>> [positions.tolist() for positions in expand_runs(np.array([5, 0]), np.array([2, 3]))]
+    [[5, 6, 0, 1, 2], [0, 1, 0, 1, 2]]
+    """
+    ends = np.cumsum(lengths)
+    offsets = np.arange(int(lengths.sum())) - np.repeat(ends - lengths, lengths)
+    return np.repeat(starts, lengths) + offsets, offsets
+
+
 def readonly_view(leaf: Any) -> Any:
     """Return a read-only view of an array; clone a tensor; return any other object itself."""
     if not isinstance(leaf, np.ndarray):
@@ -247,11 +262,8 @@ class Columns(dict[str, Any]):
         """Return the positions [count] of the rows in the columns, which may have padding."""
         if not self.zero_padded:
             return np.arange(self.count)
-        columns = np.arange(self.max_seq_len or 0)
         lens = self["seq_lens"]
-        starts = np.arange(len(lens)) * len(columns)
-        positions: np.ndarray = (starts[:, None] + columns)[columns < lens[:, None]]
-        return positions
+        return expand_runs(np.arange(len(lens)) * (self.max_seq_len or 0), lens)[0]
 
     def _episode_ends(self, key: str | None) -> np.ndarray:
         """Return the numbers of the rows that follow the last row of an episode."""

@@ -19,6 +19,7 @@ from flowrl.data.columns import (
     as_arrays,
     concat_columns,
     deduplicate,
+    expand_runs,
     map_leaves,
     readonly_view,
     restore_duplicates,
@@ -280,9 +281,7 @@ class SampleBatch(Columns):
             raise ValueError(
                 f"a sequence of {max(lens)} rows does not fit max_seq_len={max_seq_len}"
             )
-        index = np.concatenate(
-            [np.arange(n) + i * max_seq_len for i, n in enumerate(lens)] or [np.zeros(0, int)]
-        )
+        index, _ = expand_runs(np.arange(len(lens)) * max_seq_len, lens)
 
         def pad(leaf: np.ndarray) -> np.ndarray:
             padded = np.zeros((len(lens) * max_seq_len, *leaf.shape[1:]), leaf.dtype)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.data.columns import map_leaves
+from flowrl.data.columns import expand_runs, map_leaves
 from flowrl.data.sample_batch import SampleBatch
 
 MASK = "loss_mask"
@@ -96,7 +96,7 @@ def chop_into_sequences(
         order = (rng if rng is not None else np.random.default_rng()).permutation(len(lens))
     position = np.empty(len(lens), np.int64)
     position[order] = np.arange(len(lens))
-    target = np.repeat(position * length - starts, lens) + np.arange(int(lens.sum()))
+    target, _ = expand_runs(position * length, lens)
     features = []
     for column in map(np.asarray, feature_columns):
         padded = np.zeros((len(lens) * length, *column.shape[1:]), column.dtype)
@@ -241,23 +241,8 @@ def take_sequences(batch: SampleBatch, index: np.ndarray) -> SampleBatch:
     """Return copies of the sequences with these numbers [n], in that order."""
     lens = batch["seq_lens"]
     starts = np.cumsum(lens) - lens
-    rows = np.concatenate([np.arange(starts[i], starts[i] + lens[i]) for i in index])
+    rows, _ = expand_runs(starts[index], lens[index])
     return batch.map_rows(operator.itemgetter(rows), index)
-
-
-def expand_runs(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions covered by consecutive runs, and each position's offset in its run.
-
-    Args:
-        starts: first position [n] of each run.
-        lengths: length [n] of each run.
-
-    >>> [positions.tolist() for positions in expand_runs(np.array([5, 0]), np.array([2, 3]))]
-    [[5, 6, 0, 1, 2], [0, 1, 0, 1, 2]]
-    """
-    ends = np.cumsum(lengths)
-    offsets = np.arange(int(lengths.sum())) - np.repeat(ends - lengths, lengths)
-    return np.repeat(starts, lengths) + offsets, offsets
 
 
 def burn_in_spans(

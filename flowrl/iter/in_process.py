@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 from flowrl.iter import ray_health
@@ -12,7 +13,7 @@ from flowrl.iter.recovery import original_error
 class InProcessActor:
     """Has the interface of an actor handle: `actor.method.remote(...)`.
 
-    A call runs at once; its result or error is what `fetch` returns or raises.
+    A call runs at once, and returns a Future; `fetch` returns its result or raises its error.
 
     Args:
         target: the object.
@@ -21,42 +22,25 @@ class InProcessActor:
     def __init__(self, target: Any):
         self._target = target
 
-    def __getattr__(self, name: str) -> _Method:
-        return _Method(getattr(self._target, name))
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._target, name)
 
+        def remote(*args: Any) -> Future[Any]:
+            future: Future[Any] = Future()
+            try:
+                future.set_result(method(*args))
+            except Exception as error:
+                future.set_exception(error)
+            return future
 
-class _Method:
-    def __init__(self, function: Callable[..., Any]):
-        self._function = function
-
-    def remote(self, *args: Any) -> InProcessResult:
-        """Call the method."""
-        return InProcessResult(self._function, args)
-
-
-class InProcessResult:
-    """The result of a call of an InProcessActor."""
-
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]):
-        self._error: Exception | None = None
-        self._value: Any = None
-        try:
-            self._value = function(*args)
-        except Exception as error:
-            self._error = error
-
-    def get(self) -> Any:
-        """Return the value, or raise the error of the call."""
-        if self._error is not None:
-            raise self._error
-        return self._value
+        return SimpleNamespace(remote=remote)
 
 
 def fetch(ref: Any) -> Any:
-    """Return the value of an InProcessResult or of a Ray object reference, or raise its error with
-    its own type."""
-    if isinstance(ref, InProcessResult):
-        return ref.get()
+    """Return the value of a Future of an InProcessActor, or of a Ray object reference, or raise its
+    error with its own type."""
+    if isinstance(ref, Future):
+        return ref.result()
     import ray
 
     try:

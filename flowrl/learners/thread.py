@@ -305,18 +305,14 @@ class LearnerThread:
             return False
         buffer, journal = self._minibatches, self._journal
         room = max(buffer.size - len(buffer), 0)  # a saved buffer may exceed the size of this one
-        most = min(room, self.inqueue.qsize())
-        is_replay = journal is not None and journal.replays
-        if journal is not None and is_replay:
-            most = journal.learner_log.observe("batches taken", 0, expected=1)
-        num_taken = 0
-        while num_taken < most and not self.inqueue.empty():
+        count = min(room, self.inqueue.qsize())  # this thread is the only one that takes batches
+        if journal is not None and journal.replays:
+            count = journal.learner_log.observe("batches taken", 0, expected=1)
+            self._check_replayed(count <= self.inqueue.qsize())
+        for _ in range(count):
             buffer.put(self.inqueue.get_nowait())
-            num_taken += 1
-        if is_replay:
-            self._check_replayed(num_taken == most)
-        elif journal is not None and len(buffer):
-            journal.learner_log.observe("batches taken", num_taken, expected=1)
+        if journal is not None and not journal.replays and len(buffer):
+            journal.learner_log.observe("batches taken", count, expected=1)
         self._has_taken = bool(len(buffer))
         return self._has_taken
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from flowrl.data.columns import expand_runs
 from flowrl.data.sample_batch import SampleBatch
-from flowrl.data.sequences import expand_runs
 from flowrl.state_schema import Fields, Natural, check_own_state
 
 

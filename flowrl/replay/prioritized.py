@@ -147,10 +147,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             )
         if oldest < 0:
             of_buffer = ids >= 0
-            ids, priorities = ids[of_buffer], priorities[of_buffer]
-            if not len(ids):
-                return
-            oldest, high = int(ids.min()), priorities.max()
+            self.update_priorities(ids[of_buffer], priorities[of_buffer])
+            return
         if self._sequences is not None:
             ids, priorities = _priorities_per_item(ids, priorities)
             high = priorities.max()

@@ -6,9 +6,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from flowrl.data.columns import PER_SEQUENCE
+from flowrl.data.columns import PER_SEQUENCE, expand_runs
 from flowrl.data.sample_batch import SampleBatch
-from flowrl.data.sequences import burn_in_spans, expand_runs, sequence_lengths
+from flowrl.data.sequences import burn_in_spans, sequence_lengths
 from flowrl.replay.schema import DONE_FLAGS
 from flowrl.replay.trajectories import row_order
 from flowrl.state_schema import Fields, Natural, check_own_state
