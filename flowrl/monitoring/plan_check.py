@@ -23,6 +23,7 @@ RULES: list[Callable[[CheckedPlan], Iterator[PlanProblem]]] = [
     wiring.half_a_queue,
     wiring.unread_child,
     replay.half_a_buffer,
+    replay.rows_that_a_buffer_rejects,
     replay.weights_of_one_buffer,
     replay.priorities_not_updated,
     operators.no_return,

@@ -23,6 +23,7 @@ from flowrl.ops import (
     ParallelRollouts,
     Print,
     Replay,
+    SelectExperiences,
     SimpleReplayBuffer,
     StandardMetricsReporting,
     StoreToReplayBuffer,
@@ -146,6 +147,48 @@ def test_rollouts_that_are_counted_twice():
         return plan(workers, config, "raw")
 
     assert problems_of(raw) == {}
+
+
+def test_rows_of_policies_that_a_buffer_does_not_store():
+    def plan(workers, config, selected=None):
+        buffer = MultiAgentReplayBuffer(
+            lambda policy_id: ReplayBuffer(100), replay_batch_size=8, policies=["a"]
+        )
+        rollouts = ParallelRollouts(workers)
+        if selected is not None:
+            rollouts = rollouts.for_each(SelectExperiences(selected))
+        store = rollouts.for_each(StoreToReplayBuffer(local_buffer=buffer))
+        train = Replay(local_buffer=buffer).for_each(TrainOneStep(workers, policies=["a"]))
+        both = Concurrently([store, train], output_indexes=[1])
+        return report(both, workers, config)
+
+    config = A2CConfig(
+        **{**SMALL, "env": make_multi_agent("CartPole-v1")},
+        env_config={"num_agents": 2},
+        policies={"a": PolicySpec(), "b": PolicySpec()},
+        policy_mapping_fn=lambda agent_id: "ab"[agent_id],
+    )
+    text = problems_of(plan, config)["rows_of_other_policies"]
+    assert "SelectExperiences(['a'])" in text
+    for selected, expected in ((["a"], False), (["b"], True)):
+        found = problems_of(lambda w, c, s=selected: plan(w, c, s), config)
+        assert ("rows_of_other_policies" in found) == expected
+
+
+@pytest.mark.parametrize("use_lstm", [False, True])
+@pytest.mark.parametrize("unit", ["timesteps", "sequences"])
+def test_single_rows_of_a_recurrent_policy(use_lstm, unit):
+    def plan(workers, config):
+        buffer = MultiAgentReplayBuffer(
+            lambda policy_id: ReplayBuffer(100, storage_unit=unit), replay_batch_size=8
+        )
+        store = ParallelRollouts(workers).for_each(StoreToReplayBuffer(local_buffer=buffer))
+        train = Replay(local_buffer=buffer).for_each(TrainOneStep(workers))
+        return report(Concurrently([store, train], output_indexes=[1]), workers, config)
+
+    config = A2CConfig(**SMALL).updated(model={"use_lstm": use_lstm})
+    is_found = "rows_of_a_recurrent_policy" in problems_of(plan, config)
+    assert is_found == (use_lstm and unit == "timesteps")
 
 
 def test_weights_of_branches_that_share_a_buffer():

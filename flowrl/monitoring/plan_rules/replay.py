@@ -7,9 +7,11 @@ from typing import Any
 
 from flowrl.iter.stage import walk
 from flowrl.iter.stages.branches import Union
+from flowrl.monitoring.operator_source import is_own
 from flowrl.monitoring.plan_rules.plan import CheckedPlan, PlanProblem
 from flowrl.ops.replay import ReplayStage, StoreToReplayBuffer, UpdateReplayPriorities
 from flowrl.ops.replay_actors import ReplayActors
+from flowrl.ops.rollout import SelectExperiences
 
 
 def half_a_buffer(plan: CheckedPlan) -> Iterator[PlanProblem]:
@@ -43,6 +45,38 @@ def half_a_buffer(plan: CheckedPlan) -> Iterator[PlanProblem]:
                 "StoreToReplayBuffer fills a buffer that nothing draws from: add a branch with "
                 "Replay on the same buffer, or remove the operator",
             )
+
+
+def rows_that_a_buffer_rejects(plan: CheckedPlan) -> Iterator[PlanProblem]:
+    """Rows of policies that a buffer does not store, and single rows of recurrent policies."""
+    for stage, store in plan.stages_with(StoreToReplayBuffer):
+        feeding = set(walk(stage))
+        before = [operator for one, operator in plan.operators if one in feeding]
+        if any(map(is_own, before)):
+            continue  # it may select rows
+        selections = [op.policy_ids for op in before if isinstance(op, SelectExperiences)]
+        stored = set(plan.policies).intersection(*selections)
+        of_buffer = getattr(store.buffer, "policies", None)
+        if of_buffer is not None and stored - set(of_buffer):
+            yield PlanProblem(
+                "rows_of_other_policies",
+                stage.line,
+                f"StoreToReplayBuffer receives rows of the policies {sorted(stored)}, but its "
+                f"buffer stores {sorted(of_buffer)}: chain SelectExperiences({sorted(of_buffer)}) "
+                "before it",
+            )
+            continue
+        for policy_id in sorted(stored):
+            buffer = _new_buffer(store.buffer, policy_id)
+            is_of_rows = getattr(buffer, "storage_unit", None) == "timesteps"
+            if is_of_rows and plan.policies[policy_id].is_recurrent:
+                yield PlanProblem(
+                    "rows_of_a_recurrent_policy",
+                    stage.line,
+                    f"StoreToReplayBuffer receives sequences of the recurrent policy "
+                    f"{policy_id!r}, but its buffer stores single rows: give the buffer "
+                    'storage_unit="sequences", or use a policy without memory',
+                )
 
 
 def weights_of_one_buffer(plan: CheckedPlan) -> Iterator[PlanProblem]:
