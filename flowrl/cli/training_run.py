@@ -19,12 +19,7 @@ from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.plan_files import absolute_plan
 from flowrl.trainer.runs.continuing import trust_flag, ways_to_continue
 from flowrl.trainer.runs.formatting import format_path
-from flowrl.trainer.runs.resuming import (
-    prepare_to_resume,
-    reached_limit,
-    saved_stop_rules,
-    total_of_resumed,
-)
+from flowrl.trainer.runs.resuming import limits_of_resumed, prepare_to_resume, reached_limit
 from flowrl.trainer.runs.run_directory import REPORT, RunDirectory, default_run_dir
 from flowrl.trainer.runs.run_end import describe_end
 from flowrl.trainer.runs.saved_run import read_command
@@ -110,13 +105,8 @@ def resume_run(
         ConfigError: the settings are invalid, or the run directory cannot be read.
     """
     config, run_dir = saved.config, saved.run_dir
-    saved_stop = StopRules() if run_dir is None else saved_stop_rules(run_dir, config, stop)
-    total = total_of_resumed(config.total_timesteps, stop, saved_stop)
-    config = config.updated(total_timesteps=total)
-    if not stop.is_set():
-        stop = saved_stop
-    stop.check(config)
-    given, stop = stop, stop.with_defaults(config)
+    config, given, saved_stop = limits_of_resumed(run_dir, config, stop)
+    stop = given.with_defaults(config)
     algorithm = _build(config, saved.algorithm)
     if algorithm is None:
         return 1

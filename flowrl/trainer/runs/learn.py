@@ -12,10 +12,9 @@ from flowrl.setting_values import whole_number
 from flowrl.trainer.runs.continuing import ways_to_continue
 from flowrl.trainer.runs.formatting import format_path
 from flowrl.trainer.runs.resuming import (
+    limits_of_resumed,
     prepare_to_resume,
     reached_limit,
-    saved_stop_rules,
-    total_of_resumed,
 )
 from flowrl.trainer.runs.run_directory import RunDirectory, default_run_dir
 from flowrl.trainer.runs.run_end import RunEnd, describe_end
@@ -55,11 +54,12 @@ def learn(
     total = None
     if path is not None and resume:
         before = read_config(path)[0].get("total_timesteps")
-        saved = saved_stop_rules(path, config, rules)
-        total = total_of_resumed(before, rules, saved)
-        rules = rules if rules.is_set() else saved
-    rules.check(config)
-    rules = rules.with_defaults(config if total is None else config.updated(total_timesteps=total))
+        of_run = config.updated(total_timesteps=before)
+        of_run, rules, _ = limits_of_resumed(path, of_run, rules)
+        rules, total = rules.with_defaults(of_run), of_run.total_timesteps
+    else:
+        rules.check(config)
+        rules = rules.with_defaults(config)
     total = total or rules.env_steps
     algorithm.workers.local_worker()  # raises errors of environments before files are written
     previous = algorithm.workers.global_vars["total_timesteps"]

@@ -19,7 +19,30 @@ from flowrl.trainer.runs.saved_run import read_stop_rules, result_at
 from flowrl.trainer.runs.stop_rules import StopRules
 
 
-def saved_stop_rules(run_dir: Path, config: AlgorithmConfig, new: StopRules) -> StopRules:
+def limits_of_resumed(
+    run_dir: Path | None, config: AlgorithmConfig, new: StopRules
+) -> tuple[AlgorithmConfig, StopRules, StopRules]:
+    """Return the settings, with `total_timesteps`, and the limits of a resumed run; and the limits
+    that it had.
+
+    Args:
+        run_dir: the run directory; None for a checkpoint outside of one.
+        config: settings of the run.
+        new: the new limits; if they are empty, the run keeps its own.
+
+    Raises:
+        ConfigError: a limit does not fit the settings, or there are no limits because stop.json is
+            missing or damaged.
+    """
+    saved = StopRules() if run_dir is None else _saved_stop_rules(run_dir, config, new)
+    total = _total_of_resumed(config.total_timesteps, new, saved)
+    config = config.updated(total_timesteps=total)
+    limits = new if new.is_set() else saved
+    limits.check(config)
+    return config, limits, saved
+
+
+def _saved_stop_rules(run_dir: Path, config: AlgorithmConfig, new: StopRules) -> StopRules:
     """Return the limits of a run, which apply if it is resumed without new ones.
 
     If there are new limits, a missing or damaged stop.json counts as one without limits.
@@ -41,7 +64,7 @@ def saved_stop_rules(run_dir: Path, config: AlgorithmConfig, new: StopRules) -> 
     return stop if config.samples else replace(stop, reward=None)  # offline: no returns
 
 
-def total_of_resumed(before: int | None, stop: StopRules, saved: StopRules) -> int | None:
+def _total_of_resumed(before: int | None, stop: StopRules, saved: StopRules) -> int | None:
     """Return the `total_timesteps` of a resumed run.
 
     If it was the limit on env steps, it follows the new limit; otherwise it only grows.
