@@ -447,15 +447,15 @@ class Settings(BaseModel):
             ConfigError: a setting is unknown or invalid, or settings do not fit together.
         """
         changes = self.canonical(changes)
-        values = {name: _copied(getattr(self, name)) for name in self.keys()}
-        for name, value in changes.items():
-            current = values.get(name)
-            if isinstance(current, Settings) and isinstance(value, dict):
-                try:
-                    value = current.updated(**value)
-                except ConfigError as error:
-                    raise ConfigError(within_record(name, str(error))) from None
-            values[name] = value
+        values = dict(changes)
+        for name, value in self.items():
+            try:
+                if name not in changes:
+                    values[name] = _copied(value)
+                elif isinstance(value, Settings) and isinstance(changes[name], dict):
+                    values[name] = value.updated(**changes[name])
+            except ConfigError as error:
+                raise ConfigError(within_record(name, str(error))) from None
         copied = type(self)(**values)
         copied.model_fields_set.clear()
         copied.model_fields_set.update(self.model_fields_set, changes)

@@ -307,6 +307,16 @@ class DQNTorchPolicy(TargetNetworkPolicy):
         return [config.num_atoms, config.v_min, config.v_max] if config.num_atoms > 1 else None
 
     def set_state(self, state: dict[str, Any]) -> None:
+        if "target" in state:  # else the base class says that it belongs to another algorithm
+            self._check_outputs(state)
+        super().set_state(state)
+
+    def _check_outputs(self, state: dict[str, Any]) -> None:
+        """Check that the outputs of a state's network have the same meaning.
+
+        Raises:
+            ValueError: they have another one.
+        """
         fields = {"dueling": bool, "atoms": list[float] | None}
         check_state(state, fields, f"the state of a {type(self).__name__}")
         if state["dueling"] != self.config.dueling:
@@ -319,7 +329,6 @@ class DQNTorchPolicy(TargetNetworkPolicy):
                 f"cannot load a state with [num_atoms, v_min, v_max] = {state['atoms']} for a "
                 f"policy with {self._atoms}"
             )
-        super().set_state(state)
 
 
 class DQN(Algorithm):

@@ -61,11 +61,11 @@ def evaluate_command(arguments: list[str]) -> int:
         try:
             names_run = run.run_dir == Path(options.run).expanduser()
             run = _restore_policies(algorithm, run, names_run and options.checkpoint is None)
+            algorithm.iteration = read_manifest(run.checkpoint)["training_iteration"]
         except CheckpointError as error:
             print(f"flowrl: {printable(error)}", file=sys.stderr)
             suggest_intact_checkpoint("evaluate", run)
             return 1
-        algorithm.iteration = read_manifest(run.checkpoint)["training_iteration"]
         for name, explore in rounds:
             video = None if explore or options.video is None else options.video / run.name
             try:

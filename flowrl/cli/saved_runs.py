@@ -18,6 +18,7 @@ from flowrl.setting_values import equal_code
 from flowrl.trainer.config import AlgorithmConfig, absolute_folders
 from flowrl.trainer.plan_files import PLAN_MODULE, absolute_plan, algorithm_in, load_plan
 from flowrl.trainer.plan_settings import plan_config
+from flowrl.trainer.runs.continuing import trust_flag
 from flowrl.trainer.runs.formatting import format_path
 from flowrl.trainer.runs.saved_run import (
     find_checkpoint,
@@ -145,8 +146,8 @@ def suggest_intact_checkpoint(command: str, run: SavedRun) -> None:
     if intact is not None:
         path = shlex.quote(format_path(run.run_dir))
         print(
-            f"An older checkpoint is intact: {program_name()} {command} {path} "
-            f"--checkpoint {intact.name}",
+            f"An older checkpoint is intact: {program_name()} {command} {path}"
+            f"{trust_flag(intact)} --checkpoint {intact.name}",
             file=sys.stderr,
         )
 

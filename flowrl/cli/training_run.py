@@ -23,7 +23,7 @@ from flowrl.trainer.runs.resuming import limits_of_resumed, prepare_to_resume, r
 from flowrl.trainer.runs.run_directory import REPORT, RunDirectory, default_run_dir
 from flowrl.trainer.runs.run_end import describe_end
 from flowrl.trainer.runs.saved_run import read_command
-from flowrl.trainer.runs.signal_handler import ENDED_BY_SIGNAL, INTERRUPTED
+from flowrl.trainer.runs.signal_handler import INTERRUPTED, StoppedBySignal
 from flowrl.trainer.runs.stop_rules import StopRules
 from flowrl.trainer.runs.training_loop import Display, train_until
 
@@ -192,13 +192,15 @@ def _train(
     try:
         end = train_until(algorithm, stop, run, display)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        exit_code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-        if isinstance(error, SystemExit) and error.code in ENDED_BY_SIGNAL:
-            exit_code = error.code
+        exit_code = 1
+        if isinstance(error, StoppedBySignal):
+            exit_code = int(str(error.code))
+        elif isinstance(error, KeyboardInterrupt):
+            exit_code = INTERRUPTED
         if exit_code == 1:
             print_failure(error)
-        else:  # by a second signal
-            print("stopped before the last checkpoint was written", file=sys.stderr)
+        else:
+            print("stopped at once: the last checkpoint may be missing", file=sys.stderr)
         print(f"run directory: {format_path(run.path)}", file=sys.stderr)
         if checkpoints := list_checkpoints(run.path):
             path = shlex.quote(format_path(run.path))

@@ -68,6 +68,7 @@ def expand_runs(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np
     >>> [positions.tolist() for positions in expand_runs(np.array([5, 0]), np.array([2, 3]))]
     [[5, 6, 0, 1, 2], [0, 1, 0, 1, 2]]
     """
+    lengths = lengths.astype(np.int64, copy=False)
     ends = np.cumsum(lengths)
     offsets = np.arange(int(lengths.sum())) - np.repeat(ends - lengths, lengths)
     return np.repeat(starts, lengths) + offsets, offsets

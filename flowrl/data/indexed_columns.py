@@ -50,17 +50,18 @@ class IndexedColumn:
 
     def shares_base(self, other: IndexedColumn) -> bool:
         """Return whether positions of both columns name the same stored rows."""
-        mine, others = self._bases, other._bases
+        mine, others = list(self._bases), list(other._bases)
         return len(mine) == len(others) and all(map(operator.is_, mine, others))
 
     @property
     def is_lazy(self) -> bool:
         """Whether rows are not computed or fetched yet."""
-        return any(isinstance(base, LazyColumn) for base in self._bases)
+        return any(isinstance(base, LazyColumn) for base in list(self._bases))
 
     def to_reference(self, put: Callable[[Any], Any], get: Callable[[Any], Any]) -> IndexedColumn:
         """Return the column for another process; see `LazyColumn.to_reference`."""
-        bases = [b.to_reference(put, get) if isinstance(b, LazyColumn) else b for b in self._bases]
+        bases = list(self._bases)
+        bases = [b.to_reference(put, get) if isinstance(b, LazyColumn) else b for b in bases]
         return _with_bases(bases, self.index)
 
     @property
@@ -78,7 +79,7 @@ class IndexedColumn:
     @property
     def nbytes(self) -> int:
         """Bytes of the stored rows and positions, not of the array that is read."""
-        return self.index.nbytes + sum(base.nbytes for base in self._bases)
+        return self.index.nbytes + sum(base.nbytes for base in list(self._bases))
 
     def __len__(self) -> int:
         return len(self.index)
@@ -114,8 +115,9 @@ class IndexedColumn:
         for part in parts:
             shifted = part.index + offset
             indices.append(np.where(part.index == NOTHING, NOTHING, shifted))
-            bases += part._bases
-            offset += sum(len(base) for base in part._bases)
+            part_bases = list(part._bases)  # another thread may join them
+            bases += part_bases
+            offset += sum(map(len, part_bases))
         return _with_bases(bases, np.concatenate(indices))
 
 

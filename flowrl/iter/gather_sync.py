@@ -44,7 +44,8 @@ class GatherSync(Gather):
         self._flat = flat
         self._round: dict[int, tuple[Any, Source]] = {}  # shard -> item
         self._fetch_s = 0.0  # time to fetch the last round at once [s]
-        self.saves_partial_rounds = True  # False: the items of an incomplete round are lost
+        # False: the items of an incomplete round are not saved; they count as lost after a restore
+        self.saves_partial_rounds = True
 
     def pull(self, block: bool) -> Any:
         while True:

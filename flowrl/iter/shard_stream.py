@@ -60,14 +60,27 @@ class ShardRequest(NamedTuple):
 
 
 def _bind(argument: Any, worker: Any) -> Any:
-    """Return an argument of a step, bound to the worker if it has `bound_to(worker)`.
-
-    A copy, if it has a state: the shards in one process would share it otherwise.
-    """
+    """Return an argument of a step, bound to the worker if it has `bound_to(worker)`."""
     bound_to = getattr(argument, "bound_to", None)
-    if callable(bound_to):
-        return bound_to(worker)
-    return copy.deepcopy(argument) if hasattr(argument, "load_state_dict") else argument
+    return bound_to(worker) if callable(bound_to) else argument
+
+
+def _copied(operator: Any) -> Any:
+    """Return a copy of an operator of `combine` that keeps items: shards in one process must not
+    share it.
+
+    Raises:
+        TypeError: it cannot be copied.
+    """
+    if not hasattr(operator, "load_state_dict"):
+        return operator
+    try:
+        return copy.deepcopy(operator)
+    except Exception as error:
+        raise TypeError(
+            f"combine({type(operator).__name__}): each shard needs a copy of the operator, which "
+            f"cannot be copied: {error}"
+        ) from error
 
 
 class ShardStream:
@@ -87,6 +100,8 @@ class ShardStream:
         stream: Any = LocalIterator(items, type(worker).__name__)
         for method, args, options, line in request.steps:
             bound_args = [_bind(arg, worker) for arg in args]
+            if method == "combine":
+                bound_args = [_copied(arg) for arg in bound_args]
             stream = getattr(stream, method)(*bound_args, **options)
             stream.stage.line = line
         self._stream = stream

@@ -10,7 +10,7 @@ import numpy as np
 
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
 from flowrl.errors import ConfigError, OfflineDataError
-from flowrl.offline.parquet import parquet_files, read_parquet, read_policy_id, read_run_id
+from flowrl.offline.parquet import parquet_files, read_rows_of, read_run_id
 from flowrl.offline.recorded_rows import rows_for_policy
 from flowrl.policies.distributions import Deterministic
 from flowrl.policies.policy import Policy
@@ -240,9 +240,9 @@ def _read_folder(
     evaluated policy normalizes them."""
     runs: dict[str, int] = {}
     for path in parquet_files(folder):
-        if read_policy_id(path) != policy_id:
+        rows = read_rows_of(path, policy_id)
+        if rows is None:
             continue
-        _, rows = read_parquet(path)
         if policy.observation_filter is not None and rows.count and "obs" in rows:
             rows = rows_for_policy(rows, policy)
             rows = rows.with_columns(obs=policy.observation_filter(rows["obs"]))

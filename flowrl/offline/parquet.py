@@ -146,6 +146,19 @@ def read_policy_id(path: Path | str) -> str:
     return str(_read_metadata(path)["policy_id"])
 
 
+def read_rows_of(path: Path | str, policy_id: str) -> SampleBatch | None:
+    """Return the rows of a file; None if another policy collected them, without reading them.
+
+    Raises:
+        OfflineDataError: see `read_parquet`.
+    """
+    # "" if the metadata of a policy are missing: read_parquet says what is wrong with the file
+    if read_policy_id(path) not in (policy_id, ""):
+        return None
+    found, rows = read_parquet(path)
+    return rows if found == policy_id else None
+
+
 def _read_metadata(path: Path | str) -> dict[str, Any]:
     pa = import_pyarrow()
 
@@ -153,7 +166,7 @@ def _read_metadata(path: Path | str) -> dict[str, Any]:
         encoded = (pa.parquet.read_schema(path).metadata or {}).get(_METADATA_KEY)
         if encoded is None:  # written by another program
             return {"run": "", "policy_id": ""}
-        return dict(json.loads(encoded))
+        return {"run": "", "policy_id": "", **json.loads(encoded)}
     except (OSError, ValueError, TypeError, pa.ArrowException) as error:
         raise OfflineDataError(f"{path}: cannot be read: {error}") from error
 

@@ -13,8 +13,8 @@ from flowrl.errors import OfflineDataError
 from flowrl.offline.minari import MinariDataset
 from flowrl.offline.parquet import (
     parquet_files,
-    read_parquet,
     read_policy_id,
+    read_rows_of,
     read_run_id,
 )
 from flowrl.policies.policy import Policy
@@ -69,9 +69,9 @@ class ParquetSource:
         return parquet_files(self.folder)
 
     def read(self, part: Any) -> SampleBatch:
-        if read_policy_id(part) != self.policy_id:
+        rows = read_rows_of(part, self.policy_id)
+        if rows is None:
             return SampleBatch()
-        _, rows = read_parquet(part)
         return with_unique_episode_ids(rows, read_run_id(part))
 
     def to_policy_actions(self, rows: SampleBatch, policy: Policy) -> SampleBatch:

@@ -52,7 +52,19 @@ def batch_views(requirements: Mapping[str, ViewRequirement]) -> dict[str, ViewRe
 
 def signature_of(requirements: Mapping[str, ViewRequirement]) -> dict[str, Any]:
     """Return a comparable description of views: equal if they show the same."""
-    return {name: dict(vars(view)) for name, view in requirements.items()}
+    return {
+        name: (
+            view.data_col,
+            view.shifts,
+            view.is_window,
+            view.batch_repeat_value,
+            view.agents,
+            view.used_for_compute_actions,
+            view.used_for_training,
+            view.space,
+        )
+        for name, view in requirements.items()
+    }
 
 
 class View:

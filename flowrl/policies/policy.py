@@ -420,15 +420,6 @@ class Policy(ActsOnObservations):
             ValueError: an entry or a filter is missing, or weights or filters do not fit; nothing
                 changes.
         """
-        before = self.get_state()
-        try:
-            self._load_state(state)
-        except Exception:
-            self._load_state(before)
-            raise
-
-    def _load_state(self, state: dict[str, Any]) -> None:
-        """Implement `set_state`; an error may leave a part of the state loaded."""
         check_state(state, _STATE_FIELDS, f"the state of a {type(self).__name__}")
         saved = state["filters"]
         missing = [f"the filter of {name}" for name in self._filters() if name not in saved]
@@ -438,8 +429,14 @@ class Policy(ActsOnObservations):
             raise ValueError(
                 "the state normalizes observations: the weights need normalize_observations=True"
             )
-        self.set_weights(state["weights"])
-        self.load_filter_state_dict(saved)
+        weights, filters = self.get_weights(), self.filter_state_dict()
+        try:
+            self.set_weights(state["weights"])
+            self.load_filter_state_dict(saved)
+        except Exception:
+            self.set_weights(weights)
+            self.load_filter_state_dict(filters)
+            raise
         self.timestep = int(state["timestep"])
         self.total_timesteps = self.total_timesteps or state["total_timesteps"]
         self.version = int(state["version"])

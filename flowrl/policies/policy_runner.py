@@ -91,7 +91,7 @@ class PolicyRunner:
             self._store(column, values)
         columns.advance(1, num_rows=1)
         self._t += 1
-        return optree.tree_map(lambda leaf: leaf[0], policy.actions_for_env(actions))
+        return _first_action(policy.actions_for_env(actions))
 
     def _store(self, column: str, values: Any) -> None:
         """Store values [1, …] in row 0."""
@@ -108,3 +108,12 @@ def preprocess(policy: ActingPolicy, obs: Any, batch: bool = False) -> Any:
     if policy.observation_filter is None:
         return obs
     return policy.observation_filter(obs) if batch else policy.observation_filter(obs[None])[0]
+
+
+def _first_action(actions: Any) -> Any:
+    """Return the first of actions [B, …] in dicts and tuples."""
+    if isinstance(actions, dict):
+        return {key: _first_action(part) for key, part in actions.items()}
+    if isinstance(actions, tuple):
+        return tuple(map(_first_action, actions))
+    return actions[0]

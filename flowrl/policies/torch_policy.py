@@ -223,7 +223,7 @@ class TorchPolicy(Policy):
     @property
     def to_dist_inputs(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """Function from model outputs [B, …] to distribution inputs of greedy actions."""
-        return _unchanged
+        return torch.nn.Identity()
 
     def extra_action_out(
         self, input_dict: dict[str, Any], states: list[np.ndarray], outputs: np.ndarray
@@ -543,11 +543,19 @@ class TorchPolicy(Policy):
             "network_rng": stream_state(self._network_rng),
         }
 
-    def _load_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: dict[str, Any]) -> None:
+        before = self.get_state()
+        try:
+            self._set_state(state)
+        except Exception:
+            self._set_state(before)  # a state that does not fit changes nothing
+            raise
+
+    def _set_state(self, state: dict[str, Any]) -> None:
         fields = {"learner": dict[str, Any], **_ACTING_FIELDS}
         check_state(state, fields, f"the state of a {type(self).__name__}")
         check_finite(state, "state", self._buffer_names)
-        super()._load_state(state)
+        super().set_state(state)
         self.learner.load_state_dict(state["learner"])
         self.learner.follow_schedules()
         self.exploration.load_state_dict(state["exploration"])
@@ -565,10 +573,6 @@ class TorchPolicy(Policy):
         super().load_acting_state_dict(state)
         self.exploration.load_state_dict(state["exploration"])
         restore_stream(self._network_rng, state["network_rng"])
-
-
-def _unchanged(outputs: torch.Tensor) -> torch.Tensor:
-    return outputs
 
 
 def _rebuild(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,9 @@ def algorithm_from_checkpoint(
 
 
 def _restore(algorithm: Any, path: Path | str, checkpoint: Path | str) -> Path | str:
-    """Restore a checkpoint and return it; if a run that is training has replaced it meanwhile, the
-    newest one at the path.
+    """Restore a checkpoint and return its path.
+
+    If a training has replaced the checkpoint meanwhile, restore the newest one at `path`.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
@@ -73,7 +75,9 @@ def _restore(algorithm: Any, path: Path | str, checkpoint: Path | str) -> Path |
             algorithm.restore(checkpoint)
             return checkpoint
         except CheckpointError:
-            newest = resolve_checkpoint(path)
+            newest = checkpoint
+            with suppress(CheckpointError):  # there is none
+                newest = resolve_checkpoint(path)
             if newest == checkpoint:
                 raise
             checkpoint = newest

@@ -346,8 +346,11 @@ def test_state_of_a_dueling_network_does_not_fit_a_plain_one():
         plain.set_state(dueling.get_state())
 
 
-def test_state_of_another_algorithm_is_rejected_by_the_missing_field():
+def test_state_of_another_algorithm_is_rejected():
     state = PPOTorchPolicy(BOX, THREE, {"seed": 0}).get_state()
+    with pytest.raises(ValueError, match="belongs to a policy without a target network"):
+        DQNTorchPolicy(BOX, THREE, {"seed": 0}).set_state(state)
+    state["target"] = {}
     with pytest.raises(ValueError, match="the state of a DQNTorchPolicy/dueling: field required"):
         DQNTorchPolicy(BOX, THREE, {"seed": 0}).set_state(state)
 

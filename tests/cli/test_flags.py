@@ -70,6 +70,18 @@ def test_invalid_settings_of_config_are_rejected_with_flags():
         parse_plan_run("ppo", ["--config", '{"sgd_minibatch_size": 600}', "--lr", "1e-3"])
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ('{"model": {"use_lstm": true, "use_attention": true}}', "model: use_lstm and use_attent"),
+        ('{"model": {"conv_type": "resnet", "conv_filters": [[8, 3, 1]]}}', "model.conv_filters: "),
+    ],
+)
+def test_errors_of_nested_settings_name_their_record(config, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_plan_run("ppo", ["--config", config])
+
+
 @pytest.mark.parametrize("value", ["8,4", "[8, 4]", "[8,4]"])
 def test_list_of_numbers_may_be_one_argument(cli, tmp_path, value):
     flags = ["--model.fcnet-hiddens", value, "--run-dir", "r", *TWO_ITERATIONS]

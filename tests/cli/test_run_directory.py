@@ -303,6 +303,9 @@ def test_folder_of_a_process_that_ended_before_it_wrote_its_settings_can_be_used
     (tmp_path / "r/result.json").write_text("mine")
     with pytest.raises(ConfigError, match="contains no run"):
         RunDirectory(tmp_path / "r")
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s/.result.json").touch()  # the process ended in its first write
+    RunDirectory(tmp_path / "s").close()
 
 
 def test_incomplete_checkpoints_of_a_killed_process_are_removed(tmp_path):

@@ -416,6 +416,14 @@ def test_indexed_column_reads_as_array(data):
     assert part.base is joined.base  # the fragments are joined once
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint32, np.int32])
+def test_sequences_of_unsigned_lengths_are_padded(dtype):
+    batch = SampleBatch(obs=np.arange(1.0, 6.0), seq_lens=np.array([2, 3], dtype))
+    padded = batch.right_zero_pad(4)
+    assert padded["obs"].tolist() == [1, 2, 0, 0, 3, 4, 5, 0]
+    assert [row["obs"] for row in padded.rows()] == [1, 2, 3, 4, 5]
+
+
 def with_next_obs(n=6):
     base = np.arange(n + 1.0)
     base.flags.writeable = False

@@ -77,6 +77,23 @@ def test_shards_do_not_share_operators_with_a_state(in_process):
             assert list(stream) == [[0, 2], [1, 3]]
 
 
+class Locked(Pairs):
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+def test_operators_of_shards_that_cannot_be_copied_are_named():
+    it = from_items([0, 1, 2, 3], 2, in_process=True)
+    with it.for_each(Locked()).gather_sync() as stream:
+        assert len(list(stream)) == 4  # for_each shares the operator
+    with (
+        it.combine(Locked()).gather_sync() as stream,
+        pytest.raises(TypeError, match=r"combine\(Locked\): each shard needs a copy"),
+    ):
+        stream.take(1)
+
+
 def test_pools_before_one_that_cannot_start_are_released():
     def fails():
         raise OSError("no workers")

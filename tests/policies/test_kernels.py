@@ -1,5 +1,7 @@
 """Accelerated kernels compute the shipped losses and their gradients."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -133,8 +135,10 @@ def test_replaced_loss_is_used(monkeypatch):
     np.testing.assert_allclose(
         policy.compute_gradients(batch)[0], 2 * expected, rtol=1e-3, atol=1e-6
     )
-    monkeypatch.setattr(PPOTorchPolicy, "loss", lambda self, batch: 2 * loss(self, batch))
-    assert PPOTorchPolicy(OBS, THREE, {"seed": 0}).learner.kernel is None
+    wrapped = functools.wraps(loss)(lambda self, batch: 2 * loss(self, batch))
+    for replacement in (wrapped, property(lambda self: wrapped)):
+        monkeypatch.setattr(PPOTorchPolicy, "loss", replacement)
+        assert PPOTorchPolicy(OBS, THREE, {"seed": 0}).learner.kernel is None
 
 
 @pytest.mark.parametrize("kind", [PPOTorchPolicy, A2CTorchPolicy])

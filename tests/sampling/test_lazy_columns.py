@@ -11,6 +11,7 @@ from flowrl.data import SampleBatch
 from flowrl.data.indexed_columns import IndexedColumn
 from flowrl.data.lazy_columns import LazyColumn
 from flowrl.policies import ViewRequirement
+from flowrl.policies.learning.tracked_batch import TrackedBatch
 from flowrl.sampling import RolloutWorker, WorkerSet
 
 from .fakes import CountEnv
@@ -43,6 +44,16 @@ def test_columns_read_are_detected_without_side_effects():
 def test_columns_read_are_the_same_in_microbatches():
     read = [w.policy.columns_read(w.sample()) for w in (worker(), worker(microbatch_size=8))]
     assert read[1] - {"seq_lens"} == read[0]
+
+
+def test_reads_of_parts_of_a_batch_are_recorded():
+    batch = TrackedBatch(SampleBatch(a=np.arange(8), b=np.arange(8), c=np.arange(8)))
+    first, second, nested = batch[:4], batch[4:], batch[:4][:2]
+    assert batch.read <= {"seq_lens"}
+    first["a"], second["b"]
+    assert batch.read - {"seq_lens"} == {"a", "b"}
+    nested["c"]
+    assert batch.read - {"seq_lens"} == {"a", "b", "c"}
 
 
 class StochasticLoss(PPOTorchPolicy):

@@ -25,7 +25,7 @@ from flowrl.policies.cuda_graphs import (
     try_to_capture,
 )
 from flowrl.policies.learning.flat_parameters import FlatAdam
-from flowrl.policies.learning.kernels.registry import has_shipped_loss
+from flowrl.policies.learning.kernels.registry import has_replaced_methods, has_shipped_loss
 from flowrl.policies.learning.protocols import Stats
 from flowrl.policies.models.tensor_batch import TensorBatch
 
@@ -67,7 +67,8 @@ class CapturedUpdates:
     def supports(self, batch: SampleBatch, size: int) -> bool:
         """Return whether updates by minibatches of `size` rows are supported; not for sequences,
         padded batches and microbatches."""
-        if not self._is_supported or self._learner.process_group is not None:
+        in_group = self._learner.process_group is not None
+        if not self._is_supported or in_group or has_replaced_methods(self._policy):
             return False
         rows = self._policy.config.microbatch_size
         is_plain = "seq_lens" not in batch and "loss_mask" not in batch

@@ -12,7 +12,7 @@ import torch
 from flowrl.data import SampleBatch
 from flowrl.errors import ConfigError
 from flowrl.policies.learning.epochs import mean_stats
-from flowrl.policies.learning.kernels.registry import Kernel
+from flowrl.policies.learning.kernels.registry import Kernel, has_replaced_methods
 from flowrl.policies.learning.protocols import ProcessGroup, Stats, TrainablePolicy
 from flowrl.policies.models.tensor_batch import TensorBatch
 
@@ -158,8 +158,7 @@ class LossGradient:
     def _compute_microbatch(self, batch: SampleBatch) -> Stats:
         policy = self._policy
         named: dict[str, Any]
-        is_replaced = "loss" in vars(policy)  # by an attribute
-        if self._kernel is None or is_replaced or self._has_frozen_parameters():
+        if self._kernel is None or self._has_frozen_parameters() or has_replaced_methods(policy):
             named = self.differentiate(policy.tensors(batch))
         else:
             policy.stats = {}

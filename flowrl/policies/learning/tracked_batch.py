@@ -41,9 +41,10 @@ class TrackedBatch(SampleBatch):
         sequences: slice | np.ndarray | None = None,
     ) -> TrackedBatch:
         """Return rows whose columns count as read when they are read."""
-        read = set(self.read)
+        before = set(self.read)
         part = TrackedBatch(super().map_rows(fn, sequences))
-        self.read = part.read = read
+        self.read.intersection_update(before)  # copying the rows is not reading them
+        part.read = self.read
         return part
 
     def stored(self) -> Any:

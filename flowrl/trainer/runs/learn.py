@@ -55,11 +55,11 @@ def learn(
     if path is not None and resume:
         before = read_config(path)[0].get("total_timesteps")
         of_run = config.updated(total_timesteps=before)
-        of_run, rules, _ = limits_of_resumed(path, of_run, rules)
-        rules, total = rules.with_defaults(of_run), of_run.total_timesteps
+        of_run, given, _ = limits_of_resumed(path, of_run, rules)
+        rules, total = given.with_defaults(of_run), of_run.total_timesteps
     else:
         rules.check(config)
-        rules = rules.with_defaults(config)
+        given, rules = rules, rules.with_defaults(config)
     total = total or rules.env_steps
     algorithm.workers.local_worker()  # raises errors of environments before files are written
     previous = algorithm.workers.global_vars["total_timesteps"]
@@ -72,7 +72,10 @@ def learn(
         raise
     reached = reached_limit(algorithm, rules, path if resume else None)
     if reached is not None:
-        print(f"already reached: {reached}; pass a larger total_timesteps or limit")
+        hint = "pass a larger total_timesteps or limit"
+        if given.is_set() and rules != given:
+            hint = "schedules in percent end there: pass total_timesteps, too"
+        print(f"already reached: {reached}; {hint}")
         return
     run = None
     if path is not None:

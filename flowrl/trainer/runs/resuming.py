@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from flowrl.data.checkpoint import remove_partial_checkpoints
 from flowrl.errors import ConfigError
 from flowrl.iter.stage import walk
 from flowrl.ops import WriteParquet
@@ -110,7 +111,7 @@ def prepare_to_resume(algorithm: Any, run: RunDirectory, stop: StopRules, total:
     What the run wrote after the algorithm's iteration is removed, because it is written again; if
     there are newer checkpoints, they are kept with their results in another folder. Experience that
     a copy of the run directory, or the original of a copy, has recorded is not removed. The new
-    limits replace the old ones.
+    limits replace the old ones. Checkpoints that a killed process did not complete are removed.
 
     Args:
         algorithm: the algorithm, with the state of a checkpoint.
@@ -122,6 +123,7 @@ def prepare_to_resume(algorithm: Any, run: RunDirectory, stop: StopRules, total:
     kept, num_removed = run.truncate(algorithm.iteration)
     truncate_activities(run.path, algorithm.iteration)
     end_recording_at(run.path, algorithm.iteration)
+    remove_partial_checkpoints(run.path)
     if kept is not None:
         print(
             f"the checkpoints and results after iteration {algorithm.iteration} are kept in {kept}"

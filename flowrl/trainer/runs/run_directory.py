@@ -97,8 +97,8 @@ class RunDirectory:
                     self._check_unused()
                 for name in (CHECKPOINTS, EVENTS, WRITERS, JOURNAL, ACTIVITIES):
                     self._check_no_link(name)
-                remove_partial_checkpoints(path)
                 if not resume:
+                    remove_partial_checkpoints(path)
                     for file in filter(Path.is_file, (path / name for name in _REMOVED_FILES)):
                         file.unlink()
                 self._results = ResultFiles(path, naming)
@@ -160,11 +160,12 @@ class RunDirectory:
     def _contains_only_a_start(self) -> bool:
         """Return whether the folder is empty, or was left by a process that ended before it wrote
         config.json."""
-        names = {file.name for file in self.path.iterdir()}
-        if not names:
+        files = {file.name: file for file in self.path.iterdir()}
+        if not files:
             return True
-        results = self.path / "result.json"
-        return names <= _FIRST_FILES and results.is_file() and not results.stat().st_size
+        results = files.get("result.json") or files.get(".result.json")
+        is_start = results is not None and not results.stat().st_size
+        return is_start and files.keys() <= _FIRST_FILES
 
     def _check_no_link(self, name: str) -> None:
         """Check that a file of the run is not a link: writing it would change another file."""
@@ -184,12 +185,12 @@ class RunDirectory:
         """
         config = algorithm.config
         path = self.path / CHECKPOINTS / f"{algorithm.iteration:06d}"
-        score = None
-        if result is None:
-            with suppress(CheckpointError, OSError):  # there is none
+        score, attribute = None, config.checkpoint_score_attribute
+        if attribute is not None and result is not None:
+            score = metric_value(result, attribute)
+        elif attribute is not None:
+            with suppress(CheckpointError):  # there is none
                 score = read_manifest(path).get("score")
-        elif config.checkpoint_score_attribute is not None:
-            score = metric_value(result, config.checkpoint_score_attribute)
         try:
             algorithm.save(path, metadata={"score": score})
         except OSError as error:

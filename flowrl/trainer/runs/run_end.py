@@ -50,7 +50,7 @@ def describe_end(end: RunEnd, algorithm: Any) -> str:
             "environment has no limit"
         )
     interval = algorithm.config.evaluation_interval
-    if interval is not None and "evaluation" not in result and not end.exit_code:
+    if interval is not None and algorithm.iteration < interval and not end.exit_code:
         text += (
             f". No evaluation took place: evaluation_interval is {interval}, and the training had "
             f"{format_count(algorithm.iteration, 'iteration')}"

@@ -25,6 +25,11 @@ DUPLICATE_SIGNAL_S = 1.0
 GRACE_S = 10.0  # time for the current iteration to end after the first signal
 
 
+class StoppedBySignal(SystemExit):
+    """A run was stopped from outside before its last checkpoint was written; `code` is its exit
+    code."""
+
+
 class SignalHandler:
     """Turn SIGTERM and SIGHUP into SystemExit and Ctrl-C into KeyboardInterrupt.
 

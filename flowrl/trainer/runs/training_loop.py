@@ -8,7 +8,7 @@ import sys
 import time
 from bdb import BdbQuit
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,6 +27,7 @@ from flowrl.trainer.runs.signal_handler import (
     TERMINAL_CLOSED,
     TERMINATED,
     SignalHandler,
+    StoppedBySignal,
     discard_closed_output,
     discard_lost_output,
     is_output_closed,
@@ -67,56 +68,60 @@ def train_until(
     started = saved = time.perf_counter()
     window = config.metrics_num_episodes_for_smoothing
     exit_code, reason, result, written = 0, None, None, None
+    failure: BaseException | None = None
     with SignalHandler() as signals:
         try:
-            if display != "none":
-                _print_start(algorithm, stop, run)
-                progress = _new_display(algorithm, stop, display)
-            while reason is None:
-                result = _train_once(algorithm, signals)
-                now = time.perf_counter()
-                reason = stop.reached(result, window, now - started)
-                if reason is not None:
-                    _finish_evaluation(algorithm, signals, result)
-                if run is not None:
-                    run.write(result)
-                written = result
-                if progress is not None:
-                    progress.add(result)
-                pending.check(result)
-                is_due = reason is None and _checkpoint_is_due(algorithm, result, now - saved)
-                if run is not None and is_due:
-                    with algorithm.monitor.working():
-                        run.save(algorithm, result)
-                    saved = time.perf_counter()
-                if recording is not None:
-                    recording.end_iteration(is_due)
-            signals.raise_pending()
-        except BaseException as error:
-            stopped = _stopped_by(error, signals)
-            if stopped is None:
-                if run is not None:
-                    _save_after_error(algorithm, run, written, previous, error)
-                raise
-            exit_code, reason = stopped
-            if exit_code == OUTPUT_CLOSED:
-                discard_closed_output()
-        finally:
-            files.__exit__(*sys.exc_info())
-            _finish_display(progress, algorithm.last_result, exit_code)
-        try:
+            try:
+                if display != "none":
+                    _print_start(algorithm, stop, run)
+                    progress = _new_display(algorithm, stop, display)
+                while reason is None:
+                    result = _train_once(algorithm, signals)
+                    now = time.perf_counter()
+                    reason = stop.reached(result, window, now - started)
+                    if reason is not None:
+                        _finish_evaluation(algorithm, signals, result)
+                    if run is not None:
+                        run.write(result)
+                    written = result
+                    if progress is not None:
+                        progress.add(result)
+                    pending.check(result)
+                    is_due = reason is None and _checkpoint_is_due(algorithm, result, now - saved)
+                    if run is not None and is_due:
+                        with algorithm.monitor.working():
+                            run.save(algorithm, result)
+                        saved = time.perf_counter()
+                    if recording is not None:
+                        recording.end_iteration(is_due)
+                signals.raise_pending()
+            except BaseException as error:
+                stopped = _stopped_by(error, signals)
+                if stopped is None:
+                    failure = error
+                    with suppress(KeyboardInterrupt, SystemExit):  # a signal: show the failure
+                        _save_after_error(algorithm, run, written, previous, error)
+                    raise
+                exit_code, reason = stopped
+                if exit_code == OUTPUT_CLOSED:
+                    discard_closed_output()
+            finally:
+                files.__exit__(*sys.exc_info())
+                _finish_display(progress, algorithm.last_result, exit_code)
             if exit_code:
                 result = _write_last_result(algorithm, run, written, previous)
             checkpoint = None if run is None else run.save(algorithm, result)
         except BaseException as error:
+            if error is failure:
+                raise
             stopped = _stopped_by(error, signals)  # by a second signal
             if run is not None and stopped is not None:
                 run.note("ended", stopped[1])
             elif run is not None:
                 run.note("failed", f"{type(error).__name__}: {error}")
-            if stopped is not None and isinstance(error, SystemExit):
-                raise SystemExit(stopped[0]) from None  # Ray may have replaced the exit code
-            raise
+            if stopped is None or isinstance(error, KeyboardInterrupt):
+                raise
+            raise StoppedBySignal(stopped[0]) from None
         exit_code = exit_code or signals.exit_code
         if run is not None:
             run.note("ended", reason)
@@ -202,10 +207,12 @@ def _stopped_by(error: BaseException, signals: SignalHandler) -> tuple[int, str]
 
 
 def _save_after_error(
-    algorithm: Any, run: RunDirectory, written: Any, previous: Any, error: BaseException
+    algorithm: Any, run: RunDirectory | None, written: Any, previous: Any, error: BaseException
 ) -> None:
     """Write the error, the last result, and a checkpoint if the state after the error can be
     saved; see `_write_last_result`."""
+    if run is None:
+        return
     result = written
     try:
         result = _write_last_result(algorithm, run, written, previous)

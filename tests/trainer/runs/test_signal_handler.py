@@ -19,7 +19,7 @@ from flowrl.algorithms.a2c import A2C
 from flowrl.algorithms.ppo import PPO
 from flowrl.cli.main import main
 from flowrl.iter import ray_runtime
-from flowrl.trainer.runs import signal_handler
+from flowrl.trainer.runs import signal_handler, training_loop
 from flowrl.trainer.runs.signal_handler import SignalHandler
 
 
@@ -259,10 +259,32 @@ def test_second_signal_during_the_last_checkpoint_ends_the_run(
     flags = ["--train-batch-size=64", "--sgd-minibatch-size=32", "--display=none"]
     assert main(["train", "ppo", *flags, "--run-dir", str(tmp_path / "r")]) == code
     error = capsys.readouterr().err
-    assert "stopped before the last checkpoint was written" in error
+    assert "stopped at once: the last checkpoint may be missing" in error
     assert "Traceback" not in error
     last = (tmp_path / "r/events.jsonl").read_text().splitlines()[-1]
     assert json.loads(last)["text"] == reason
+
+
+@pytest.mark.parametrize("code", [143, ["x"]])
+def test_exit_of_the_users_code_is_a_failure(tmp_path, monkeypatch, capsys, code):
+    def exits(self):
+        sys.exit(code)
+
+    monkeypatch.setattr(PPO, "train", exits)
+    assert main(["train", "ppo", "--display=none", "--run-dir", str(tmp_path / "r")]) == 1
+    assert f"SystemExit: {code}" in capsys.readouterr().err
+
+
+def test_signal_while_the_files_are_closed_is_the_end_of_the_run(tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training_loop, "_finish_display", interrupted)
+    flags = ["--train-batch-size=64", "--sgd-minibatch-size=32", "--display=none"]
+    command = ["train", "ppo", *flags, "--stop-iters=1", "--run-dir", str(tmp_path / "r")]
+    assert main(command) == 130
+    last = (tmp_path / "r/events.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["kind"] == "ended"
 
 
 def test_interrupted_run_continues_like_an_uninterrupted_one(tmp_path, monkeypatch):

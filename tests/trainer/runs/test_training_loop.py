@@ -524,13 +524,14 @@ class FailsAlways(Endless):
         return super().step(action)
 
 
-def test_limit_of_schedules_in_percent_holds_with_another_stop_rule(tmp_path):
+def test_limit_of_schedules_in_percent_holds_with_another_stop_rule(tmp_path, capsys):
     settings = {**SMALL, "lr": [("0%", 1e-3), ("100%", 0.0)]}
     with A2C("CartPole-v1", **settings) as algorithm:
         algorithm.learn(128, run_dir=tmp_path / "r")
     with A2C.from_checkpoint(tmp_path / "r") as algorithm:
         algorithm.learn(stop={"episode_reward_mean": 500})
         assert algorithm.env_steps == 128  # the learning rate is 0 afterwards
+        assert "schedules in percent end there" in capsys.readouterr().out
 
 
 def test_end_of_a_run_counts_environment_failures(capsys):
@@ -549,8 +550,10 @@ def test_end_of_a_run_says_that_no_evaluation_took_place(capsys):
     settings = {"train_batch_size": 64, "sgd_minibatch_size": 64, "evaluation_interval": 2}
     with PPO("CartPole-v1", **settings) as algorithm:
         algorithm.learn(64, run_dir=None)
-    message = "No evaluation took place: evaluation_interval is 2, and the training had 1 iteration"
-    assert message in capsys.readouterr().out
+        message = "No evaluation took place: evaluation_interval is 2, and the training had 1 iter"
+        assert message in capsys.readouterr().out
+        algorithm.learn(192, run_dir=None)  # the last iteration, the third, has no evaluation
+        assert "No evaluation took place" not in capsys.readouterr().out
 
 
 def test_end_of_an_offline_run_names_the_last_evaluation(tmp_path, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 from flowrl.policies.learning.kernels.actor_critic import sac_kernel, td3_kernel
@@ -40,7 +41,7 @@ _KERNELS = {
 def find_kernel(policy: Any, has_single_optimizer: bool) -> Kernel | None:
     """Return the kernel for a policy's loss; None if autograd has to differentiate it.
 
-    There is a kernel only if the methods that make up the loss are flowrl's own, one
+    There is a kernel only if the methods that make up the loss are flowrl's, unchanged, one
     optimizer has all parameters, arithmetic is float32 and not compiled, and the network is one
     that numpy computes.
     """
@@ -59,8 +60,22 @@ def has_shipped_loss(policy: Any) -> bool:
 
 def _is_shipped(cls: type[Any], base: type[Any], name: str) -> bool:
     """Return whether a method is that of a shipped class, neither overridden nor replaced."""
-    method = getattr(cls, name)
-    return method is getattr(base, name) and method.__module__.startswith("flowrl.")
+    method: Any = getattr(cls, name)
+    # not `__module__`, which functools.wraps copies
+    module = getattr(method, "__globals__", {}).get("__name__", "")
+    return method is getattr(base, name) and module.startswith("flowrl.")
+
+
+def has_replaced_methods(policy: Any) -> bool:
+    """Return whether a method of a policy's loss was replaced by assigning to the policy."""
+    cls: Any = type(policy)
+    return not vars(policy).keys().isdisjoint(_methods_of_loss(cls))
+
+
+@cache
+def _methods_of_loss(cls: Any) -> tuple[str, ...]:
+    entry = _find_entry(cls)
+    return () if entry is None else entry.methods
 
 
 def _find_entry(cls: type[Any]) -> _Entry | None:
