@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from dataclasses import is_dataclass
 from functools import partial
 from inspect import formatannotation
 from numbers import Integral, Real
@@ -110,7 +111,9 @@ def equal_code(one: Any, two: Any) -> bool:
         return bool(one.__code__ == two.__code__)
     if isinstance(one, type) and isinstance(two, type):
         return (one.__module__, one.__qualname__) == (two.__module__, two.__qualname__)
-    if isinstance(one, BaseModel) and isinstance(two, BaseModel):
+    if (isinstance(one, BaseModel) and isinstance(two, BaseModel)) or (
+        is_dataclass(one) and type(one) is type(two)
+    ):
         return equal_code(type(one), type(two)) and equal_code(vars(one), vars(two))
     if isinstance(one, dict) and isinstance(two, dict):
         return one.keys() == two.keys() and all(equal_code(one[key], two[key]) for key in one)

@@ -196,10 +196,14 @@ class Columns(dict[str, Any]):
             return self[ALIASES[key]]
         if key == "dones" and key in self:
             return np.logical_or(self["terminateds"], self["truncateds"])
-        raise KeyError(
-            f"no column {key!r} in this batch; it has {sorted(self)}."
-            f"{nearest(str(key), list(self))}"
-        )
+        hint = nearest(str(key), list(self))
+        if key in ("advantages", "value_targets"):
+            hint = (
+                " It is estimated for policies that derive from OnPolicyPolicy "
+                "(flowrl.algorithms.on_policy): derive from it, or add the column in "
+                "postprocess_trajectory (postprocess_fn of build_torch_policy)"
+            )
+        raise KeyError(f"no column {key!r} in this batch; it has {sorted(self)}.{hint}")
 
     def __contains__(self, key: object) -> bool:
         if super().__contains__(key):

@@ -157,8 +157,9 @@ def ensure_registered(env_id: str) -> None:
             )
         if not hint:
             hint = (
-                " Name a class or function as module:Class, or register a custom environment with "
-                "flowrl.envs.register_env(name, creator), for example in the plan file."
+                " Pass the class of a custom environment itself, name it as module:Class, or "
+                "register it with flowrl.envs.register_env(name, creator), for example in the plan "
+                "file."
             )
         raise ConfigError(f"env: unknown environment {env_id!r}.{hint}") from error
     except (ImportError, ValueError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 import sys
 from collections.abc import Iterable, Mapping
@@ -56,7 +57,7 @@ def values_to_json(config: Settings) -> tuple[dict[str, Any], list[str]]:
             left_out += [f"{name}.{part}" for part in inner]
             continue
         try:
-            values[name] = _encode_model(value) if name == "custom_model" else encode(value)
+            values[name] = _encode_setting(name, value)
         except TypeError:
             left_out.append(name)
     return values, left_out
@@ -160,7 +161,7 @@ def encode(value: Any) -> Any:
             raise TypeError(f"{left_out} cannot be stored")
         return record
     if isinstance(value, PolicySpec):
-        return {_SPEC: {field: encode(getattr(value, field)) for field in _SPEC_FIELDS}}
+        return {_SPEC: {name: _encode_setting(name, getattr(value, name)) for name in _SPEC_FIELDS}}
     if isinstance(value, spaces.Space):
         return {_SPACE: space_to_json(value)}
     if value is None or type(value) in (bool, int, float, str):
@@ -172,7 +173,7 @@ def encode(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return {_SET: sorted(encode(part) for part in value)}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: encode(part) for key, part in value.items()}
+        return {key: _encode_setting(key, part) for key, part in value.items()}
     if isinstance(value, dict):
         return {_ITEMS: [[encode(key), encode(part)] for key, part in value.items()]}
     if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
@@ -187,13 +188,20 @@ def encode(value: Any) -> Any:
     return {_CODE: path}
 
 
-def _encode_model(model: Any) -> Any:
-    """Return a custom model as JSON; for a class of a plan file that has been executed again, its
-    path, where the newest execution has the same class."""
-    module = getattr(model, "__module__", "")
-    if module.startswith("flowrl_plan_") and hasattr(sys.modules.get(module), model.__qualname__):
-        return {_CODE: code_path(model)}
-    return encode(model)
+def _encode_setting(name: str, value: Any) -> Any:
+    """Return a setting as JSON; for the class of a network or policy in a plan file that has been
+    executed again, its path, where the newest execution has the same class."""
+    module = getattr(value, "__module__", "")
+    is_of_plan = isinstance(module, str) and module.startswith("flowrl_plan_")
+    is_class = is_of_plan and name in ("custom_model", "policy_class")
+    if is_class and hasattr(sys.modules.get(module), value.__qualname__):
+        return {_CODE: code_path(value)}
+    return encode(value)
+
+
+def names_code(encoded: Any) -> bool:
+    """Return whether settings from `config_to_json` name code by its import path."""
+    return f'"{_CODE}"' in json.dumps(encoded)
 
 
 def decode_setting(

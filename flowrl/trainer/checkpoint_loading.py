@@ -183,7 +183,7 @@ def _load_plan_of(
         return manifest, _check_plan(plan, manifest["plan_sha256"], known.get(saved_class))
     if not is_plan_file(plan):
         return manifest, []
-    if saved_class in known:
+    if saved_class in known and not cls.__module__.startswith("flowrl."):
         # the file is a module that the caller has imported: its other code is in this module
         sys.modules[f"{PLAN_MODULE}{Path(plan).stem}"] = sys.modules[cls.__module__]
         return manifest, []

@@ -22,6 +22,7 @@ from flowrl.data.checkpoint import (
 from flowrl.errors import ConfigError
 from flowrl.iter.stage import walk
 from flowrl.monitoring.monitor import Monitor
+from flowrl.policies.json_codec import names_code
 from flowrl.policies.policy import Policy
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.state_schema import Amount, Fields, Natural, check_state
@@ -38,6 +39,7 @@ from flowrl.trainer.loggers import ResultLoggers
 from flowrl.trainer.operator_times import OperatorTimes
 from flowrl.trainer.other_libraries import with_hints
 from flowrl.trainer.plan_building import Plan, PlanBuilder
+from flowrl.trainer.trust import untrusted_code
 
 log = logging.getLogger("flowrl")
 
@@ -231,6 +233,8 @@ class Checkpointing:
             command = ""
             if folder.name == "checkpoints" and isinstance(plan_setting, str):
                 words = ["flowrl", "resume", str(folder.parent), "--plan", plan_setting]
+                if untrusted_code(self.config, {"plan"}) or names_code(manifest.get("config")):
+                    words.append("--trust")
                 command = f"`{shlex.join(words)}`, or in Python "
             raise OtherPlanError(
                 f"{path}: {self._other_plan(manifest.get('plan'))}. To load it anyway, use "

@@ -71,6 +71,10 @@ def metric_hint(name: str, known: list[str]) -> str:
         name: a name that is not a metric.
         known: names of metrics.
     """
+    own = f"custom_metrics/{name.removeprefix('custom_metrics/')}"
+    for custom in (own, f"{own}_mean"):
+        if custom in known:
+            return f" Did you mean {custom!r}?"
     aliases = {alias.rpartition("/")[2]: metric for alias, metric in RESULT_ALIASES.items()}
     group = "evaluation/" if name.startswith("evaluation/") else ""
     # SB3's returns are rollout/ep_rew_mean

@@ -100,9 +100,10 @@ class PlanBuilder:
         except (ValueError, TypeError) as error:
             raise ConfigError(f"plan: {_line_of(error)}: {error}") from error
         if not isinstance(plan, LocalIterator):
+            hint = ": write `return StandardMetricsReporting(…)`" if plan is None else ""
             raise ConfigError(
                 "plan: execution_plan(workers, config) must return the iterator of "
-                f"StandardMetricsReporting, got {type(plan).__name__}"
+                f"StandardMetricsReporting, got {type(plan).__name__}{hint}"
             )
         return plan
 

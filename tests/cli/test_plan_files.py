@@ -359,3 +359,42 @@ def test_errors_of_a_training_environment_say_where_it_failed(cli, tmp_path):
     assert "raised by sub-environment" in err
     assert "while worker 0 was sampling" in err
     assert "Traceback" not in err
+
+
+POLICY_OF_PLAN = '''"""A policy class in the specification of a policy."""
+from flowrl.ops import ParallelRollouts, StandardMetricsReporting, TrainOneStep
+from flowrl.policies import PolicySpec, TorchPolicy
+from flowrl.trainer.config import AlgorithmConfig
+
+
+class Mine(TorchPolicy):
+    def loss(self, batch):
+        outputs, _ = self.model.from_batch(batch)
+        logp = self.dist_class(outputs, self.model).logp(batch["actions"])
+        return -(logp * batch["rewards"]).mean()
+
+
+config = AlgorithmConfig(
+    env="CartPole-v1",
+    train_batch_size=32,
+    policies={"default_policy": PolicySpec(policy_class=Mine, config={"lr": 1e-3})},
+)
+
+
+def execution_plan(workers, config):
+    train = ParallelRollouts(workers).for_each(TrainOneStep(workers))
+    return StandardMetricsReporting(train, workers, config)
+'''
+
+
+@pytest.mark.parametrize("flags", [[], ["--policies.default-policy.config.lr", "1e-4"]])
+def test_run_with_a_policy_class_of_the_plan_file_continues(cli, tmp_path, flags):
+    (tmp_path / "mine.py").write_text(POLICY_OF_PLAN)
+    command = ["train", "mine.py", "--stop-iters", "1", "--run-dir", "r", *flags]
+    code, out, err = cli(*command)
+    assert code == 0, err
+    assert "does not contain" not in err
+    assert "resume r --trust" in out
+    for command in (["resume", "r", "--stop-iters", "2"], ["evaluate", "r", "--episodes", "1"]):
+        code, _, err = cli(*command, "--trust")
+        assert code == 0, err

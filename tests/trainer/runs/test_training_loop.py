@@ -524,6 +524,36 @@ class FailsAlways(Endless):
         return super().step(action)
 
 
+class ReportsFlag(DefaultCallbacks):
+    def on_episode_end(self, *, episode, **kwargs):
+        episode.custom_metrics["solved"] = 0.0
+
+    def on_train_result(self, *, algorithm, result, **kwargs):
+        result["done"] = False
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        ("solved_mean", "Did you mean 'custom_metrics/solved_mean'?"),
+        ("custom_metrics/solved", "Did you mean 'custom_metrics/solved_mean'?"),
+    ],
+)
+def test_custom_metric_that_was_meant_is_named(metric, message, capsys):
+    with A2C("CartPole-v1", **SMALL, callbacks_class=ReportsFlag) as algorithm:
+        stop = {metric: 1.0, "training_iteration": 4}
+        algorithm.learn(stop=stop, run_dir=None, progress=False)
+    assert capsys.readouterr().err.count(message) == 1
+
+
+def test_flag_as_a_metric_says_how_to_convert_it():
+    with (
+        A2C("CartPole-v1", **SMALL, callbacks_class=ReportsFlag) as algorithm,
+        pytest.raises(ConfigError, match=r"'done' is a bool, not a number: set it to float"),
+    ):
+        algorithm.learn(stop={"done": 1}, run_dir=None, progress=False)
+
+
 def test_limit_of_schedules_in_percent_holds_with_another_stop_rule(tmp_path, capsys):
     settings = {**SMALL, "lr": [("0%", 1e-3), ("100%", 0.0)]}
     with A2C("CartPole-v1", **settings) as algorithm:
