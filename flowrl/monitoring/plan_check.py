@@ -17,6 +17,7 @@ RULES: list[Callable[[CheckedPlan], Iterator[PlanProblem]]] = [
     training.untrained_workers,
     training.trained_although_frozen,
     wiring.one_report,
+    wiring.wrong_order,
     wiring.uncounted_rollouts,
     wiring.rollouts_counted_twice,
     wiring.unused_branch,

@@ -207,6 +207,22 @@ def test_weights_of_branches_that_share_a_buffer():
     assert "weights_of_one_buffer" not in problems_of(without_weights)
 
 
+def test_operators_in_the_wrong_order():
+    def batches_after_training(workers, config):
+        trained = ParallelRollouts(workers).for_each(TrainOneStep(workers))
+        return report(trained.combine(ConcatBatches(32)), workers, config)
+
+    text = problems_of(batches_after_training)["wrong_order"]
+    assert text.startswith("ConcatBatches takes batches, but is chained after TrainOneStep")
+
+    def training_after_report(workers, config):
+        reported = report(ParallelRollouts(workers), workers, config)
+        return reported.for_each(TrainOneStep(workers))
+
+    text = problems_of(training_after_report)["wrong_order"]
+    assert "chain TrainOneStep before it" in text
+
+
 def test_plan_that_never_trains():
     def plan(workers, config):
         return report(ParallelRollouts(workers), workers, config)

@@ -12,7 +12,7 @@ from flowrl.iter.stages.unary import ZipWithSource
 from flowrl.monitoring.operator_source import is_own, mentions
 from flowrl.monitoring.plan_rules.plan import CheckedPlan, PlanProblem
 from flowrl.ops.concurrency import DequeueStage, Enqueue
-from flowrl.ops.replay import ReplayStage
+from flowrl.ops.replay import ReplayStage, StoreToReplayBuffer
 from flowrl.ops.report import CollectMetrics
 from flowrl.ops.rollout import (
     ConcatBatches,
@@ -21,9 +21,14 @@ from flowrl.ops.rollout import (
     SelectExperiences,
     StandardizeFields,
 )
+from flowrl.ops.train import TrainOneStep
 from flowrl.ops.train_on_workers import TrainOnWorkersStage
 from flowrl.sampling.replayed_pool import ReplayedPool
 from flowrl.sampling.rollout_pool import LocalRolloutPool, RolloutPool
+
+_TAKE_BATCHES = (
+    ConcatBatches, SelectExperiences, StandardizeFields, StoreToReplayBuffer, TrainOneStep,
+)  # fmt: skip
 
 
 def one_report(plan: CheckedPlan) -> Iterator[PlanProblem]:
@@ -44,6 +49,31 @@ def one_report(plan: CheckedPlan) -> Iterator[PlanProblem]:
             f"the plan ends in {plan.end} and yields no results: end it with "
             "`return StandardMetricsReporting(…, workers, config)`",
         )
+
+
+def wrong_order(plan: CheckedPlan) -> Iterator[PlanProblem]:
+    """Operators that take batches, after one that returns something else."""
+    reports = {stage for stage, _ in plan.stages_with(CollectMetrics)}
+    trainers = {stage: operator for stage, operator, _ in plan.trainers()}
+    for stage, operator in plan.operators:
+        if not isinstance(operator, _TAKE_BATCHES):
+            continue
+        name, parents = type(operator).__name__, stage.parents
+        if reports.intersection(walk(stage)):
+            yield PlanProblem(
+                "wrong_order",
+                stage.line,
+                f"{name} takes batches, but is chained after StandardMetricsReporting, which "
+                f"returns results: chain {name} before it",
+            )
+        elif len(parents) == 1 and parents[0] in trainers:
+            trainer = type(trainers[parents[0]]).__name__
+            yield PlanProblem(
+                "wrong_order",
+                stage.line,
+                f"{name} takes batches, but is chained after {trainer}, which returns pairs "
+                f"(batch, info): chain {name} before it",
+            )
 
 
 def rollouts_counted_twice(plan: CheckedPlan) -> Iterator[PlanProblem]:
