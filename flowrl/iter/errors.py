@@ -136,6 +136,12 @@ def annotate(error: BaseException, root: Stage) -> None:
     item = getattr(error, "_flowrl_item", None)
     note = f"in the plan at {path}, chained at {stage.line}"
     add_note(error, note + (f", on {item}" if item else ""))
+    if isinstance(error, ValueError) and "read-only" in str(error):
+        add_note(
+            error,
+            "other operators may share the arrays of an item: return a changed copy instead, such "
+            "as batch.with_columns(name=new_values)",
+        )
 
 
 def without_engine_frames(error: BaseException) -> TracebackType | None:

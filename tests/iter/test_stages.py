@@ -673,6 +673,17 @@ def test_restored_items_of_duplicate_are_read_only():
             item[0] = 5
 
 
+def test_operator_that_writes_into_a_shared_array_is_told_to_copy():
+    def double(item):
+        item *= 2
+        return item
+
+    first, _ = LocalIterator(np.ones((3, 2))).duplicate(2)
+    with pytest.raises(ValueError, match="read-only") as caught:
+        first.for_each(double).take(1)
+    assert "return a changed copy instead" in caught.value.__notes__[-1]
+
+
 @pytest.mark.parametrize("value", [1.5, True, "2", None])
 def test_numbers_of_items_must_be_ints(value):
     stream = LocalIterator([1, 2])
