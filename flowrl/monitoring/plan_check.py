@@ -18,6 +18,7 @@ RULES: list[Callable[[CheckedPlan], Iterator[PlanProblem]]] = [
     training.trained_although_frozen,
     wiring.one_report,
     wiring.wrong_order,
+    wiring.rounds_larger_than_batches,
     wiring.uncounted_rollouts,
     wiring.rollouts_counted_twice,
     wiring.unused_branch,

@@ -207,6 +207,17 @@ def test_weights_of_branches_that_share_a_buffer():
     assert "weights_of_one_buffer" not in problems_of(without_weights)
 
 
+@pytest.mark.parametrize(("length", "is_found"), [(None, False), (16, False), (100, True)])
+def test_rounds_of_rollouts_that_are_larger_than_the_batches(length, is_found):
+    settings = {} if length is None else {"rollout_fragment_length": length}
+    config = A2CConfig(**SMALL, num_envs_per_worker=2, **settings)
+    with config.build() as algorithm:
+        problems = check_plan(algorithm.plan.stage, algorithm.workers)
+    texts = [one.text for one in problems if one.rule == "rounds_larger_than_batches"]
+    assert len(texts) == int(is_found)
+    assert all("200 env steps" in text and "instead of 32" in text for text in texts)
+
+
 def test_operators_in_the_wrong_order():
     def batches_after_training(workers, config):
         trained = ParallelRollouts(workers).for_each(TrainOneStep(workers))

@@ -89,6 +89,29 @@ def rollouts_counted_twice(plan: CheckedPlan) -> Iterator[PlanProblem]:
             )
 
 
+def rounds_larger_than_batches(plan: CheckedPlan) -> Iterator[PlanProblem]:
+    """ConcatBatches after rounds of fragments that are much larger than its batches, because
+    `rollout_fragment_length` was set."""
+    config = plan.workers.config
+    names = getattr(config, "model_fields_set", ())
+    if "rollout_fragment_length" not in names or config.batch_mode != "truncate_episodes":
+        return
+    num_envs = config.num_envs_per_worker * max(plan.workers.num_workers, 1)
+    steps = config.fragment_length * num_envs
+    for stage, operator in plan.stages_with(ConcatBatches):
+        parent = stage.parents[0]
+        is_round = parent.title == "ParallelRollouts(mode='bulk_sync')"
+        if is_round and steps >= 2 * operator.min_batch_size:
+            yield PlanProblem(
+                "rounds_larger_than_batches",
+                stage.line,
+                f"each round of rollouts has {steps:,} env steps (rollout_fragment_length="
+                f"{config.fragment_length} in each of {num_envs} environments), so the batches "
+                f"have {steps:,} instead of {operator.min_batch_size:,}: reduce "
+                "rollout_fragment_length, or leave it out",
+            )
+
+
 def uncounted_rollouts(plan: CheckedPlan) -> Iterator[PlanProblem]:
     """Fragments that are gathered from the workers without CountRollouts; an operator of the user
     may count."""
