@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from flowrl import ops
 from flowrl.errors import ConfigError
 from flowrl.iter import LocalIterator
 from flowrl.iter.ray_runtime import pickle_by_value
@@ -98,7 +100,8 @@ class PlanBuilder:
                 f"{hint or ' The plan may be for another algorithm.'}"
             ) from error
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"plan: {_line_of(error)}: {error}") from error
+            hint = _hint_of_arguments(error)
+            raise ConfigError(f"plan: {_line_of(error)}: {error}{hint}") from error
         if not isinstance(plan, LocalIterator):
             hint = ": write `return StandardMetricsReporting(…)`" if plan is None else ""
             raise ConfigError(
@@ -120,6 +123,16 @@ class PlanBuilder:
                 return False
             of_plan, value = of_plan.get(part), value[part]
         return equal_code(of_plan, value)
+
+
+def _hint_of_arguments(error: Exception) -> str:
+    """Return a sentence with the arguments of the operator that got an unknown one, or ""."""
+    found = re.match(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    operator = None if found is None else getattr(ops, found[1], None)
+    if found is None or operator is None:
+        return ""
+    names = list(inspect.signature(operator).parameters)
+    return f".{nearest(found[2], names)} Its arguments are {', '.join(names)}"
 
 
 def _line_of(error: Exception) -> str:

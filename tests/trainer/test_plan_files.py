@@ -11,7 +11,7 @@ from flowrl.algorithms.a2c import A2C, A2CConfig
 from flowrl.algorithms.ppo import PPO
 from flowrl.data.checkpoint import CheckpointError
 from flowrl.errors import ConfigError
-from flowrl.ops import ParallelRollouts, StandardMetricsReporting, TrainOneStep
+from flowrl.ops import ConcatBatches, ParallelRollouts, StandardMetricsReporting, TrainOneStep
 from flowrl.trainer.plan_files import load_plan, plan_path
 
 PLAN = """
@@ -313,3 +313,21 @@ def test_run_of_a_relative_plan_file_continues_in_another_folder(tmp_path, monke
         algorithm.learn(32, run_dir=tmp_path / "r")
     with Algorithm.from_checkpoint(tmp_path / "r", trust=True) as resumed:
         assert resumed.train()["learners"]["default_policy"]["mine"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (lambda: ConcatBatches(min_batch=9), r"Did you mean '?min_batch_size.* Its arguments are"),
+        (lambda: None, r"got NoneType: write `return StandardMetricsReporting\(…\)`"),
+    ],
+)
+def test_mistakes_in_the_function_of_a_plan_are_explained(result, message):
+    def plan(workers, config):
+        return result()
+
+    with (
+        A2CConfig(env="CartPole-v1").build(plan=plan) as algorithm,
+        pytest.raises(ConfigError, match=message),
+    ):
+        algorithm.train()
