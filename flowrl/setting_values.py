@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import partial
 from inspect import formatannotation
 from numbers import Integral, Real
@@ -111,9 +111,10 @@ def equal_code(one: Any, two: Any) -> bool:
         return bool(one.__code__ == two.__code__)
     if isinstance(one, type) and isinstance(two, type):
         return (one.__module__, one.__qualname__) == (two.__module__, two.__qualname__)
-    if (isinstance(one, BaseModel) and isinstance(two, BaseModel)) or (
-        is_dataclass(one) and type(one) is type(two)
-    ):
+    if is_dataclass(one) and type(one) is type(two):
+        names = [field.name for field in fields(one)]
+        return all(equal_code(getattr(one, name), getattr(two, name)) for name in names)
+    if isinstance(one, BaseModel) and isinstance(two, BaseModel):
         return equal_code(type(one), type(two)) and equal_code(vars(one), vars(two))
     if isinstance(one, dict) and isinstance(two, dict):
         return one.keys() == two.keys() and all(equal_code(one[key], two[key]) for key in one)

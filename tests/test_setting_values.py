@@ -1,5 +1,6 @@
 """Comparison of setting values."""
 
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.policies.config import ModelConfig
+from flowrl.policies.policy_spec import PolicySpec
 from flowrl.setting_values import equal, equal_code
 
 SOURCE = """
@@ -16,6 +18,11 @@ class Network:
 def make(size=1):
     return {body}
 """
+
+
+@dataclass(slots=True)
+class Slotted:
+    value: object
 
 
 def executed(body="size"):
@@ -33,6 +40,8 @@ def executed(body="size"):
         lambda network, make: ModelConfig(custom_model=network),
         lambda network, make: {"a": [make, (network, 1)]},
         lambda network, make: PPOConfig(env=make).env,
+        lambda network, make: PolicySpec(policy_class=network),
+        lambda network, make: Slotted(make),
     ],
 )
 def test_code_of_two_executions_of_a_file_is_equal(value_of):
@@ -64,6 +73,7 @@ def test_code_that_has_changed_differs(value_of):
         ([1], (1,)),
         (np.zeros(2), np.zeros(3)),
         (int, float),
+        (Slotted(1), Slotted(2)),
     ],
 )
 def test_different_values_are_not_equal(one, two):

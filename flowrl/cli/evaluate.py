@@ -61,7 +61,6 @@ def evaluate_command(arguments: list[str]) -> int:
         try:
             names_run = run.run_dir == Path(options.run).expanduser()
             run = _restore_policies(algorithm, run, names_run and options.checkpoint is None)
-            algorithm.iteration = read_manifest(run.checkpoint)["training_iteration"]
         except CheckpointError as error:
             print(f"flowrl: {printable(error)}", file=sys.stderr)
             suggest_intact_checkpoint("evaluate", run)
@@ -86,7 +85,8 @@ def evaluate_command(arguments: list[str]) -> int:
 
 
 def _restore_policies(algorithm: Algorithm, run: SavedRun, is_newest: bool) -> SavedRun:
-    """Restore the policies of a run's checkpoint, and return the run with the restored checkpoint.
+    """Restore the policies and the iteration of a run's checkpoint; return the run with the
+    restored checkpoint.
 
     Args:
         algorithm: the algorithm.
@@ -99,7 +99,9 @@ def _restore_policies(algorithm: Algorithm, run: SavedRun, is_newest: bool) -> S
     """
     while True:
         try:
+            iteration = read_manifest(run.checkpoint)["training_iteration"]
             algorithm.restore_policies(run.checkpoint)
+            algorithm.iteration = iteration
             return run
         except CheckpointError:
             newest = list_checkpoints(run.run_dir)[-1:] if run.run_dir and is_newest else []

@@ -66,8 +66,8 @@ def _bind(argument: Any, worker: Any) -> Any:
 
 
 def _copied(operator: Any) -> Any:
-    """Return a copy of an operator of `combine` that keeps items: shards in one process must not
-    share it.
+    """Return a copy of an operator of `combine` that has a state (`load_state_dict`), because it
+    keeps items of one shard. The shards of a process share other operators.
 
     Raises:
         TypeError: it cannot be copied.

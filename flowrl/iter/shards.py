@@ -104,6 +104,10 @@ class Shards:
         the index of the shard if there are several pools."""
         return self._shards[index].worker if self._has_one_pool else index
 
+    def has_steps(self) -> bool:
+        """Return whether operators run on the workers."""
+        return any(shard.steps for shard in self._shards)
+
     def describe(self, index: int) -> str:
         """Return how messages name a shard."""
         shard = self._shards[index]

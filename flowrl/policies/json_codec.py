@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import math
 import sys
 from collections.abc import Iterable, Mapping
@@ -191,17 +190,13 @@ def encode(value: Any) -> Any:
 def _encode_setting(name: str, value: Any) -> Any:
     """Return a setting as JSON; for the class of a network or policy in a plan file that has been
     executed again, its path, where the newest execution has the same class."""
-    module = getattr(value, "__module__", "")
-    is_of_plan = isinstance(module, str) and module.startswith("flowrl_plan_")
-    is_class = is_of_plan and name in ("custom_model", "policy_class")
-    if is_class and hasattr(sys.modules.get(module), value.__qualname__):
-        return {_CODE: code_path(value)}
+    is_class = isinstance(value, type) and name in ("custom_model", "policy_class")
+    if is_class and value.__module__.startswith("flowrl_plan_"):
+        newest = vars(sys.modules.get(value.__module__, object))
+        is_newest = any(one is value for one in newest.values())
+        if not is_newest and isinstance(newest.get(value.__qualname__), type):
+            return {_CODE: code_path(value)}
     return encode(value)
-
-
-def names_code(encoded: Any) -> bool:
-    """Return whether settings from `config_to_json` name code by its import path."""
-    return f'"{_CODE}"' in json.dumps(encoded)
 
 
 def decode_setting(

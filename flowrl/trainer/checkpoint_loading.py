@@ -30,6 +30,7 @@ from flowrl.policies.json_codec import (
 )
 from flowrl.policies.policy_spec import changes_specs
 from flowrl.setting_aliases import canonical_names
+from flowrl.settings import import_object
 from flowrl.trainer.plan_files import (
     PLAN_MODULE,
     absolute_plan,
@@ -91,6 +92,24 @@ def settings_of_checkpoint(
     Args and raises: see `Algorithm.from_checkpoint`; `cls` is the class that it is called on.
     """
     return settings_of_manifest(cls, path, read_manifest(path), config, trust)
+
+
+def needs_trust(path: Path | str, plan: str | None = None, cls: Any = None) -> bool:
+    """Return whether loading a checkpoint needs trust=True.
+
+    Args:
+        path: the checkpoint.
+        plan: a plan that the caller chooses; None uses that of the checkpoint.
+        cls: the class that `from_checkpoint` is called on; None for `Algorithm`.
+    """
+    changes = None if plan is None else {"plan": plan}
+    try:
+        settings_of_checkpoint(cls or import_object(BASE_ALGORITHM), path, changes, trust=False)
+    except UntrustedCodeError:
+        return True
+    except (CheckpointError, ConfigError):
+        return False
+    return False
 
 
 def settings_of_manifest(
@@ -183,7 +202,7 @@ def _load_plan_of(
         return manifest, _check_plan(plan, manifest["plan_sha256"], known.get(saved_class))
     if not is_plan_file(plan):
         return manifest, []
-    if saved_class in known and not cls.__module__.startswith("flowrl."):
+    if saved_class in known and _is_module_of(cls, plan):
         # the file is a module that the caller has imported: its other code is in this module
         sys.modules[f"{PLAN_MODULE}{Path(plan).stem}"] = sys.modules[cls.__module__]
         return manifest, []
@@ -192,6 +211,12 @@ def _load_plan_of(
     if is_plan_file(saved_plan):  # the file may have another name now
         manifest = _renamed(manifest, f"{PLAN_MODULE}{Path(saved_plan).stem}:", f"{module}:")
     return manifest, [module]
+
+
+def _is_module_of(cls: Any, plan: str) -> bool:
+    """Return whether a plan file is the module that defines a class."""
+    file = getattr(sys.modules.get(getattr(cls, "__module__", "")), "__file__", None)
+    return file is not None and Path(plan).resolve() == Path(file).resolve()
 
 
 def _with_settings_of_plan(
@@ -275,8 +300,7 @@ def _check_plan(plan: Any, sha256: str | None, known_class: Any) -> list[str]:
             load_plan(plan, text)
             return [f"{PLAN_MODULE}{plan}"]
         return []
-    file = getattr(sys.modules.get(getattr(known_class, "__module__", "")), "__file__", None)
-    if is_plan_file(plan) and file is not None and Path(plan).resolve() == Path(file).resolve():
+    if is_plan_file(plan) and _is_module_of(known_class, plan):
         return []
     if isinstance(plan, Mapping):  # a reference to code
         raise UntrustedCodeError(

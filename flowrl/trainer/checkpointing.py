@@ -22,11 +22,10 @@ from flowrl.data.checkpoint import (
 from flowrl.errors import ConfigError
 from flowrl.iter.stage import walk
 from flowrl.monitoring.monitor import Monitor
-from flowrl.policies.json_codec import names_code
 from flowrl.policies.policy import Policy
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.state_schema import Amount, Fields, Natural, check_state
-from flowrl.trainer.checkpoint_loading import algorithm_from_checkpoint
+from flowrl.trainer.checkpoint_loading import algorithm_from_checkpoint, needs_trust
 from flowrl.trainer.checkpoint_saving import (
     load_sampling_state,
     loading_errors,
@@ -39,7 +38,6 @@ from flowrl.trainer.loggers import ResultLoggers
 from flowrl.trainer.operator_times import OperatorTimes
 from flowrl.trainer.other_libraries import with_hints
 from flowrl.trainer.plan_building import Plan, PlanBuilder
-from flowrl.trainer.trust import untrusted_code
 
 log = logging.getLogger("flowrl")
 
@@ -233,7 +231,7 @@ class Checkpointing:
             command = ""
             if folder.name == "checkpoints" and isinstance(plan_setting, str):
                 words = ["flowrl", "resume", str(folder.parent), "--plan", plan_setting]
-                if untrusted_code(self.config, {"plan"}) or names_code(manifest.get("config")):
+                if needs_trust(path, plan_setting):
                     words.append("--trust")
                 command = f"`{shlex.join(words)}`, or in Python "
             raise OtherPlanError(

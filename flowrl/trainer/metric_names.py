@@ -71,12 +71,12 @@ def metric_hint(name: str, known: list[str]) -> str:
         name: a name that is not a metric.
         known: names of metrics.
     """
-    own = f"custom_metrics/{name.removeprefix('custom_metrics/')}"
-    for custom in (own, f"{own}_mean"):
-        if custom in known:
-            return f" Did you mean {custom!r}?"
     aliases = {alias.rpartition("/")[2]: metric for alias, metric in RESULT_ALIASES.items()}
     group = "evaluation/" if name.startswith("evaluation/") else ""
+    custom = f"{group}custom_metrics/{name.removeprefix(group).removeprefix('custom_metrics/')}"
+    for one in (custom, f"{custom}_mean"):
+        if one in known:
+            return f" Did you mean {one!r}?"
     # SB3's returns are rollout/ep_rew_mean
     last = name.rpartition("/")[2] if group else name.removeprefix("rollout/")
     aliases |= {"ep_rew_mean": "episode_reward_mean", "ep_len_mean": "episode_len_mean"}

@@ -170,6 +170,18 @@ def test_rows_of_policies_that_a_buffer_does_not_store():
     )
     text = problems_of(plan, config)["rows_of_other_policies"]
     assert "SelectExperiences(['a'])" in text
+
+    def on_workers(workers, config):
+        buffer = MultiAgentReplayBuffer(
+            lambda policy_id: ReplayBuffer(100), replay_batch_size=8, policies=["a"]
+        )
+        raw = ParallelRollouts(workers, mode="raw").for_each(SelectExperiences(["a"]))
+        counted = raw.gather_sync().zip_with_source().for_each(CountRollouts(workers))
+        store = counted.for_each(StoreToReplayBuffer(local_buffer=buffer))
+        train = Replay(local_buffer=buffer).for_each(TrainOneStep(workers, policies=["a"]))
+        return report(Concurrently([store, train], output_indexes=[1]), workers, config)
+
+    assert "rows_of_other_policies" not in problems_of(on_workers, config)
     for selected, expected in ((["a"], False), (["b"], True)):
         found = problems_of(lambda w, c, s=selected: plan(w, c, s), config)
         assert ("rows_of_other_policies" in found) == expected
@@ -232,6 +244,16 @@ def test_operators_in_the_wrong_order():
 
     text = problems_of(training_after_report)["wrong_order"]
     assert "chain TrainOneStep before it" in text
+
+    class ReturnsBatch(TrainOneStep):
+        def __call__(self, batch):
+            return super().__call__(batch)[0]
+
+    def own_order(workers, config):
+        trained = ParallelRollouts(workers).for_each(ReturnsBatch(workers))
+        return report(trained.combine(ConcatBatches(32)), workers, config)
+
+    assert "wrong_order" not in problems_of(own_order)
 
 
 def test_plan_that_never_trains():

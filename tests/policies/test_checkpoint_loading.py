@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from flowrl.policies import Policy
 from flowrl.policies.code_references import CodeResolver
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.json_codec import decode, encode, space_from_json, space_to_json
+from flowrl.policies.policy_spec import PolicySpec
 
 from .fakes import PlainModule
 
@@ -249,3 +251,17 @@ def test_arrays_in_settings_are_restored(value):
         encode(np.array([object()]))
     with pytest.raises(ValueError, match=r"size|shape|buffer"):
         decode({**encode(np.arange(3)), "shape": [4]}, resolver)
+
+
+def test_policy_class_of_a_plan_file_is_stored_by_a_path_that_leads_to_it(monkeypatch):
+    name = "flowrl_plan_two"
+    first, second, earlier = (type("PG", (), {"__module__": name}) for _ in range(3))
+    module = SimpleNamespace(PG=first, OTHER=second)
+    monkeypatch.setitem(sys.modules, name, module)
+    path = encode(PolicySpec(policy_class=first))
+    assert f"{name}:PG" in str(path)
+    assert encode(PolicySpec(policy_class=earlier)) == path  # of an earlier execution of the file
+    with pytest.raises(TypeError, match="cannot be stored"):
+        encode(PolicySpec(policy_class=second))
+    with pytest.raises(TypeError, match="cannot be stored"):
+        encode({"policy_class": first()})

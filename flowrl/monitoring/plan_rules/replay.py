@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from flowrl.iter.gather import Gather
 from flowrl.iter.stage import walk
 from flowrl.iter.stages.branches import Union
 from flowrl.monitoring.operator_source import is_own
@@ -52,8 +53,9 @@ def rows_that_a_buffer_rejects(plan: CheckedPlan) -> Iterator[PlanProblem]:
     for stage, store in plan.stages_with(StoreToReplayBuffer):
         feeding = set(walk(stage))
         before = [operator for one, operator in plan.operators if one in feeding]
-        if any(map(is_own, before)):
-            continue  # it may select rows
+        on_workers = any(stage.shards.has_steps() for stage in feeding if isinstance(stage, Gather))
+        if on_workers or any(map(is_own, before)):
+            continue  # they may select rows
         selections = [op.policy_ids for op in before if isinstance(op, SelectExperiences)]
         stored = set(plan.policies).intersection(*selections)
         of_buffer = getattr(store.buffer, "policies", None)
@@ -61,7 +63,7 @@ def rows_that_a_buffer_rejects(plan: CheckedPlan) -> Iterator[PlanProblem]:
             yield PlanProblem(
                 "rows_of_other_policies",
                 stage.line,
-                f"StoreToReplayBuffer receives rows of the policies {sorted(stored)}, but its "
+                f"StoreToReplayBuffer can receive rows of the policies {sorted(stored)}, but its "
                 f"buffer stores {sorted(of_buffer)}: chain SelectExperiences({sorted(of_buffer)}) "
                 "before it",
             )

@@ -6,11 +6,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from flowrl.data.checkpoint import CheckpointError, read_manifest
-from flowrl.errors import ConfigError
-from flowrl.policies.code_references import UntrustedCodeError
-from flowrl.settings import import_object
-from flowrl.trainer.checkpoint_loading import BASE_ALGORITHM, settings_of_checkpoint
+from flowrl.data.checkpoint import read_manifest
+from flowrl.trainer.checkpoint_loading import needs_trust
 from flowrl.trainer.runs.formatting import format_path
 from flowrl.trainer.runs.saved_run import own_code
 
@@ -28,13 +25,12 @@ def ways_to_continue(
         needs_limit: whether it ends at once without a larger limit.
     """
     cls, code = type(algorithm), own_code(read_manifest(checkpoint))
-    needs_trust = _needs_trust(cls, checkpoint)
     changes = [f"{name!r}: …" for name in code if name != "algorithm"]
     shown = format_path(run_dir)
     arguments = [repr(shown)]
     if changes:
         arguments.append(f"config={{{', '.join(changes)}}}")
-    elif needs_trust:
+    elif needs_trust(checkpoint, cls=cls):
         arguments.append("trust=True")
     ways = [f"{cls.__name__}.from_checkpoint({', '.join(arguments)}).learn(…)"]
     if not code:
@@ -45,15 +41,4 @@ def ways_to_continue(
 
 def trust_flag(checkpoint: Path) -> str:
     """Return the flag that commands need to load a checkpoint; "" if they need none."""
-    return " --trust" if _needs_trust(import_object(BASE_ALGORITHM), checkpoint) else ""
-
-
-def _needs_trust(cls: Any, checkpoint: Path) -> bool:
-    """Return whether loading a checkpoint by its class needs trust=True."""
-    try:
-        settings_of_checkpoint(cls, checkpoint, None, trust=False)
-    except UntrustedCodeError:
-        return True
-    except (CheckpointError, ConfigError):
-        return False
-    return False
+    return " --trust" if needs_trust(checkpoint) else ""

@@ -54,7 +54,7 @@ def learn(
     total = None
     if path is not None and resume:
         before = read_config(path)[0].get("total_timesteps")
-        of_run = config.updated(total_timesteps=before)
+        of_run = config if before is None else config.updated(total_timesteps=before)
         of_run, given, _ = limits_of_resumed(path, of_run, rules)
         rules, total = given.with_defaults(of_run), of_run.total_timesteps
     else:

@@ -236,12 +236,12 @@ class PendingMetrics:
         if score is not None:
             self._settings.setdefault(score, "checkpoint_score_attribute")
         self._num_results = 0
-        self._had_custom = False  # a result had custom metrics
+        self._warned: set[str] = set()
 
     def check(self, result: dict[str, Any]) -> None:
-        """Look for the metrics in a result. Warn once of a metric that is missing in the first
-        result, if it has no group, in the first result with custom metrics, if it is one of them,
-        and otherwise after several results.
+        """Look for the metrics in a result, and warn once of each that is missing: in the first
+        result, if it has no group; in a result with a custom metric of almost the same name; and
+        otherwise after several results.
 
         Raises:
             ConfigError: the result has the statistics of the metric's policy but not the metric, or
@@ -253,22 +253,25 @@ class PendingMetrics:
             for name, setting in self._settings.items()
             if not has_metric(result, name, setting)
         }
-        custom = [f"custom_metrics/{one}" for one in result.get("custom_metrics", ())]
+        custom = result.get("custom_metrics") or {}
+        known = [path for path, _ in flatten_result({"custom_metrics": custom})]
         for name, setting in self._settings.items():
+            if name in self._warned:
+                continue
             is_late = self._num_results == MAX_RESULTS_WITHOUT_METRIC
-            is_of_callbacks = name.startswith("custom_metrics/")
             if self._num_results == 1 and "/" not in name:
                 if name in result:
                     value = result[name]
                     remedy = ": set it to float(…)" if isinstance(value, (bool, np.bool_)) else ""
                     found = type(value).__name__
                     raise ConfigError(f"{setting}: {name!r} is a {found}, not a number{remedy}")
-                hint = metric_hint(name, [*custom, *map(str, result)])
+                hint = metric_hint(name, [*known, *map(str, result)])
                 print_warning(f"{setting}: the first result has no {name!r}.{hint}")
-            elif is_late or (is_of_callbacks and custom and not self._had_custom):
+                self._warned.add(name)
+            elif is_late or (name.startswith("custom_metrics/") and f"{name}_mean" in known):
                 hint = metric_hint(name, [path for path, _ in flatten_result(result)])
                 print_warning(f"{setting}: no result has had {name!r} so far.{hint}")
-        self._had_custom = self._had_custom or bool(custom)
+                self._warned.add(name)
 
 
 def has_metric(result: dict[str, Any], name: str, setting: str) -> bool:

@@ -112,8 +112,8 @@ def train_until(
                 result = _write_last_result(algorithm, run, written, previous)
             checkpoint = None if run is None else run.save(algorithm, result)
         except BaseException as error:
-            if error is failure:
-                raise
+            if failure is not None:
+                raise failure from failure.__cause__
             stopped = _stopped_by(error, signals)  # by a second signal
             if run is not None and stopped is not None:
                 run.note("ended", stopped[1])
@@ -213,14 +213,14 @@ def _save_after_error(
     saved; see `_write_last_result`."""
     if run is None:
         return
+    stage = getattr(error, "_flowrl_stage", None)
+    text = f"{type(error).__name__}: {error}"
+    run.note("failed", text, None if stage is None else stage.line)
     result = written
     try:
         result = _write_last_result(algorithm, run, written, previous)
     except Exception as failure:  # such as a value that JSON does not have
         log.warning("the last result is not written: %s: %s", type(failure).__name__, failure)
-    stage = getattr(error, "_flowrl_stage", None)
-    text = f"{type(error).__name__}: {error}"
-    run.note("failed", text, None if stage is None else stage.line)
     if result is None:
         return
     try:

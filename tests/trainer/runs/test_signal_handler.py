@@ -275,6 +275,26 @@ def test_exit_of_the_users_code_is_a_failure(tmp_path, monkeypatch, capsys, code
     assert f"SystemExit: {code}" in capsys.readouterr().err
 
 
+def test_signal_after_a_failure_does_not_hide_the_failure(tmp_path, monkeypatch, capsys):
+    def fails(self):
+        raise ArithmeticError("boom")
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PPO, "train", fails)
+    monkeypatch.setattr(training_loop, "_finish_display", interrupted)
+    command = ["train", "ppo", "--display=none", "--run-dir", str(tmp_path / "r")]
+    assert main(command) == 1
+    assert "ArithmeticError: boom" in capsys.readouterr().err
+    monkeypatch.setattr(training_loop, "_write_last_result", interrupted)
+    assert main([*command[:-1], str(tmp_path / "s")]) == 1
+    for name in ("r", "s"):
+        lines = (tmp_path / name / "events.jsonl").read_text().splitlines()
+        kinds = [json.loads(line)["kind"] for line in lines]
+        assert kinds == ["started", "failed"]
+
+
 def test_signal_while_the_files_are_closed_is_the_end_of_the_run(tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt

@@ -17,9 +17,10 @@ from flowrl import A2C, BC, PPO, Algorithm, ConfigError
 from flowrl.cli.main import main
 from flowrl.data.checkpoint import CheckpointError
 from flowrl.sampling.callbacks import DefaultCallbacks
+from flowrl.trainer.metric_names import metric_hint
 from flowrl.trainer.runs.run_directory import RunDirectory
 from flowrl.trainer.runs.saved_run import is_in_use
-from flowrl.trainer.runs.stop_rules import metric_rules
+from flowrl.trainer.runs.stop_rules import PendingMetrics, StopRules, metric_rules
 from tests.extras import require_extra
 
 SMALL = {"train_batch_size": 64, "num_envs_per_worker": 2, "seed": 1}
@@ -544,6 +545,29 @@ def test_custom_metric_that_was_meant_is_named(metric, message, capsys):
         stop = {metric: 1.0, "training_iteration": 4}
         algorithm.learn(stop=stop, run_dir=None, progress=False)
     assert capsys.readouterr().err.count(message) == 1
+
+
+@pytest.mark.parametrize("known", ["custom_metrics/solved_mean", "evaluation/custom_metrics/a"])
+def test_hints_for_custom_metrics_stay_in_their_group(known):
+    assert metric_hint("solved", [known]) == (
+        " Did you mean 'custom_metrics/solved_mean'?" if known.startswith("custom") else ""
+    )
+    hint = metric_hint("evaluation/a", [known])
+    assert ("evaluation/custom_metrics/a" in hint) == known.startswith("evaluation")
+
+
+def test_result_without_custom_metrics_is_no_error():
+    pending = PendingMetrics(StopRules(metrics=[("custom_metrics/a", ">=", 1.0)]), None)
+    pending.check({"learners": {}, "custom_metrics": None})
+
+
+def test_total_that_the_caller_changes_is_kept(tmp_path):
+    with A2C("CartPole-v1", **SMALL) as algorithm:
+        algorithm.learn(stop={"training_iteration": 1}, run_dir=tmp_path / "r", progress=False)
+    changes = {"total_timesteps": 192, "lr": [("0%", 1e-3), ("100%", 0.0)]}
+    with A2C.from_checkpoint(tmp_path / "r", config=changes) as algorithm:
+        algorithm.learn(stop={"training_iteration": 9}, progress=False)
+        assert algorithm.env_steps == 192
 
 
 def test_flag_as_a_metric_says_how_to_convert_it():
