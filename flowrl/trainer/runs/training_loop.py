@@ -7,8 +7,8 @@ import math
 import sys
 import time
 from bdb import BdbQuit
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -59,76 +59,138 @@ def train_until(
         Exception: the training failed. With `run`, the last result and a checkpoint were written,
             as far as there was a result and the state could be saved.
     """
-    config = algorithm.config
-    progress: ProgressTable | LiveView | None = None
-    files = ExitStack()
-    recording = None if run is None else _open_files(algorithm, run, files)
     previous = algorithm.last_result
-    pending = PendingMetrics(stop, config.checkpoint_score_attribute)
-    started = saved = time.perf_counter()
-    window = config.metrics_num_episodes_for_smoothing
-    exit_code, reason, result, written = 0, None, None, None
+    loop = _TrainingLoop(algorithm, stop, run)
     failure: BaseException | None = None
+    exit_code, reason, checkpoint = 0, "", None
     with SignalHandler() as signals:
         try:
-            try:
-                if display != "none":
-                    _print_start(algorithm, stop, run)
-                    progress = _new_display(algorithm, stop, display)
-                while reason is None:
-                    result = _train_once(algorithm, signals)
-                    now = time.perf_counter()
-                    reason = stop.reached(result, window, now - started)
-                    if reason is not None:
-                        _finish_evaluation(algorithm, signals, result)
-                    if run is not None:
-                        run.write(result)
-                    written = result
-                    if progress is not None:
-                        progress.add(result)
-                    pending.check(result)
-                    is_due = reason is None and _checkpoint_is_due(algorithm, result, now - saved)
-                    if run is not None and is_due:
-                        with algorithm.monitor.working():
-                            run.save(algorithm, result)
-                        saved = time.perf_counter()
-                    if recording is not None:
-                        recording.end_iteration(is_due)
-                signals.raise_pending()
-            except BaseException as error:
-                stopped = _stopped_by(error, signals)
-                if stopped is None:
-                    failure = error
-                    with suppress(KeyboardInterrupt, SystemExit):  # a signal: show the failure
-                        _save_after_error(algorithm, run, written, previous, error)
-                    raise
-                exit_code, reason = stopped
-                if exit_code == OUTPUT_CLOSED:
-                    discard_closed_output()
-            finally:
-                files.__exit__(*sys.exc_info())
-                _finish_display(progress, algorithm.last_result, exit_code)
-            if exit_code:
-                result = _write_last_result(algorithm, run, written, previous)
-            checkpoint = None if run is None else run.save(algorithm, result)
+            reason = loop.train(signals, display)
         except BaseException as error:
-            if failure is not None:
-                raise failure from failure.__cause__
-            stopped = _stopped_by(error, signals)  # by a second signal
-            if run is not None and stopped is not None:
-                run.note("ended", stopped[1])
-            elif run is not None:
-                run.note("failed", f"{type(error).__name__}: {error}")
-            if stopped is None or isinstance(error, KeyboardInterrupt):
-                raise
-            raise StoppedBySignal(stopped[0]) from None
+            stopped = _stopped_by(error, signals)
+            if stopped is None:
+                failure = error
+            else:
+                exit_code, reason = stopped
+        if failure is not None:
+            with suppress(KeyboardInterrupt, SystemExit):  # by a signal: the failure is shown
+                _save_after_error(algorithm, run, loop.written, previous, failure)
+            with suppress(Exception, KeyboardInterrupt, SystemExit):
+                loop.close(exit_code)
+            raise failure
+        if exit_code == OUTPUT_CLOSED:
+            discard_closed_output()
+        with _end_noted(run, signals):
+            loop.close(exit_code)
+            result = loop.result
+            if exit_code:
+                result = _write_last_result(algorithm, run, loop.written, previous)
+            if run is not None:
+                checkpoint = run.save(algorithm, result)
         exit_code = exit_code or signals.exit_code
         if run is not None:
             run.note("ended", reason)
     # limits of time start again when a run is resumed
-    reached = result and stop.reached(result, window, 0.0)
-    needs_limit = not exit_code and bool(reached)
-    return RunEnd(reason, exit_code, checkpoint, time.perf_counter() - started, needs_limit)
+    needs_limit = not exit_code and bool(result and loop.reached(result, 0.0))
+    return RunEnd(reason, exit_code, checkpoint, time.perf_counter() - loop.started, needs_limit)
+
+
+class _TrainingLoop:
+    """Trains, writes results and periodic checkpoints, and shows the progress.
+
+    Args:
+        algorithm: the algorithm.
+        stop: the limits.
+        run: receives results and checkpoints, and further files: journal, activities, trace; None
+            writes nothing.
+
+    Attributes:
+        started: time of the start, `time.perf_counter()`.
+        result: the result of the last iteration; None before its end.
+        written: the last result that was written; None before the first one.
+    """
+
+    def __init__(self, algorithm: Any, stop: StopRules, run: RunDirectory | None):
+        self.started = self._saved = time.perf_counter()
+        self.result: dict[str, Any] | None = None
+        self.written: dict[str, Any] | None = None
+        self._algorithm, self._stop, self._run = algorithm, stop, run
+        self._pending = PendingMetrics(stop, algorithm.config.checkpoint_score_attribute)
+        self._progress: ProgressTable | LiveView | None = None
+        self._files = ExitStack()
+        self._recording = None if run is None else _open_files(algorithm, run, self._files)
+
+    def train(self, signals: SignalHandler, display: Display) -> str:
+        """Train until a limit is reached, and return the limit.
+
+        Raises:
+            KeyboardInterrupt, SystemExit: a signal was received.
+        """
+        if display != "none":
+            _print_start(self._algorithm, self._stop, self._run)
+            self._progress = _new_display(self._algorithm, self._stop, display)
+        reason = None
+        while reason is None:
+            reason = self._iterate(signals)
+        signals.raise_pending()
+        return reason
+
+    def _iterate(self, signals: SignalHandler) -> str | None:
+        """Run an iteration and write its result; return the limit that it has reached, if any."""
+        algorithm, run = self._algorithm, self._run
+        self.result = result = _train_once(algorithm, signals)
+        now = time.perf_counter()
+        reason = self.reached(result, now - self.started)
+        if reason is not None:
+            _finish_evaluation(algorithm, signals, result)
+        if run is not None:
+            run.write(result)
+        self.written = result
+        if self._progress is not None:
+            self._progress.add(result)
+        self._pending.check(result)
+        is_due = reason is None and _checkpoint_is_due(algorithm, result, now - self._saved)
+        if run is not None and is_due:
+            with algorithm.monitor.working():
+                run.save(algorithm, result)
+            self._saved = time.perf_counter()
+        if self._recording is not None:
+            self._recording.end_iteration(is_due)
+        return reason
+
+    def reached(self, result: dict[str, Any], seconds: float) -> str | None:
+        """Return the limit that a result has reached after this time [s], or None."""
+        window = self._algorithm.config.metrics_num_episodes_for_smoothing
+        return self._stop.reached(result, window, seconds)
+
+    def close(self, exit_code: int) -> None:
+        """Close the files, and show the last result.
+
+        Args:
+            exit_code: of the run; 0 without a signal.
+        """
+        self._files.close()
+        _finish_display(self._progress, self._algorithm.last_result, exit_code)
+
+
+@contextmanager
+def _end_noted(run: RunDirectory | None, signals: SignalHandler) -> Iterator[None]:
+    """Note the end of a run if an error or a second signal prevents its last checkpoint.
+
+    Raises:
+        StoppedBySignal: a signal other than Ctrl-C was received, or the output was closed.
+    """
+    try:
+        yield
+    except BaseException as error:
+        stopped = _stopped_by(error, signals)
+        if run is not None and stopped is not None:
+            run.note("ended", stopped[1])
+        elif run is not None:
+            run.note("failed", f"{type(error).__name__}: {error}")
+        if stopped is None or isinstance(error, KeyboardInterrupt):
+            raise
+        raise StoppedBySignal(stopped[0]) from None
 
 
 def _open_files(algorithm: Any, run: RunDirectory, files: ExitStack) -> Recording:
