@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
+import optree
 
 from flowrl.data import BatchRef, MultiAgentBatch, SampleBatch
-from flowrl.data.columns import leaves_of
 from flowrl.iter import Source
 from flowrl.iter.stage import describe
 from flowrl.sampling.worker_set import WorkerSet
@@ -232,8 +232,15 @@ def _return_of(episode: Sequence[Any], policy_ids: Collection[str]) -> float:
 
 
 def _column_summary(column: Any) -> str:
-    """Return shape, dtype, range and mean of a column, of each of its leaves if it is nested."""
-    return "; ".join(_array_summary(np.asarray(leaf)) for leaf in leaves_of(column))
+    """Return shape, dtype, range and mean of a column; if it is nested, of each part with its name,
+    such as `goal` or `goal/0`."""
+    if not isinstance(column, (dict, tuple)):
+        return _array_summary(np.asarray(column))
+    nest: Any = column
+    paths, leaves, _ = optree.tree_flatten_with_path(nest)
+    parts = ["/".join(map(str, path)) for path in paths]
+    summaries = [_array_summary(np.asarray(leaf)) for leaf in leaves]
+    return "; ".join(f"{part}: {text}" for part, text in zip(parts, summaries, strict=True))
 
 
 def _array_summary(array: np.ndarray) -> str:

@@ -99,7 +99,9 @@ def test_summary_of_other_items(workers):
     assert "(1,) float64, 1 NOT FINITE" in summary(SampleBatch(obs=np.array([np.inf])))
     assert summary(7) == "int 7"
     nested = SampleBatch(obs={"image": np.zeros((2, 3, 3), np.uint8), "speed": np.ones(2)})
-    assert "(2, 3, 3) uint8  0 to 0; (2,) float64  1 to 1, mean 1" in summary(nested)
+    text = "image: (2, 3, 3) uint8  0 to 0; speed: (2,) float64  1 to 1, mean 1"
+    assert text in summary(nested)
+    assert "pair/1: (2,)" in summary(SampleBatch(obs={"pair": (np.zeros(2), np.zeros(2))}))
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True])
