@@ -194,7 +194,7 @@ def _train(
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         exit_code = 1
         if isinstance(error, StoppedBySignal):
-            exit_code = int(str(error.code))
+            exit_code = error.exit_code
         elif isinstance(error, KeyboardInterrupt):
             exit_code = INTERRUPTED
         if exit_code == 1:

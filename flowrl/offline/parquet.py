@@ -152,7 +152,7 @@ def read_rows_of(path: Path | str, policy_id: str) -> SampleBatch | None:
     Raises:
         OfflineDataError: see `read_parquet`.
     """
-    # "" if the metadata of a policy are missing: read_parquet says what is wrong with the file
+    # read_parquet raises the error of a file without the id of a policy
     if read_policy_id(path) not in (policy_id, ""):
         return None
     found, rows = read_parquet(path)

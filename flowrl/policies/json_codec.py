@@ -192,7 +192,8 @@ def _encode_setting(name: str, value: Any) -> Any:
     executed again, its path, where the newest execution has the same class."""
     is_class = isinstance(value, type) and name in ("custom_model", "policy_class")
     if is_class and value.__module__.startswith("flowrl_plan_"):
-        newest = vars(sys.modules.get(value.__module__, object))
+        module = sys.modules.get(value.__module__)
+        newest = {} if module is None else vars(module)
         is_newest = any(one is value for one in newest.values())
         if not is_newest and isinstance(newest.get(value.__qualname__), type):
             return {_CODE: code_path(value)}

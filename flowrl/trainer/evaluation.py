@@ -344,10 +344,10 @@ class EvaluationWorkers:
         from ray.exceptions import RayTaskError
 
         limit = self._config.evaluation_timeout_s
+        num_lost, self._num_lost = self._num_lost, 0
         if not self._wait(0.0):
             self._wait_for_start(math.inf)
         if limit is not None and not self._wait(max(0.0, self._seconds_left())):
-            self._num_lost = 0
             self._replace_workers(f"it took longer than evaluation_timeout_s={limit:g}")
             return None
         if limit is None and not self._wait(LONG_WAIT_S):
@@ -358,27 +358,24 @@ class EvaluationWorkers:
         try:
             parts = ray_health.get(self._requests)
         except death_errors() as error:
-            self._num_lost += 1
-            is_last = self._num_lost == MAX_LOST
-            if is_last:
-                self._num_lost = 0
+            num_lost += 1
+            if num_lost == MAX_LOST:
                 add_note(
                     error,
                     f"{MAX_LOST} evaluations in a row were lost because an evaluation worker died; "
                     "the warnings above have the causes. If the workers lack memory, reduce "
                     "evaluation_num_workers",
                 )
-            if is_last or not self._config.recreate_failed_workers:
+            if num_lost == MAX_LOST or not self._config.recreate_failed_workers:
                 self.stop()
                 raise
+            self._num_lost = num_lost
             self._replace_workers(f"a worker died: {error!r}")
             return None
         except RayTaskError as error:
-            self._num_lost = 0
             raise original_error(error) from None
         finally:
             self._requests = []
-        self._num_lost = 0
         episodes = [EpisodeMetrics(*fields) for part in parts for fields in part.episodes]
         played = EvaluationEpisodes(
             episodes,

@@ -113,6 +113,8 @@ def test_settings_of_convolutions_and_transformer_units():
     """conv_activation and attention_{num_heads,position_wise_mlp_dim,init_gru_gate_bias}."""
     layers = {type(m) for m in model_for(IMAGE, conv_activation="elu").modules()}
     assert nn.ELU in layers and nn.ReLU not in layers
+    resnet = model_for(IMAGE, conv_type="resnet", conv_activation="elu")
+    assert nn.ELU in {type(m) for m in resnet.modules()}  # of the layers after the convolutions
     wide = model_for(BOX, use_attention=True, attention_position_wise_mlp_dim=37)
     assert any(37 in p.shape for p in wide.parameters())
 

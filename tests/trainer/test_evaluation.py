@@ -365,6 +365,18 @@ def test_workers_without_exploration_sample_greedy_actions(batch_mode):
         np.testing.assert_array_equal(batch["actions"], greedy_actions)
 
 
+def config_with_evaluation_worker(env, env_config=None, **settings):
+    """A config with one evaluation of an episode per iteration, on one worker."""
+    return a2c_config(
+        env=FixedLength,
+        evaluation_interval=1,
+        evaluation_duration=1,
+        evaluation_num_workers=1,
+        evaluation_config={"env": env, "env_config": env_config or {}},
+        **settings,
+    )
+
+
 class KillsItsProcessOnce(FixedLength):
     """Ends its process in the first reset after the file `trigger` appears."""
 
@@ -381,16 +393,8 @@ class KillsItsProcessOnce(FixedLength):
 
 @pytest.mark.slow
 def test_dead_evaluation_worker_is_replaced(ray_session, caplog, tmp_path):
-    config = a2c_config(
-        env=FixedLength,
-        evaluation_interval=1,
-        evaluation_duration=1,
-        evaluation_num_workers=1,
-        evaluation_config={
-            "env": KillsItsProcessOnce,
-            "env_config": {"trigger": str(tmp_path / "trigger")},
-        },
-    )
+    trigger = str(tmp_path / "trigger")
+    config = config_with_evaluation_worker(KillsItsProcessOnce, {"trigger": trigger})
     with config.build() as algorithm:
         assert "evaluation" in algorithm.train()
         (tmp_path / "trigger").touch()
@@ -408,13 +412,7 @@ class KillsItsProcess(FixedLength):
 
 @pytest.mark.slow
 def test_evaluation_workers_that_always_die_end_the_training(ray_session):
-    config = a2c_config(
-        env=FixedLength,
-        evaluation_interval=1,
-        evaluation_duration=1,
-        evaluation_num_workers=1,
-        evaluation_config={"env": KillsItsProcess},
-    )
+    config = config_with_evaluation_worker(KillsItsProcess)
     with config.build() as algorithm:
         for _ in range(2):
             assert "evaluation" not in algorithm.train()
@@ -441,14 +439,11 @@ class HangsOnce(FixedLength):
 @pytest.mark.parametrize("parallel", [False, True])
 def test_hanging_evaluation_is_stopped(ray_session, caplog, tmp_path, parallel):
     trigger = tmp_path / "trigger"
-    config = a2c_config(
-        env=FixedLength,
-        evaluation_interval=1,
-        evaluation_duration=1,
-        evaluation_num_workers=1,
+    config = config_with_evaluation_worker(
+        HangsOnce,
+        {"trigger": str(trigger)},
         evaluation_timeout_s=3.0,
         evaluation_parallel_to_training=parallel,
-        evaluation_config={"env": HangsOnce, "env_config": {"trigger": str(trigger)}},
     )
     with config.build() as algorithm:
         algorithm.train()

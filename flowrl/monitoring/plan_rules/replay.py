@@ -53,8 +53,8 @@ def rows_that_a_buffer_rejects(plan: CheckedPlan) -> Iterator[PlanProblem]:
     for stage, store in plan.stages_with(StoreToReplayBuffer):
         feeding = set(walk(stage))
         before = [operator for one, operator in plan.operators if one in feeding]
-        on_workers = any(stage.shards.has_steps() for stage in feeding if isinstance(stage, Gather))
-        if on_workers or any(map(is_own, before)):
+        gathers = [one for one in feeding if isinstance(one, Gather)]
+        if any(gather.shards.has_steps() for gather in gathers) or any(map(is_own, before)):
             continue  # they may select rows
         selections = [op.policy_ids for op in before if isinstance(op, SelectExperiences)]
         stored = set(plan.policies).intersection(*selections)

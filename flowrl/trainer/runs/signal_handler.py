@@ -26,8 +26,15 @@ GRACE_S = 10.0  # time for the current iteration to end after the first signal
 
 
 class StoppedBySignal(SystemExit):
-    """A run was stopped from outside before its last checkpoint was written; `code` is its exit
-    code."""
+    """A run was stopped from outside before its last checkpoint was written.
+
+    Attributes:
+        exit_code: the exit code of the run.
+    """
+
+    def __init__(self, exit_code: int):
+        super().__init__(exit_code)
+        self.exit_code = exit_code
 
 
 class SignalHandler:
