@@ -60,6 +60,8 @@ PATCHES = (
      'out_keys=["action", "logp", "mean"])'),
     ("actions = policy(obs)\n", "actions = policy(obs)[0]\n"),
     ("gae = torch.compile(gae, fullgraph=True", "_ = dict(fullgraph=True"),
+    ("Categorical.logits = property(", "_ = property("),  # fails with PyTorch 2.11
+    ("Categorical.probs = property(", "_ = property("),
     ("iteration % 10 == 0", "iteration % 2 == 0"),  # print the rate more often
 )  # fmt: skip
 MODULES = {
