@@ -25,7 +25,10 @@ from flowrl.policies import Policy
 from flowrl.trainer.algorithm import Algorithm
 from tests.envs import Catch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("error:The AccumulateGrad node's stream does not match"),
+]
 
 ON_POLICY = {"train_batch_size": 64, "sgd_minibatch_size": 32, "num_sgd_iter": 2}
 OFF_POLICY = {"learning_starts": 32, "train_batch_size": 32}

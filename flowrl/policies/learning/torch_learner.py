@@ -14,6 +14,7 @@ from torch import nn
 from flowrl.data import SampleBatch
 from flowrl.data.sequences import sequence_minibatches, with_burn_in, without_padding
 from flowrl.errors import ConfigError
+from flowrl.policies.cuda_graphs import running_on
 from flowrl.policies.learning.captured_update import CapturedUpdates
 from flowrl.policies.learning.epochs import concat_row_stats, run_epochs, shuffled_minibatches
 from flowrl.policies.learning.kernels.registry import find_kernel
@@ -434,7 +435,8 @@ class TorchLearner:
         try:
             if policy.config.model.burn_in:
                 return None
-            policy.loss(policy.tensors(tracked))
+            with running_on(self.captured.stream):  # networks keep the graph of their last pass
+                policy.loss(policy.tensors(tracked))
             policy.end_epoch(tracked, {})
             policy.end_learning(tracked, {})
         except Exception:
