@@ -228,7 +228,9 @@ def settings_from_flags(
     words = [word for group in groups for word in group.words]
     try:
         with value_rules() as problems:
-            return _parse(defaults, words, program)
+            settings = _parse(defaults, words, program)
+            _unset_others(settings, defaults, [group.flag for group in groups])
+            return settings
     except _ParseError as error:
         if error.of_record is not None:
             message = with_flags(error.of_record, words, defaults.keys())
@@ -241,6 +243,34 @@ def settings_from_flags(
             if error.of_record is None:
                 raise ConfigError(group.problem(problems)) from None
     raise ConfigError(f"cannot parse the flags {' '.join(flags)}")
+
+
+def _unset_others(settings: Settings, defaults: Settings, flags: Sequence[str]) -> None:
+    """Let only the settings of the defaults and of the flags count as set explicitly: tyro sets
+    all settings of a record.
+
+    Args:
+        settings: the settings with the flags applied, which are changed.
+        defaults: the settings without flags, a record of the same class.
+        flags: names of the flags of this record, without `--`, such as `model.fcnet-hiddens`.
+    """
+    given = set()
+    for name, value in settings.items():
+        flag = name.rstrip("_").replace("_", "-")
+        inner = [other.removeprefix(f"{flag}.") for other in flags if other.startswith(f"{flag}.")]
+        if inner or flag in flags or f"no-{flag}" in flags:
+            given.add(name)
+        before = defaults[name]
+        if name == "policies" and isinstance(value, dict) and isinstance(before, dict):
+            for policy_id in value.keys() & before.keys():
+                prefix = f"{policy_id.replace('_', '-')}.config."
+                of_policy = [name.removeprefix(prefix) for name in inner if name.startswith(prefix)]
+                one, other = (getattr(spec[policy_id], "config", None) for spec in (value, before))
+                if isinstance(one, Settings) and isinstance(other, Settings):
+                    _unset_others(one, other, of_policy)
+        elif isinstance(value, Settings) and type(value) is type(before):
+            _unset_others(value, before, inner)
+    settings.model_fields_set.intersection_update(defaults.model_fields_set | given)
 
 
 class _ParseError(Exception):

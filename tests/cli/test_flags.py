@@ -8,6 +8,7 @@ from flowrl.cli.help import _entries
 from flowrl.cli.run_settings import parse_plan_run
 from flowrl.cli.saved_runs import open_run
 from flowrl.errors import ConfigError
+from flowrl.policies import PolicySpec
 from flowrl.trainer.plan_files import shipped_plans
 from flowrl.trainer.plan_settings import plan_config
 from tests.cli.helpers import TWO_ITERATIONS, read_settings
@@ -128,6 +129,27 @@ def test_flags_set_nested_settings_and_schedules(cli, tmp_path):
     assert (code, err) == (0, "")
     ppo = open_run(str(tmp_path / "p")).config.for_policy("ppo")
     assert (ppo.lambda_, ppo.use_gae) == (0.5, False)
+
+
+def test_only_flags_and_earlier_settings_count_as_set_explicitly():
+    spec = PolicySpec(config=PPOConfig(lr=1e-2))
+    defaults = plan_config("ppo", "CartPole-v1").updated(
+        policies={"a_1": spec}, policy_mapping_fn=lambda agent_id: "a_1"
+    )
+    flags = ["--lambda", "0.9", "--no-monitor", "--model.fcnet-hiddens", "8"]
+    flags += ["--policies.a-1.config.gamma", "0.5"]
+    settings = settings_from_flags(defaults, flags, "flowrl train ppo", {})
+    given = {"lambda_", "monitor", "model"}
+    assert settings.model_fields_set == defaults.model_fields_set | given
+    assert settings.model.model_fields_set == {"fcnet_hiddens"}
+    assert settings.policies["a_1"].config.model_fields_set == {"lr", "gamma"}
+    assert spec.config.model_fields_set == {"lr"}
+
+
+def test_a_flag_of_a_setting_adds_no_warning_of_others(cli, tmp_path, caplog):
+    flags = ["--seed", "1", "--stop-timesteps", "512", "--run-dir", str(tmp_path / "run")]
+    assert cli("train", "ppo", *flags)[0] == 0
+    assert "rollout_fragment_length" not in caplog.text
 
 
 def test_flags_of_one_policy_are_kept_by_a_resumed_run(cli, tmp_path):

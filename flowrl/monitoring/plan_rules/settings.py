@@ -112,17 +112,9 @@ def unused_settings_of_policies(plan: CheckedPlan) -> Iterator[PlanProblem]:
 
 
 def _settings_in(config: Any) -> set[str]:
-    """Return the names of the settings that the config of a PolicySpec contains.
-
-    Settings with their default value do not count: flags of the command line set all of them.
-    """
+    """Return the names of the settings that the config of a PolicySpec contains."""
     if isinstance(config, PolicyConfig):
-        fields = type(config).model_fields
-        return {
-            name
-            for name in config.model_fields_set
-            if config[name] != fields[name].get_default(call_default_factory=True)
-        }
+        return set(config.model_fields_set)
     return set(canonical_names(dict(config))) if isinstance(config, Mapping) else set()
 
 
