@@ -12,11 +12,11 @@ from flowrl.cli.arguments import import_from_current_folder
 from flowrl.cli.display import program_name
 from flowrl.data.checkpoint import CheckpointError, read_manifest, resolve_checkpoint, run_dir_of
 from flowrl.errors import ConfigError
-from flowrl.policies.code_references import UntrustedCodeError, code_path
+from flowrl.policies.code_references import PLAN_MODULE, UntrustedCodeError, code_path
 from flowrl.policies.json_codec import text_of_changes
 from flowrl.setting_values import equal_code
 from flowrl.trainer.config import AlgorithmConfig, absolute_folders
-from flowrl.trainer.plan_files import PLAN_MODULE, absolute_plan, algorithm_in, load_plan
+from flowrl.trainer.plan_files import absolute_plan, algorithm_in, load_plan
 from flowrl.trainer.plan_settings import plan_config
 from flowrl.trainer.runs.continuing import trust_flag
 from flowrl.trainer.runs.formatting import format_path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
@@ -11,6 +12,7 @@ from gymnasium import spaces
 from flowrl.data.checkpoint import DAMAGED, CheckpointError, read_checkpoint, resolve_checkpoint
 from flowrl.errors import ConfigError
 from flowrl.policies.code_references import (
+    PLAN_MODULE,
     POLICY_CLASS,
     SETTINGS_CLASS,
     CodeResolver,
@@ -180,6 +182,14 @@ def _import_parts(
     resolver: CodeResolver,
 ) -> _PolicyParts:
     """Return the classes and spaces of a policy description."""
+    for code in (description["class"], description["config_class"]):
+        module, _, name = str(code).partition(":")
+        is_executed = module in sys.modules or code in _known_classes(base)
+        if module.startswith(PLAN_MODULE) and not is_executed:
+            raise CheckpointError(
+                f"{path}: the class {name} of policy {policy_id!r} is in a plan file: use "
+                f"Algorithm.from_checkpoint(…, trust=True).get_policy({policy_id!r})"
+            )
     try:
         policy_class = resolver.resolve(description["class"], POLICY_CLASS)
         config_path = description["config_class"]

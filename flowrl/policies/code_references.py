@@ -14,6 +14,8 @@ from typing import Any
 from flowrl.data.checkpoint import CheckpointError
 from flowrl.settings import import_object
 
+PLAN_MODULE = "flowrl_plan_"
+"""Prefix of the module name of a plan file; the file's stem follows."""
 SETTINGS_CLASS = "flowrl.settings:Settings"
 POLICY_CLASS = "flowrl.policies.policy:Policy"
 

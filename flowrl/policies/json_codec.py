@@ -15,6 +15,7 @@ from flowrl.data.checkpoint import DAMAGED, CheckpointError
 from flowrl.errors import ConfigError
 from flowrl.policies.code_references import (
     BASES,
+    PLAN_MODULE,
     SETTINGS_CLASS,
     CodeResolver,
     UntrustedCodeError,
@@ -191,7 +192,7 @@ def _encode_setting(name: str, value: Any) -> Any:
     """Return a setting as JSON; for the class of a network or policy in a plan file that has been
     executed again, its path, where the newest execution has the same class."""
     is_class = isinstance(value, type) and name in ("custom_model", "policy_class")
-    if is_class and value.__module__.startswith("flowrl_plan_"):
+    if is_class and value.__module__.startswith(PLAN_MODULE):
         module = sys.modules.get(value.__module__)
         newest = {} if module is None else vars(module)
         is_newest = any(one is value for one in newest.values())

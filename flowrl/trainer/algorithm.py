@@ -23,6 +23,7 @@ from flowrl.ops import (
     synchronous_parallel_sample,
     train_one_step,
 )
+from flowrl.policies.code_references import PLAN_MODULE
 from flowrl.policies.learning.epochs import checked_numbers
 from flowrl.policies.models.encoders import has_convolutions
 from flowrl.policies.policy import Policy
@@ -39,7 +40,6 @@ from flowrl.trainer.operator_times import OperatorTimes
 from flowrl.trainer.other_libraries import OtherLibrariesNames, with_hints
 from flowrl.trainer.plan_building import Plan, PlanBuilder
 from flowrl.trainer.plan_files import (
-    PLAN_MODULE,
     algorithm_in,
     has_plan_function,
     is_plan_file,

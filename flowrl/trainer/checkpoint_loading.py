@@ -18,6 +18,7 @@ from flowrl.data.checkpoint import (
 )
 from flowrl.errors import ConfigError
 from flowrl.policies.code_references import (
+    PLAN_MODULE,
     CodeResolver,
     UntrustedCodeError,
     code_path,
@@ -32,7 +33,6 @@ from flowrl.policies.policy_spec import changes_specs
 from flowrl.setting_aliases import canonical_names
 from flowrl.settings import import_object
 from flowrl.trainer.plan_files import (
-    PLAN_MODULE,
     absolute_plan,
     is_plan_file,
     is_shipped,

@@ -17,6 +17,7 @@ from flowrl.envs.atari import is_atari
 from flowrl.envs.registry import NO_ENV_MESSAGE, env_creator_for
 from flowrl.errors import ConfigError
 from flowrl.ops.report import ReportingConfig
+from flowrl.policies.code_references import PLAN_MODULE
 from flowrl.policies.config import PolicyConfig
 from flowrl.policies.policy_spec import PolicyMapping, changed_specs, changes_specs, specs_of
 from flowrl.seeding import derive_seed
@@ -37,7 +38,6 @@ from flowrl.trainer.memory_checks import check_processes, check_rows
 from flowrl.trainer.metric_names import check_metric_name
 from flowrl.trainer.other_libraries import with_hints
 from flowrl.trainer.plan_files import (
-    PLAN_MODULE,
     absolute_plan,
     algorithm_in,
     is_plan_file,

@@ -17,10 +17,9 @@ from types import ModuleType
 from typing import Any
 
 from flowrl.errors import ConfigError
+from flowrl.policies.code_references import PLAN_MODULE
 from flowrl.setting_values import nearest
 
-PLAN_MODULE = "flowrl_plan_"
-"""Prefix of the module name of a plan file; the file's stem follows."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 _PATHS = sysconfig.get_paths()
 # starts of the files of code that is not the user's; "<" of code without a file

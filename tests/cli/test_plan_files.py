@@ -325,7 +325,10 @@ def test_run_of_a_file_with_its_own_config_and_policy_opens_with_its_class(cli, 
     assert process.stdout == "1 0.25 OwnPolicy\n", process.stderr
     code = "from flowrl.policies import Policy; Policy.from_checkpoint('r', trust=True)"
     process = run_python(code, tmp_path)
-    assert "or Algorithm.from_checkpoint(…, trust=True).get_policy())" in process.stderr
+    assert (
+        "use Algorithm.from_checkpoint(…, trust=True).get_policy('default_policy')"
+        in process.stderr
+    )
 
 
 def test_errors_of_a_training_environment_say_where_it_failed(cli, tmp_path):
