@@ -190,9 +190,15 @@ class PlanMetrics:
 
     @property
     def info(self) -> Info:
-        """The newest entry of each policy; if several operators train a policy, the entry of the
-        last one in `trainers`."""
-        return {pid: entry for one in self.trainers.values() for pid, entry in one.info.items()}
+        """The newest entry of each policy. If several operators train a policy, it has the
+        statistics of all, and for equal names those of the last one in `trainers`."""
+        merged: Info = {}
+        for trainer in self.trainers.values():
+            for policy_id, entry in trainer.info.items():
+                before = merged.get(policy_id, {})
+                stats = {**before.get("learner_stats", {}), **entry.get("learner_stats", {})}
+                merged[policy_id] = {**before, **entry, "learner_stats": stats}
+        return merged
 
 
 def record_sampled_steps(

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from flowrl.data import Batch
 from flowrl.iter import _get_shared_metrics
+from flowrl.iter.stage import describe
 from flowrl.learners.actors import make_learner
 from flowrl.learners.learner import (
     Learner,
@@ -105,7 +106,8 @@ def record_training(
 
     Raises:
         KeyError: the batch has no rows of a policy in `stats`.
-        TypeError: a statistic is not a number, or the operator lacks an attribute.
+        TypeError: `stats` is not by policy id, a statistic is not a number, or the operator lacks
+            an attribute.
     """
     if not (getattr(operator, "trains", False) and hasattr(operator, "policies")):
         raise TypeError(
@@ -115,6 +117,17 @@ def record_training(
     updates: Updates = {}
     for policy_id, values in stats.items():
         where = f"record_training: policy {policy_id!r} has"
+        if not isinstance(values, Mapping):
+            example = f"{{{next(iter(batch.policy_batches))!r}: {{{policy_id!r}: …}}}}"
+            raise TypeError(
+                f"record_training: stats[{policy_id!r}] is {describe(values)}: give the statistics "
+                f"of each policy, {example}"
+            )
+        if policy_id not in batch.policy_batches:
+            raise KeyError(
+                f"record_training: the batch has no rows of the policy {policy_id!r}, only of "
+                f"{sorted(batch.policy_batches)}"
+            )
         updates[policy_id] = PolicyUpdate.of(batch.policy_batches[policy_id], values, where)
     metrics = _get_shared_metrics()
     return batch, record_updates(metrics, operator, updates, batch.env_steps(), None)

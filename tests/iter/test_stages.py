@@ -252,12 +252,16 @@ def test_result_of_a_filter_is_true_or_false():
     assert kept == [np.ones(1)]
 
 
-def test_filter_warns_once_if_it_drops_everything(caplog):
+def test_filter_and_combine_warn_once_if_they_return_nothing(caplog):
     assert list(LocalIterator(range(2500)).filter(lambda item: item > 2400)) == list(
         range(2401, 2500)
     )
     (record,) = caplog.records
-    assert "has dropped 1000 items in a row" in record.message
+    assert "has returned nothing for 1000 items in a row" in record.message
+    caplog.clear()
+    assert not list(LocalIterator(range(2500)).combine(lambda item: []))
+    (record,) = caplog.records
+    assert record.message.startswith("combine(<lambda>), chained at ")
     caplog.clear()
     with metrics_scope(MetricsContext()):  # the filter of results drops most items
         assert not list(LocalIterator(range(1500)).filter(ReportDue(10, None)))
@@ -697,3 +701,34 @@ def test_numbers_of_items_must_be_ints(value):
     if value is not None:
         with pytest.raises(ValueError, match=r"Skip\(max\) must be an int of at least 1"):
             Skip(value)
+
+
+class BrokenOperator:
+    """Fails to load its state and to describe itself."""
+
+    def __call__(self, item):
+        return item
+
+    def state_dict(self):
+        return {"n": 1}
+
+    def load_state_dict(self, state):
+        self.n = state["m"]
+
+    def extra_stats(self):
+        return 5
+
+
+def test_error_of_an_operator_that_loads_its_state_names_it():
+    streams = [LocalIterator(range(3)).for_each(BrokenOperator()) for _ in range(2)]
+    message = r"for_each\(BrokenOperator\), chained at .*: load_state_dict\(\) .* KeyError: 'm'"
+    with pytest.raises(ValueError, match=message):
+        streams[1].load_state_dict(streams[0].state_dict())
+
+
+def test_error_in_extra_stats_is_a_value_of_the_stats():
+    stream = LocalIterator(range(3)).for_each(BrokenOperator())
+    assert stream.take(1) == [0]
+    (text,) = [one["extra_stats"] for one in stream.stats() if "extra_stats" in one]
+    assert text == "raised TypeError: 'int' object is not iterable"
+    assert text in stream.explain()

@@ -30,6 +30,7 @@ from flowrl.ops import (
     TrainOneStep,
     UpdateReplayPriorities,
     UpdateTargetNetwork,
+    record_training,
 )
 from flowrl.ops.staleness import StalenessLimit
 from flowrl.policies.policy_spec import PolicySpec
@@ -434,6 +435,20 @@ def test_replay_for_a_policy_that_learns_on_policy():
         return report(Concurrently([store, train], output_indexes=[1]), workers, config)
 
     assert "replay_for_on_policy" not in problems_of(whole_batches, config)
+
+    class OffPolicyLoss:
+        trains, policies = True, None
+
+        def __call__(self, batch):
+            return record_training(self, batch, {})
+
+    def own_loss(workers, config):
+        buffer = MultiAgentReplayBuffer(lambda policy_id: ReplayBuffer(100), replay_batch_size=8)
+        store = ParallelRollouts(workers).for_each(StoreToReplayBuffer(local_buffer=buffer))
+        train = Replay(local_buffer=buffer).for_each(OffPolicyLoss())
+        return report(Concurrently([store, train], output_indexes=[1]), workers, config)
+
+    assert "replay_for_on_policy" not in problems_of(own_loss, config)
 
 
 def test_rollouts_of_workers_that_nothing_trains():

@@ -707,6 +707,25 @@ def test_own_training_operators_are_counted_and_reported():
     assert list(result["trainers"]) == ["Halve"]
 
 
+def test_statistics_of_all_operators_that_train_a_policy_are_reported():
+    def plan(workers, config):
+        rollouts = ParallelRollouts(workers).for_each(TrainOneStep(workers))
+        trained = rollouts.for_each(lambda item: item[0]).for_each(
+            Halve(workers, {"default_policy": {"size": 0.5, "policy_loss": 7.0}})
+        )
+        return StandardMetricsReporting(trained, workers, config)
+
+    config = A2CConfig(env="CartPole-v1", rollout_fragment_length=8, num_envs_per_worker=2, seed=0)
+    with config.build(plan=plan) as algorithm:
+        result = algorithm.train()
+    stats = result["learners"]["default_policy"]
+    assert (stats["size"], stats["policy_loss"]) == (0.5, 7.0)  # the later operator's
+    assert (
+        stats["vf_loss"]
+        == result["trainers"]["TrainOneStep"]["learners"]["default_policy"]["vf_loss"]
+    )
+
+
 def test_own_training_operators_without_their_attributes_are_rejected():
     with pytest.raises(TypeError, match=r"object needs the attributes trains = True and policies"):
         record_training(object(), SampleBatch(obs=np.zeros((2, 3))), {})
@@ -716,7 +735,8 @@ def test_own_training_operators_without_their_attributes_are_rejected():
     ("stats", "error", "message"),
     [
         ({"default_policy": {"x": "text"}}, TypeError, "the statistic 'x' of type str"),
-        ({"other": {}}, KeyError, "other"),
+        ({"other": {}}, KeyError, "no rows of the policy 'other', only of"),
+        ({"x": 1.0}, TypeError, r"stats\['x'\] is .*: give the statistics of each policy"),
     ],
 )
 def test_invalid_statistics_of_own_training_operators_are_rejected(stats, error, message):

@@ -150,7 +150,12 @@ class FunctionStage(Stage):
 
     def extra_stats(self) -> dict[str, Any]:
         extra_stats = self._method("extra_stats")
-        stats = {} if extra_stats is None else dict(extra_stats())
+        stats: dict[str, Any] = {}
+        if extra_stats is not None:
+            try:
+                stats.update(extra_stats())
+            except Exception as error:  # it must not end a training that is displayed
+                stats["extra_stats"] = f"raised {type(error).__name__}: {error}"
         if self.skipped:
             stats["skipped"] = self.skipped
         return stats
@@ -174,4 +179,10 @@ class FunctionStage(Stage):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.items, self.skipped = state["items"], state["skipped"]
         if "operator" in state:
-            self.fn.load_state_dict(state["operator"])  # type: ignore[attr-defined]
+            try:
+                self.fn.load_state_dict(state["operator"])  # type: ignore[attr-defined]
+            except (LookupError, TypeError, AttributeError) as error:
+                raise ValueError(
+                    f"{self}, chained at {self.line}: load_state_dict() of the operator raised "
+                    f"{type(error).__name__}: {error}"
+                ) from error

@@ -25,7 +25,7 @@ from flowrl.state_schema import Fields
 log = logging.getLogger("flowrl")
 
 MAX_SOURCES = 10_000  # of one item of `combine`
-MANY_DROPPED = 1000  # items in a row, after which `filter` warns
+MANY_DROPPED = 1000  # items in a row, after which `filter` and `combine` warn
 
 
 class ForEach(FunctionStage):
@@ -198,13 +198,24 @@ class Filter(FunctionStage):
                 self._num_dropped = 0
                 return item
             self._num_dropped += 1
-            # flowrl's own filters, such as ReportDue, may drop most items
-            is_own = type(self.fn).__module__.startswith("flowrl.")
-            if self._num_dropped == MANY_DROPPED and not is_own:
-                log.warning(
-                    "%s, chained at %s, has dropped %d items in a row; a plan whose items are all "
-                    "dropped has no result and does not end", self, self.line, MANY_DROPPED,
-                )  # fmt: skip
+            _warn_of_dropped(self, self._num_dropped)
+
+
+def _warn_of_dropped(stage: FunctionStage, num_dropped: int) -> None:
+    """Warn once if a stage with a function of the user has returned nothing for many items.
+
+    flowrl's own operators, such as ReportDue and ConcatBatches, may drop or collect many items.
+
+    Args:
+        stage: the stage.
+        num_dropped: number of items since the last one for which it returned something.
+    """
+    is_own = type(stage.fn).__module__.startswith("flowrl.")
+    if num_dropped == MANY_DROPPED and not is_own:
+        log.warning(
+            "%s, chained at %s, has returned nothing for %d items in a row; a plan without items "
+            "has no result and does not end", stage, stage.line, MANY_DROPPED,
+        )  # fmt: skip
 
 
 class Combine(FunctionStage):
@@ -217,6 +228,7 @@ class Combine(FunctionStage):
     }
 
     name = "combine"
+    _num_empty = 0  # empty lists since the last one with elements
 
     def __init__(
         self,
@@ -261,6 +273,10 @@ class Combine(FunctionStage):
                 self._pending = elements
                 self._item_sources = tuple(self._sources)
                 self._sources.clear()
+                self._num_empty = 0
+            else:
+                self._num_empty += 1
+                _warn_of_dropped(self, self._num_empty)
         self.items += 1
         return self._pending.popleft()
 
