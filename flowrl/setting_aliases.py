@@ -148,6 +148,7 @@ def canonical_names(values: dict[str, Any]) -> dict[str, Any]:
             not torch, or the observation_filter is unknown.
     """
     settings: dict[str, Any] = {}
+    given: dict[str, str] = {}  # name in flowrl -> name in `values`
     for alias, value in values.items():
         if not isinstance(alias, str):
             raise ConfigError(f"the name of a setting must be a string, got {alias!r}")
@@ -163,8 +164,11 @@ def canonical_names(values: dict[str, Any]) -> dict[str, Any]:
                 allowed = " or ".join(map(repr, _OBSERVATION_FILTERS))
                 raise ConfigError(f"observation_filter: must be {allowed}, got {value!r}")
             name, value = "normalize_observations", _OBSERVATION_FILTERS[value]
-        if name in settings or (name != alias and name in values):
-            raise ConfigError(f"{alias} is another name of {name}: give only one of them")
+        if name in given:
+            raise ConfigError(
+                f"{given[name]} and {alias} are the same setting, {name}: give only one of them"
+            )
+        given[name] = alias
         if name != alias and alias not in _SILENT_ALIASES:
             log.warning("setting %s is called %s in flowrl", alias, name)
         settings[name] = value

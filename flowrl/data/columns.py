@@ -92,7 +92,8 @@ def as_column(name: str, value: Any) -> Any:
         column[:] = value
         return column
     if isinstance(value, (dict, tuple)):
-        return optree.tree_map(np.asarray, value)  # type: ignore[arg-type]
+        is_list = lambda part: isinstance(part, list)  # noqa: E731
+        return optree.tree_map(np.asarray, value, is_leaf=is_list)  # type: ignore[arg-type]
     return value if hasattr(value, "shape") else np.asarray(value)
 
 

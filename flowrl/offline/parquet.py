@@ -71,8 +71,10 @@ def write_parquet(
         if not name.startswith(PER_SEQUENCE)
         if name != "infos" or not batch.is_lazy(name)
     }
-    metadata = {"format": FORMAT, "policy_id": policy_id, "rows": batch.count, "columns": columns}
-    metadata["run"] = run
+    metadata = {
+        "format": FORMAT, "policy_id": policy_id, "run": run, "rows": batch.count,
+        "columns": columns,
+    }  # fmt: skip
     table = pa.table(arrays).replace_schema_metadata({_METADATA_KEY: json.dumps(metadata).encode()})
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,11 +112,7 @@ def read_parquet(path: Path | str) -> tuple[str, SampleBatch]:
     except (OSError, ValueError, pa.ArrowException) as error:  # ValueError: damaged names
         raise OfflineDataError(f"{path}: cannot be read: {error}") from error
     if encoded is None or table is None:
-        raise OfflineDataError(
-            f"{path}: not written by flowrl: its columns are {', '.join(file.schema_arrow.names)}. "
-            "Write experience from other sources with flowrl.offline.parquet.write_parquet(path, "
-            "SampleBatch(obs=..., actions=..., ...))"
-        )
+        raise _foreign_file_error(path, file.schema_arrow)
     try:
         metadata = json.loads(encoded)
         if metadata["format"] != FORMAT:
@@ -152,23 +150,31 @@ def read_rows_of(path: Path | str, policy_id: str) -> SampleBatch | None:
     Raises:
         OfflineDataError: see `read_parquet`.
     """
-    # read_parquet raises the error of a file without the id of a policy
-    if read_policy_id(path) not in (policy_id, ""):
-        return None
-    found, rows = read_parquet(path)
-    return rows if found == policy_id else None
+    return read_parquet(path)[1] if read_policy_id(path) == policy_id else None
 
 
 def _read_metadata(path: Path | str) -> dict[str, Any]:
     pa = import_pyarrow()
 
     try:
-        encoded = (pa.parquet.read_schema(path).metadata or {}).get(_METADATA_KEY)
-        if encoded is None:  # written by another program
-            return {"run": "", "policy_id": ""}
-        return {"run": "", "policy_id": "", **json.loads(encoded)}
+        schema = pa.parquet.read_schema(path)
+        encoded = (schema.metadata or {}).get(_METADATA_KEY)
+        metadata = None if encoded is None else {"run": "", **json.loads(encoded)}
     except (OSError, ValueError, TypeError, pa.ArrowException) as error:
         raise OfflineDataError(f"{path}: cannot be read: {error}") from error
+    if metadata is None:
+        raise _foreign_file_error(path, schema)
+    if "policy_id" not in metadata:
+        raise OfflineDataError(f"{path}: damaged or incompatible: it names no policy")
+    return metadata
+
+
+def _foreign_file_error(path: Path | str, schema: Any) -> OfflineDataError:
+    return OfflineDataError(
+        f"{path}: not written by flowrl: its columns are {', '.join(schema.names)}. Write "
+        "experience from other sources with flowrl.offline.parquet.write_parquet(path, "
+        "SampleBatch(obs=..., actions=..., ...))"
+    )
 
 
 def parquet_files(folder: Path | str) -> list[Path]:

@@ -37,9 +37,9 @@ _UNFLUSHED: dict[int, tuple[int, ParquetWriter]] = {}  # by id: process id and w
 class ParquetWriter:
     """Write batches to `<folder>/<policy id>-<timestamp and token>-<number>.parquet`.
 
-    Remaining rows are written when the process exits. Writers never share a file. A writer that
-    loads a state starts new files; the files that others have written since are
-    its `newer_files`.
+    Remaining rows are written when the process exits. Writers never share a file. After
+    `load_state_dict` a writer starts new files; `newer_files` returns those that other writers of
+    the run wrote after the state was saved.
 
     Args:
         folder: folder of the files, created if necessary.
@@ -47,6 +47,7 @@ class ParquetWriter:
 
     Raises:
         ConfigError: the extra `offline` is not installed.
+        FileExistsError: the folder is a file.
         ValueError: `rows_per_file` is not a positive integer.
     """
 
@@ -55,6 +56,8 @@ class ParquetWriter:
         import_pyarrow()  # now, because it cannot be imported at exit
         self.folder = Path(folder).expanduser()
         path = self.folder.absolute()
+        if path.is_file():
+            raise FileExistsError(f"{path} is a file; WriteParquet needs a folder")
         self._existing_parent = next(p for p in (path, *path.parents) if p.exists())
         self.rows_per_file = rows_per_file
         self._tag = self._run = _new_tag()
@@ -79,6 +82,9 @@ class ParquetWriter:
             if not rows.count:
                 continue
             rows = without_padding(rows)
+            # the worker that stores a lazy column may be gone when the file is written
+            lazy = [name for name in rows if name != "infos" and rows.is_lazy(name)]
+            rows = rows.with_columns(**{name: rows[name] for name in lazy})
             pending = self._pending.setdefault(policy_id, [])
             if pending and _column_types(pending[0]) != _column_types(rows):
                 self._write(policy_id)  # batches of other types go to another file

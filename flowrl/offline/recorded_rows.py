@@ -67,7 +67,8 @@ def has_unscaled_actions(rows: SampleBatch, policy: Policy) -> bool:
     are fewer than MIN_SHARE_OUTSIDE, and they do not end at the bounds of the environment.
     """
     space = policy.action_space
-    if not (isinstance(space, Box) and policy.config.normalize_actions and space.is_bounded()):
+    is_bounded = isinstance(space, Box) and space.is_bounded()
+    if not (is_bounded and policy.config.normalize_actions and "actions" in rows):
         return False
     sizes, bounds = np.abs(rows["actions"]), np.maximum(np.abs(space.low), np.abs(space.high))
     if rows.count < MIN_ROWS or (bounds <= 1).all():

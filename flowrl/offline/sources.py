@@ -45,13 +45,13 @@ class OfflineSource(Protocol):
         """
 
     def part_name(self, part: Any) -> str:
-        """Return the name of a part in checkpoints, which no other part has."""
+        """Return the unique name of a part, used in checkpoints."""
 
     def describe_part(self, part: Any) -> str:
         """Return the name of a part for messages."""
 
     def describe_other_policies(self) -> str:
-        """Return the end of an error message that names the other policies with rows here."""
+        """Return a suffix for error messages: the policies whose rows were found."""
 
 
 class ParquetSource:
@@ -88,7 +88,7 @@ class ParquetSource:
         if self.policy_id in policy_ids:
             return ": the files contain no rows"
         found = ", ".join(map(repr, policy_ids))
-        return f", only of {found}: set policy_id, or the setting input_policy_id"
+        return f", only of {found}"
 
     def __str__(self) -> str:
         return str(self.folder)

@@ -125,6 +125,7 @@ class ReadParquet(LocalIterator[SampleBatch | MultiAgentBatch]):
         seed: seed of the random order; None seeds from the operating system.
 
     Raises:
+        TypeError: `columns` is a string.
         OfflineDataError (when pulled): there are no files, or none of this policy; a file cannot be
             read, lacks a column, or does not fit the policy's spaces.
     """
@@ -204,6 +205,8 @@ class ReadStage(Stage):
         super().__init__()
         self.name = name
         self.source, self.workers, self.batch_size = source, workers, batch_size
+        if isinstance(columns, str):
+            raise TypeError(f"columns must be a list of names, got {columns!r}")
         self.columns, self._prepare = columns, prepare
         self.rng = random_stream(seed, "offline")
         self._pass_rng_state: dict[str, Any] = stream_state(self.rng)  # at the start of the pass

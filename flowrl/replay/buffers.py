@@ -112,10 +112,11 @@ class ReplayBuffer:
             )
         if links not in get_args(LinkRule):
             raise ValueError(f"links must be one of {', '.join(get_args(LinkRule))}, got {links!r}")
-        if burn_in < 0 or (burn_in and storage_unit != "sequences"):
+        check_int("burn_in", burn_in, 0)
+        if burn_in and storage_unit != "sequences":
             raise ValueError(
-                "burn_in must be at least 0, and above 0 only with "
-                f'storage_unit="sequences", got {burn_in!r}'
+                f'burn_in above 0 needs storage_unit="sequences", got burn_in={burn_in!r} and '
+                f"storage_unit={storage_unit!r}"
             )
         self.capacity, self.n_step, self.gamma = int(capacity), int(n_step), float(gamma)
         self.rng = random_stream(seed, "replay")

@@ -140,15 +140,13 @@ class RingBuffer:
             self._allocate(batch)
         # of rows for the same slot, the last one stays
         kept, at = np.unique(slots[::-1], return_index=True)
-        stacks = self._prepare_stacks([batch.take_rows(len(slots) - 1 - at)])
-        for slot in slots if self._files is not None else ():
-            self._reserve(int(slot), 1, int(slot) + 1)
         for name, leaves in self.columns.items():
             new_leaves: Any = optree.tree_leaves(batch[name])
             for leaf, new_leaf in zip(leaves, new_leaves, strict=True):
                 leaf[slots] = new_leaf
         final_slots = self._successors.isolate(slots)
         if self._frames is not None:
+            stacks = self._prepare_stacks([batch.take_rows(len(slots) - 1 - at)])
             self._frames.write(kept, stacks[0])
         else:
             next_leaves: Any = optree.tree_leaves(batch[NEXT_OBS])

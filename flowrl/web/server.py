@@ -44,6 +44,7 @@ def make_app(paths: Sequence[Path]) -> Any:
     from starlette.staticfiles import StaticFiles
 
     data = [RunData(path) for path in find_runs(paths)]
+    name_runs(data)
     lock = threading.Lock()  # requests are answered in threads
 
     def add_new_runs() -> None:

@@ -210,6 +210,15 @@ def test_restored_algorithm_opens_its_input_only_to_train(folder, tmp_path):
         assert restored.train()["learners"] == expected
 
 
+def test_files_of_another_program_are_named(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"a\.parquet: not written by flowrl: its columns are x"):
+        BCConfig(env="CartPole-v1", input_=str(tmp_path)).build().train()
+
+
 def test_input_policy_id_selects_the_recorded_policy(folder, tmp_path):
     _, rows = read_parquet(folder / "rows.parquet")
     write_parquet(tmp_path / "left.parquet", rows, "left")

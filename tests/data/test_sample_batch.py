@@ -105,6 +105,12 @@ def test_with_columns_shares_arrays_and_keeps_the_original():
     assert batch["obs"][0, 0] == 0
 
 
+def test_parts_of_nested_columns_may_be_lists():
+    batch = SampleBatch(obs={"a": [1, 2, 3], "b": ([0.5, 1.5, 2.5],)})
+    assert batch.count == 3
+    np.testing.assert_array_equal(batch["obs"]["a"], [1, 2, 3])
+
+
 def test_ragged_columns_are_rejected():
     with pytest.raises(ValueError, match="differ in length"):
         SampleBatch(obs=np.zeros(3), rewards=np.zeros(2))

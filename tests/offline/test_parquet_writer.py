@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.data.indexed_columns import IndexedColumn
+from flowrl.data.lazy_columns import LazyColumn
 from flowrl.offline.parquet import parquet_files, read_parquet
 from flowrl.offline.parquet_writer import ParquetWriter
 from tests.extras import require_extra
@@ -29,6 +31,31 @@ def test_full_files_are_written(tmp_path):
     batches = [read_parquet(path)[1] for path in parquet_files(tmp_path / "e")]
     assert [batch.count for batch in batches] == [12, 12, 3]
     assert np.concatenate([batch["t"] for batch in batches]).tolist() == list(range(27))
+
+
+def test_lazy_columns_are_read_when_rows_are_added(tmp_path):
+    values, is_gone = np.arange(6, dtype=np.float32), False
+
+    def fetch():
+        assert not is_gone, "the worker that stores the column is gone"
+        return values
+
+    lazy = LazyColumn("vf_preds", fetch, values.shape, values.dtype)
+    column = IndexedColumn(lazy, np.arange(6))
+    writer = ParquetWriter(tmp_path, rows_per_file=10)
+    rows = count_batch(6)
+    writer.add(SampleBatch.unchecked({**dict(rows.stored()), "vf_preds": column}, like=rows))
+    is_gone = True
+    assert not writer.state_dict()["pending"]["default_policy"][0].is_lazy("vf_preds")
+    writer.flush()
+    (path,) = parquet_files(tmp_path)
+    np.testing.assert_array_equal(read_parquet(path)[1]["vf_preds"], values)
+
+
+def test_folder_that_is_a_file_is_rejected_at_once(tmp_path):
+    (tmp_path / "x").write_text("")
+    with pytest.raises(FileExistsError, match="x is a file; WriteParquet needs a folder"):
+        ParquetWriter(tmp_path / "x")
 
 
 def test_policies_have_separate_files(tmp_path):
@@ -126,8 +153,8 @@ def test_padding_byte_order_and_infos_are_normalized(tmp_path):
 
 
 def test_failed_write_keeps_the_rows(tmp_path):
-    (tmp_path / "e").write_text("not a folder")
     writer = ParquetWriter(tmp_path / "e", 4)
+    (tmp_path / "e").write_text("not a folder")
     with pytest.raises(OSError, match="exists"):
         writer.add(count_batch(6))
     (tmp_path / "e").unlink()

@@ -100,6 +100,8 @@ def test_actions_in_the_bounds_of_the_environment_are_recognized(
     assert has_unscaled_actions(recorded, policy(BOX, space)) == expected
     as_they_are = PPOTorchPolicy(BOX, space, {"seed": 0, "normalize_actions": False})
     assert not has_unscaled_actions(recorded, as_they_are)
+    without_actions = recorded.without_columns("actions")
+    assert not has_unscaled_actions(without_actions, policy(BOX, space))
 
 
 def test_actions_without_bounds_are_not_scaled():

@@ -269,6 +269,14 @@ def test_columns_with_other_shapes_are_named(tmp_path, changes, message):
     assert message in str(caught.value)
 
 
+def test_columns_are_a_list_of_names(tmp_path):
+    with (
+        A2CConfig(env="CartPole-v1").build() as algorithm,
+        pytest.raises(TypeError, match="columns must be a list of names, got 'obs'"),
+    ):
+        ReadParquet(algorithm.workers, tmp_path, 4, columns="obs")
+
+
 def test_parquet_files_need_a_folder_on_this_machine():
     with pytest.raises(ValueError, match="must be a folder on this machine, got s3://bucket/rows"):
         WriteParquet("s3://bucket/rows")

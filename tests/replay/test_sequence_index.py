@@ -234,8 +234,9 @@ def test_invalid_sequences_are_rejected():
         ReplayBuffer(40, storage_unit="sequences", max_seq_len=44).add(batch)
     for arguments, match in (
         ({"storage_unit": "rows"}, "storage_unit must be one of timesteps, sequences, episodes"),
-        ({"burn_in": 3}, "above 0 only with storage_unit"),
-        ({**sequences, "burn_in": -1}, "burn_in must be at least 0"),
+        ({"burn_in": 3}, 'burn_in above 0 needs storage_unit="sequences", got burn_in=3'),
+        ({**sequences, "burn_in": -1}, "burn_in must be an int"),
+        ({**sequences, "burn_in": 2.5}, "burn_in must be an int"),
         ({**sequences, "max_seq_len": 0}, "max_seq_len must be an int"),
     ):
         with pytest.raises(ValueError, match=match):

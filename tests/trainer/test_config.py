@@ -194,7 +194,7 @@ def test_aliases_are_accepted_with_a_log_message(name, caplog):
     value = {"model": {}, "callbacks_class": None}.get(setting_name, default)
     assert PPOConfig(**{name: value})[setting_name] == default
     assert name in ("lambda", "callbacks") or f"{name} is called {setting_name}" in caplog.text
-    with pytest.raises(ConfigError, match="is another name of"):
+    with pytest.raises(ConfigError, match=f"are the same setting, {setting_name}: give"):
         PPOConfig(**{name: value, setting_name: value})
 
 

@@ -146,6 +146,17 @@ def test_port_in_use_and_wrong_paths_are_rejected(server, runs, tmp_path):
         assert len(done.stderr.splitlines()) == 1
 
 
+def test_runs_of_one_name_are_named_by_their_folders(tmp_path):
+    for folder in ("a", "b"):
+        write_run(tmp_path / folder / "seed-0", [1.0])
+    server = Server(tmp_path / "a", tmp_path / "b")
+    try:
+        names = [run["name"] for run in server.get("/api/runs")]
+    finally:
+        server.stop()
+    assert names == ["a/seed-0", "b/seed-0"]
+
+
 def test_runs_that_start_later_are_served(tmp_path):
     write_run(tmp_path / "a", [1.0])
     server = Server(tmp_path)
