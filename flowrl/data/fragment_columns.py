@@ -161,12 +161,16 @@ class FragmentColumns:
         """Return copies of the rows to `num_rows`, inclusive, and of those that views look back
         on."""
         end = self.lookback + num_rows + 1
+        # columns may share arrays: only the first one is saved, the others name it
+        first = {id(column): name for name, column in reversed(self.arrays.items())}
         return {
             "lookback": self.lookback,
             "known": self.known,
             "used": num_rows,
             "rows": {
                 name: map_leaves(lambda array: array[:end].copy(), column)
+                if first[id(column)] == name
+                else first[id(column)]
                 for name, column in self.arrays.items()
             },
         }
@@ -182,7 +186,8 @@ class FragmentColumns:
         if num_rows > self.length:
             self.resize(num_rows)
         self.look_back(lookback)
-        for name, saved in state["rows"].items():
+        for name, value in state["rows"].items():
+            saved = state["rows"][value] if isinstance(value, str) else value
             column = self.arrays.get(name)
             if column is None:
                 column = self.allocate_like(name, map_leaves(lambda array: array[0], saved))

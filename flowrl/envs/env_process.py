@@ -188,7 +188,7 @@ def _kill_all() -> None:
 
 def _open_pidfd(pid: int | None) -> int | None:
     """Return a descriptor that is readable once a process has ended; None if there is none."""
-    with suppress(OSError):
+    with suppress(OSError, AttributeError):  # Python may be built without the function
         return os.pidfd_open(pid) if pid is not None else None
     return None
 

@@ -275,7 +275,10 @@ class ProcessVectorEnv:
 
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
         args = dict.fromkeys(range(self.num_envs), (CloudpickleWrapper(cast(Any, fn)),))
-        results = self._call_or_replace("call", args)
+        results = self._call_each("call", args)
+        for result in results.values():
+            if isinstance(result, EnvProcessError):  # the next step replaces the process
+                raise result
         return [results[index] for index in args]
 
     def mark_healthy(self, indices: Iterable[int]) -> None:

@@ -225,8 +225,12 @@ class DirectVectorEnv:
                 if type(returned) is not tuple or len(returned) != 5:
                     check_result("step", returned, STEP_RESULTS)
                 observation, reward, terminated, truncated, info = returned
+                if terminated.__class__ not in FLAG_TYPES or truncated.__class__ not in FLAG_TYPES:
+                    check_flags((terminated, truncated), "terminated and truncated")
+                if info.__class__ is not dict and not isinstance(info, dict):
+                    raise ConfigError(f"env: step() returned the info {info!r}: infos are dicts")
                 if unchecked[i]:
-                    self._check_first_step(observation, reward, info, terminated, truncated)
+                    self._check.check_structure(observation)
                     unchecked[i] = False
                 elif shape is None:
                     is_fine = (
@@ -254,8 +258,6 @@ class DirectVectorEnv:
                 observations[i] = self._reset(i)
                 continue
             infos.append(info.copy() if info else info)  # an environment may reuse its dict
-            if terminated.__class__ not in FLAG_TYPES or truncated.__class__ not in FLAG_TYPES:
-                check_flags((terminated, truncated), "terminated and truncated")
             if terminated or truncated:
                 terminateds[i] = terminated
                 truncateds[i] = truncated
@@ -273,14 +275,6 @@ class DirectVectorEnv:
             f"the policy returned the action {actions[index]!r} for {self._envs.label(index)}, "
             f"whose actions are {low} ... {end - 1}"
         )
-
-    def _check_first_step(self, observation: Any, reward: Any, info: Any, *flags: Any) -> None:
-        """Check what an environment returns; numpy would broadcast and cast wrong types."""
-        self._check.check_structure(observation)
-        check_flags(flags, "terminated and truncated")
-        check_reward(reward)
-        if not isinstance(info, dict):
-            raise ConfigError(f"env: step() returned the info {info!r}: infos are dicts")
 
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
         return [fn(self._envs.get(i)) for i in range(self.num_envs)]

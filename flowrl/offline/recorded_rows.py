@@ -67,8 +67,9 @@ def has_unscaled_actions(rows: SampleBatch, policy: Policy) -> bool:
     are fewer than MIN_SHARE_OUTSIDE, and they do not end at the bounds of the environment.
     """
     space = policy.action_space
-    is_bounded = isinstance(space, Box) and space.is_bounded()
-    if not (is_bounded and policy.config.normalize_actions and "actions" in rows):
+    if not (isinstance(space, Box) and policy.config.normalize_actions and "actions" in rows):
+        return False
+    if not space.is_bounded():
         return False
     sizes, bounds = np.abs(rows["actions"]), np.maximum(np.abs(space.low), np.abs(space.high))
     if rows.count < MIN_ROWS or (bounds <= 1).all():

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import operator
 from typing import Any
 
 import numpy as np
+from gymnasium import spaces
 
 from flowrl.data.columns import map_leaves
 from flowrl.data.serialization import can_be_saved
-from flowrl.data.spaces import stack_values
+from flowrl.data.spaces import are_compatible, stack_values
 from flowrl.data.types import AgentID
 from flowrl.envs.multi_agent_vector_env import MAX_CACHED_AGENTS, MultiAgentVectorEnv
 from flowrl.envs.single_agent_adapter import SingleAgentAdapter
@@ -20,10 +22,35 @@ from flowrl.envs.validation import (
     invalid_step_error,
 )
 from flowrl.errors import ConfigError, add_note
+from flowrl.policies.policy import Policy
 from flowrl.sampling.policy_lanes import PolicyLanes
 from flowrl.sampling.running_episodes import Segment
 
 log = logging.getLogger("flowrl")
+
+
+def check_spaces(
+    subject: str, acted_in: tuple[str, spaces.Space, spaces.Space], policy: Policy
+) -> None:
+    """Compare the spaces of a policy with those in which it acts.
+
+    The bounds and the precision of observations may differ, actions must fit exactly.
+
+    Args:
+        subject: start of the message, such as "policy 'a', whose".
+        acted_in: whose spaces these are, for the message, observation space and action space.
+        policy: the policy.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    owner, observation_space, action_space = acted_in
+    for kind, space, of_policy, fits in (
+        ("observation", observation_space, policy.observation_space, are_compatible),
+        ("action", action_space, policy.action_space, operator.eq),
+    ):
+        if not fits(space, of_policy):
+            raise ConfigError(f"{subject} {kind} space {of_policy} differs from {owner}, {space}")
 
 
 class AgentChecks:
@@ -63,20 +90,12 @@ class AgentChecks:
             )
         if len(self._fitting) >= MAX_CACHED_AGENTS:
             self._fitting.clear()
-        for kind in ("observation", "action"):
-            agent_space = getattr(self._agent_envs, f"{kind}_space")(agent)
-            policy_space = getattr(lanes.policy, f"{kind}_space")
-            # the bounds of observations may differ, actions must fit exactly
-            similar = agent_space.shape == policy_space.shape and (
-                type(agent_space) is type(policy_space)
-            )
-            nested = agent_space.shape is None or agent_space.dtype is None
-            must_equal = kind == "action" or nested or not similar
-            if must_equal and agent_space != policy_space:
-                raise ConfigError(
-                    f"agent {agent!r} is mapped to policy {lanes.policy_id!r}, whose {kind} "
-                    f"space {policy_space} differs from the agent's, {agent_space}"
-                )
+        policy, envs = lanes.policy, self._agent_envs
+        check_spaces(
+            f"agent {agent!r} is mapped to policy {lanes.policy_id!r}, whose",
+            ("the agent's", envs.observation_space(agent), envs.action_space(agent)),
+            policy,
+        )
         self._fitting.add((agent, lanes.policy_id))
 
     def check_structure(self, env_index: int, agent: AgentID, observation: Any) -> None:

@@ -23,6 +23,7 @@ from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv, VectorStep
 from flowrl.errors import add_note
 from flowrl.policies.acting_views import InitialStates, signature_of
 from flowrl.policies.filters import ObservationFilter
+from flowrl.sampling.agent_checks import check_spaces
 from flowrl.sampling.callbacks import EVENTS_WITH_EPISODE, overrides
 from flowrl.sampling.env_sampler import EnvSampler
 from flowrl.sampling.episode import MultiAgentEpisode
@@ -91,6 +92,8 @@ class ColumnSampler(EnvSampler):
         super().__init__(settings)
         self.vector_env = vector_env
         self.policy = policy = worker.policy_map[DEFAULT_POLICY_ID]
+        spaces_of_env = vector_env.observation_space, vector_env.action_space
+        check_spaces("policies: the", ("the environment's", *spaces_of_env), policy)
         self._num_faulty = 0
         self._obs_check = ObservationCheck(vector_env.observation_space)
         self._step_checks = StepChecks(

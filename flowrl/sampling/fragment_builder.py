@@ -179,8 +179,9 @@ class FragmentBuilder:
         scaler = self.policy.reward_scaler
         assert scaler is not None
         sums = np.zeros(rewards.shape[1])
-        if scaler.discounted_sums is not None:
-            sums[: len(scaler.discounted_sums)] = scaler.discounted_sums
+        if scaler.discounted_sums is not None:  # it may come from a sampler with more lanes
+            known = scaler.discounted_sums[: len(sums)]
+            sums[: len(known)] = known
         starts = np.zeros(rewards.shape, bool)
         first = segments.ages == 0
         starts[segments.begins[first], segments.lanes[first]] = True

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from flowrl.algorithms.ppo import PPOTorchPolicy
 from flowrl.data import SampleBatch
+from flowrl.data.fragment_columns import FragmentColumns
 from flowrl.policies import ViewRequirement
 from flowrl.sampling import RolloutWorker, SimpleListCollector
 from flowrl.sampling.callbacks import DefaultCallbacks
@@ -444,3 +445,20 @@ def test_damaged_events_are_rejected(event, problem):
     SegmentTracker(2, 0, None, whole=True).load_state_dict(state)
     with pytest.raises(ValueError, match=problem):
         tracker.load_state_dict({**state, "events": [event]})
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_shared_columns_are_saved_once(is_shared):
+    columns = FragmentColumns(2, 4, 0)
+    columns.allocate("raw_obs", (3,), np.dtype(np.float32))[:] = np.arange(3)
+    columns.share("obs", "raw_obs")
+    state = columns.state_dict(2)
+    assert state["rows"]["obs"] == "raw_obs"
+    loaded = FragmentColumns(2, 4, 0)
+    loaded.allocate("raw_obs", (3,), np.dtype(np.float32))
+    if is_shared:
+        loaded.share("obs", "raw_obs")
+    loaded.load_state_dict(state)
+    assert (loaded.arrays["obs"] is loaded.arrays["raw_obs"]) == is_shared
+    for name in ("raw_obs", "obs"):
+        np.testing.assert_array_equal(loaded.arrays[name][:3], state["rows"]["raw_obs"])

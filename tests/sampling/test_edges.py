@@ -11,7 +11,7 @@ from flowrl.algorithms.ppo import PPOTorchPolicy
 from flowrl.data import SampleBatch, chop_into_sequences
 from flowrl.envs import MultiAgentEnv
 from flowrl.envs.validation import InvalidStepError
-from flowrl.policies import ConfigError, ViewRequirement
+from flowrl.policies import ConfigError, PolicySpec, ViewRequirement
 from flowrl.sampling import DefaultCallbacks, RolloutWorker, SimpleListCollector
 
 from .fakes import CountEnv, Idle, ObservedValue
@@ -128,13 +128,36 @@ def test_flag_at_the_end_of_an_episode_must_be_a_bool():
         worker(WrongFlag).sample()
 
 
-def test_info_must_be_a_dict():
+@pytest.mark.parametrize("step", [1, 2])
+def test_info_must_be_a_dict(step):
     class TextInfo(CountEnv):
         def step(self, action):
-            return (*super().step(action)[:4], "text")
+            *returned, info = super().step(action)
+            return (*returned, "text" if self.steps == step else info)
 
-    with pytest.raises(ConfigError, match=r"step\(\) returned the info 'text': infos are dicts"):
+    match = r"step\(\) returned the info 'text': infos are dicts"
+    with pytest.raises(ConfigError, match=match) as caught:
         worker(TextInfo).sample()
+    assert "raised by sub-environment 0" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "space"),
+    [
+        ("action", gym.spaces.Discrete(3)),
+        ("observation", gym.spaces.Box(0, 255, (2,), np.uint8)),  # would truncate
+    ],
+)
+@pytest.mark.parametrize("collector", [None, SimpleListCollector])
+def test_spaces_of_the_policy_must_be_those_of_the_environment(kind, space, collector):
+    given = {
+        "observation": CountEnv.observation_space,
+        "action": CountEnv.action_space,
+        kind: space,
+    }
+    spec = PolicySpec(Idle, given["observation"], given["action"])
+    with pytest.raises(ConfigError, match=f"{kind} space .* differs from the "):
+        worker(CountEnv, {"default_policy": spec}, sample_collector=collector).sample()
 
 
 def test_callbacks_get_read_only_arrays():
@@ -274,6 +297,13 @@ def test_soft_horizon_without_agents(fragment):
         rollout_fragment_length=fragment,
     )  # fmt: skip
     assert sum(w.sample().env_steps() for _ in range(6)) == 6 * fragment
+
+
+def test_reward_sums_of_more_agents_are_accepted():
+    w = worker(lambda: UnevenAgents(("slow",)), {"p": PPOTorchPolicy}, normalize_rewards=True)
+    w.policy_map["p"].reward_scaler.discounted_sums = np.ones(5)  # as saved by another sampler
+    assert w.sample().env_steps() == 6
+    assert len(w.policy_map["p"].reward_scaler.discounted_sums) == 1
 
 
 def test_reward_sums_cross_soft_horizons():

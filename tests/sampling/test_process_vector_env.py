@@ -149,6 +149,30 @@ def test_dead_process_is_replaced_and_only_its_episode_is_lost(tmp_path, collect
     w.stop()
 
 
+def test_process_that_dies_in_foreach_env_is_replaced_by_the_next_step(tmp_path):
+    def dies_once(env):
+        if not os.path.exists(tmp_path / "died"):
+            (tmp_path / "died").touch()
+            os._exit(1)
+
+    w = worker(lambda context: CountEnv(length=9), num_envs_per_worker=1)
+    assert w.sample()["t"].tolist() == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(EnvProcessError, match=r"exit code 1"):
+        w.foreach_env(dies_once)
+    batch = w.sample()
+    assert batch["t"].tolist() == [0, 1, 2, 3, 4]  # a new episode, after a lost step
+    assert batch["obs"][0].tolist() == [0, 0]  # after a reset
+    assert w.reply_tags()["env_restarts"] == 1
+    w.stop()
+
+
+def test_processes_work_without_pidfd_open(monkeypatch):
+    monkeypatch.delattr(os, "pidfd_open")
+    w = worker(lambda context: CountEnv())
+    assert w.sample().count == 12
+    w.stop()
+
+
 def test_processes_that_die_in_a_row_are_an_error(collector):
     class AlwaysDies(CountEnv):
         def step(self, action):
