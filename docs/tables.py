@@ -362,6 +362,7 @@ def errors() -> str:
         "flowrl.errors:ConfigError",
         "flowrl.data.checkpoint_storage:CheckpointError",
         "flowrl.trainer.checkpointing:OtherPlanError",
+        "flowrl.trainer.checkpoint_saving:OtherSettingsError",
         "flowrl.state_schema:StateError",
         "flowrl.policies.code_references:UntrustedCodeError",
         "flowrl.envs.validation:InvalidStepError",

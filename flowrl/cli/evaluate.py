@@ -22,6 +22,7 @@ from flowrl.cli.saved_runs import SavedRun, open_run, suggest_intact_checkpoint
 from flowrl.data.checkpoint import CheckpointError, list_checkpoints, read_manifest
 from flowrl.errors import ConfigError, install_hint
 from flowrl.policies.devices import on_available_device
+from flowrl.trainer.checkpoint_saving import OtherSettingsError
 from flowrl.trainer.runs.formatting import format_count, format_number
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ def evaluate_command(arguments: list[str]) -> int:
             run = _restore_policies(algorithm, run, names_run and options.checkpoint is None)
         except CheckpointError as error:
             print(f"flowrl: {printable(error)}", file=sys.stderr)
-            suggest_intact_checkpoint("evaluate", run)
+            if not isinstance(error, OtherSettingsError):
+                suggest_intact_checkpoint("evaluate", run)
             return 1
         for name, explore in rounds:
             video = None if explore or options.video is None else options.video / run.name

@@ -14,6 +14,7 @@ from flowrl.cli.report import write_report
 from flowrl.cli.saved_runs import SavedRun, suggest_intact_checkpoint
 from flowrl.data.checkpoint import CheckpointError, list_checkpoints
 from flowrl.errors import ConfigError
+from flowrl.trainer.checkpoint_saving import OtherSettingsError
 from flowrl.trainer.checkpointing import OtherPlanError
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.plan_files import absolute_plan
@@ -123,7 +124,11 @@ def resume_run(
             print(f"flowrl: {printable(error)}", file=sys.stderr)
             if isinstance(error, OtherPlanError):
                 return 2
-            suggest_intact_checkpoint("resume", saved)
+            if isinstance(error, OtherSettingsError):
+                start = "To load only its policies, start a new run in Python and call"
+                print(f"{start} restore_policies({str(saved.checkpoint)!r})", file=sys.stderr)
+            else:
+                suggest_intact_checkpoint("resume", saved)
             return 1
         reached = reached_limit(algorithm, stop, run_dir)
         if reached is not None:

@@ -55,6 +55,7 @@ CODE_ERRORS = (AttributeError, ImportError, NameError, SyntaxError, TypeError)
 RESET_ERRORS = (*CODE_ERRORS, LookupError, ValueError, gym.error.Error)
 """Errors that an environment would raise again if it has never completed a reset."""
 LATE_STEPS = 100  # steps of an episode after which a failure is a late one
+MAX_ACTION_TEXT = 200  # characters of the action in the note of an error
 LATE_FACTOR = 100  # times as many late failures as others are allowed
 _NO_SEED = re.compile(r"reset\(\) got an unexpected keyword argument '(seed|options)'")
 
@@ -223,7 +224,7 @@ class RestartingEnvs:
             or isinstance(error, NotImplementedError)
         )
         if permanent:
-            add_note(error, f"raised by {origin}")
+            self._note(error, f"raised by {origin}", index, method)
             self._discard(index)
             raise error
         self.num_restarts += 1
@@ -232,13 +233,20 @@ class RestartingEnvs:
         if early > self._max_restarts or late > LATE_FACTOR * self._max_restarts:
             repeated = f", which failed {early + late} times in a row" if early + late > 1 else ""
             setting = f"max_num_env_restarts={self._max_restarts}"
-            add_note(error, f"raised by {origin}{repeated} ({setting})")
+            self._note(error, f"raised by {origin}{repeated} ({setting})", index, method)
             record.failures = record.late_failures = 0
             self._discard(index)
             raise error
         limit = self._max_restarts * (LATE_FACTOR if is_late else 1)
         self._log_failure(origin, error, method, limit)
         self._discard(index)
+
+    def _note(self, error: Exception, origin: str, index: int, method: str | None) -> None:
+        """Add notes to an error: where it was raised, and the action of the step."""
+        add_note(error, origin)
+        if method == "step" and self.action_logs[index]:
+            action = " ".join(repr(self.action_logs[index][-1]).split())
+            add_note(error, f"the action was {action[:MAX_ACTION_TEXT]}")
 
     def _count_failure(self, index: int, error: Exception, method: str | None) -> bool:
         """Count a failure; return whether it is a late one."""

@@ -297,3 +297,29 @@ def _flattened(values: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"multiagent: unknown setting {unknown[0]!r}.{hint}")
     values = {name: value for name, value in values.items() if name != "multiagent"}
     return values | {name: value for name, value in nested.items() if value is not None}
+
+
+def check_can_be_sent(config: WorkerConfig, receiver: str) -> None:
+    """Check that Ray can send each setting to another process.
+
+    Args:
+        config: the settings.
+        receiver: what they are sent to, for the message.
+
+    Raises:
+        ConfigError: a setting cannot be pickled.
+    """
+    from ray import cloudpickle
+
+    for name, value in config.items():
+        entries = value.items() if isinstance(value, dict) else ()
+        parts = {f"{name}[{key!r}]": part for key, part in entries} or {name: value}
+        for part_name, part in parts.items():
+            try:
+                cloudpickle.dumps(part)
+            except Exception as error:
+                raise ConfigError(
+                    f"{part_name} cannot be sent to {receiver}: {type(error).__name__}: {error}. "
+                    "Create such an object where it is used, for example in the constructor of "
+                    "the environment"
+                ) from None

@@ -103,6 +103,10 @@ def load_sampling_state(
         raise
 
 
+class OtherSettingsError(CheckpointError):
+    """The state in an intact checkpoint does not fit the plan, the settings or the spaces."""
+
+
 @contextmanager
 def loading_errors(
     path: Path | str,
@@ -110,7 +114,7 @@ def loading_errors(
     policies: Mapping[str, Policy],
     config: AlgorithmConfig | None = None,
 ) -> Iterator[None]:
-    """Convert errors of loading a state to CheckpointError with the checkpoint's path.
+    """Convert errors of loading a state to OtherSettingsError with the checkpoint's path.
 
     Args:
         path: the checkpoint.
@@ -125,8 +129,10 @@ def loading_errors(
         if problem is None and config is not None:
             problem = _differing_sampling(manifest, config)
         problem = problem or _differing_class(manifest, policies)
-        problem = problem or f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{path}: does not fit these settings: {problem}") from error
+        if problem is None:
+            is_message = isinstance(error, ValueError)
+            problem = str(error) if is_message else f"{type(error).__name__}: {error}"
+        raise OtherSettingsError(f"{path}: does not fit these settings: {problem}") from error
 
 
 def _differing_sampling(manifest: Mapping[str, Any], config: AlgorithmConfig) -> str | None:

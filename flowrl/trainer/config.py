@@ -373,8 +373,9 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
             plan = "execution_plan" if name == "__main__" else name
             raise ConfigError(
                 f"plan: this config belongs to the execution_plan of the module {name}, but its "
-                f"plan is {self.plan!r}: build it with config.build(plan={plan}), or with "
-                "Algorithm.from_plan(…)"
+                f"plan is {self.plan!r}: build it with config.build(plan={plan}), with "
+                f"Algorithm.from_plan(…), or with .updated(plan={self.plan!r}).build() if you want "
+                "that plan"
             )
 
     def _check_evaluation(self) -> None:

@@ -375,3 +375,16 @@ def test_run_that_was_trained_on_a_gpu_is_evaluated_on_the_cpu(cli, monkeypatch,
     assert code == 2
     assert "the run uses device='cuda:9', which is not available" in err
     assert "Algorithm.from_checkpoint('r', config={'device': 'cpu'}).learn() continues" in err
+
+
+def test_state_of_another_plan_suggests_to_load_the_policies(cli, tmp_path):
+    plan = tmp_path / "mine.py"
+    plan.write_text(ENVIRONMENT_PLAN)
+    flags = ["--checkpoint-frequency", "1", "--run-dir", "r"]
+    assert cli("train", "mine.py", "--stop-iters", "2", *flags)[0] == 0
+    plan.write_text(ENVIRONMENT_PLAN.replace(".for_each(Train", ".for_each(bool).for_each(Train"))
+    code, _, err = cli("resume", "r", "--plan", "mine.py", "--stop-iters", "3")
+    assert code == 1
+    assert "does not fit these settings: the saved state is of another plan" in err
+    assert "start a new run in Python and call restore_policies('r/checkpoints/000002')" in err
+    assert "An older checkpoint" not in err

@@ -93,8 +93,9 @@ def test_metric_missing_from_learner_statistics_fails_with_a_checkpoint(cli, tmp
     assert list_checkpoints(tmp_path / "r")
 
 
-def test_metric_missing_for_long_is_reported_once(cli):
-    rules = ["--stop", "counters/nothing=2", "--stop-iters", "25"]
+@pytest.mark.parametrize("iterations", ["25", "2"])
+def test_metric_that_stays_missing_is_reported_once(cli, iterations):
+    rules = ["--stop", "counters/nothing=2", "--stop-iters", iterations]
     code, _, err = cli("train", "ppo", *SEEDED, *rules, "--run-dir", "r")
     assert code == 0
     assert err.count("no result has had 'counters/nothing' so far") == 1

@@ -1,6 +1,7 @@
 """Creation, time limits, checks and saved states of a worker's environments."""
 
 import sys
+import threading
 from collections import Counter, defaultdict
 from functools import partial
 
@@ -629,3 +630,12 @@ def test_the_state_of_a_wrapper_may_have_any_dicts():
     envs, replayed = restored(lambda index: Counts(gym.make("CartPole-v1")), step)
     assert replayed
     assert envs.envs[0].visits == {1: 6}
+
+
+def test_setting_that_cannot_be_sent_to_workers_is_named(ray_session):
+    settings = {"env_config": {"lock": threading.Lock()}, "num_workers": 1}
+    with (
+        PPO(lambda context: CountEnv(), **settings) as algorithm,
+        pytest.raises(ConfigError, match=r"env_config\['lock'\] cannot be sent to a remote worker"),
+    ):
+        algorithm.train()

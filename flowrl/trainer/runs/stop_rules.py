@@ -238,10 +238,10 @@ class PendingMetrics:
         self._num_results = 0
         self._warned: set[str] = set()
 
-    def check(self, result: dict[str, Any]) -> None:
+    def check(self, result: dict[str, Any], is_last: bool = False) -> None:
         """Look for the metrics in a result, and warn once of each that is missing: in the first
         result, if it has no group; in a result with a custom metric of almost the same name; and
-        otherwise after several results.
+        otherwise after several results, or in the last one.
 
         Raises:
             ConfigError: the result has the statistics of the metric's policy but not the metric, or
@@ -258,7 +258,7 @@ class PendingMetrics:
         for name, setting in self._settings.items():
             if name in self._warned:
                 continue
-            is_late = self._num_results == MAX_RESULTS_WITHOUT_METRIC
+            is_late = is_last or self._num_results == MAX_RESULTS_WITHOUT_METRIC
             if self._num_results == 1 and "/" not in name:
                 if name in result:
                     value = result[name]

@@ -148,7 +148,7 @@ class _TrainingLoop:
         self.written = result
         if self._progress is not None:
             self._progress.add(result)
-        self._pending.check(result)
+        self._pending.check(result, is_last=reason is not None)
         is_due = reason is None and _checkpoint_is_due(algorithm, result, now - self._saved)
         if run is not None and is_due:
             with algorithm.monitor.working():
