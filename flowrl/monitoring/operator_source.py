@@ -44,6 +44,39 @@ def returns_nothing(operator: Any) -> bool:
     return not (may_return or always_raises or is_generator)
 
 
+def returns_its_input(operator: Any) -> bool:
+    """Return whether an operator of the user returns its first argument itself, in all cases; False
+    if the source is unknown."""
+    definition = _own_definition(operator)
+    if not isinstance(definition, ast.FunctionDef):
+        return False
+    name = _first_argument(definition)
+    returned = [node.value for node in ast.walk(definition) if isinstance(node, ast.Return)]
+    return bool(returned) and all(isinstance(v, ast.Name) and v.id == name for v in returned)
+
+
+def accumulated_attribute(operator: Any) -> str | None:
+    """Return the name of an attribute that `__call__` of an operator of the user computes from its
+    earlier value, such as `self.count += 1`; None if there is none, or the source is unknown."""
+    if inspect.isroutine(operator):
+        return None
+    definition = _own_definition(operator)
+    for node in ast.walk(definition) if definition is not None else ():
+        if isinstance(node, ast.AugAssign) and _is_own_attribute(node.target):
+            return ast.unparse(node.target)
+        if isinstance(node, ast.Assign):
+            read = {ast.unparse(part) for part in ast.walk(node.value)}
+            for target in filter(_is_own_attribute, node.targets):
+                if ast.unparse(target) in read:
+                    return ast.unparse(target)
+    return None
+
+
+def _is_own_attribute(node: ast.AST) -> bool:
+    is_attribute = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    return is_attribute and node.value.id == "self"  # type: ignore[attr-defined]
+
+
 def in_place_change(operator: Any) -> str | None:
     """Return the code with which an operator of the user changes its first argument in place.
 
@@ -57,11 +90,16 @@ def in_place_change(operator: Any) -> str | None:
     definition = _own_definition(operator)
     if definition is None:
         return None
-    names = [argument.arg for argument in definition.args.posonlyargs + definition.args.args]
-    names = names[1:] if names[:1] == ["self"] else names
-    if not names or _is_assigned(definition, names[0]):
+    name = _first_argument(definition)
+    if name is None or _is_assigned(definition, name):
         return None
-    return next((ast.unparse(change) for change in _changes(definition, names[0])), None)
+    return next((ast.unparse(change) for change in _changes(definition, name)), None)
+
+
+def _first_argument(definition: ast.FunctionDef | ast.Lambda) -> str | None:
+    """Return the name of the first argument after `self`; None if there is none."""
+    names = [argument.arg for argument in definition.args.posonlyargs + definition.args.args]
+    return next(iter(names[1:] if names[:1] == ["self"] else names), None)
 
 
 def _own_definition(operator: Any) -> ast.FunctionDef | ast.Lambda | None:

@@ -30,6 +30,8 @@ RULES: list[Callable[[CheckedPlan], Iterator[PlanProblem]]] = [
     replay.priorities_not_updated,
     operators.no_return,
     operators.in_place_change,
+    operators.trains_without_record,
+    operators.lost_state,
     settings.unused_settings,
     settings.unused_settings_of_policies,
 ]

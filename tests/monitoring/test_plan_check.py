@@ -522,6 +522,70 @@ def test_operator_that_returns_nothing(operator):
     assert "return the item" in problems_of(plan)["returns_nothing"]
 
 
+class Counts:
+    def __init__(self):
+        self.rows = 0
+
+    def __call__(self, batch):
+        self.rows += batch.count
+        return batch
+
+
+class Averages(Counts):
+    def __call__(self, batch):
+        self.rows, self.last = 0.9 * self.rows + 0.1 * batch.count, batch
+        self.rows = 0.9 * self.rows + 0.1 * batch.count
+        return batch
+
+
+class Saves(Counts):
+    def state_dict(self):
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state):
+        self.rows = state["rows"]
+
+
+class KeepsLast:
+    def __call__(self, batch):
+        self.last = batch
+        return batch
+
+
+@pytest.mark.parametrize(
+    ("operator", "is_lost"),
+    [(Counts(), True), (Averages(), True), (Saves(), False), (KeepsLast(), False)],
+    ids=lambda value: type(value).__name__,
+)
+def test_state_that_is_not_saved(operator, is_lost):
+    def plan(workers, config):
+        rollouts = ParallelRollouts(workers).for_each(operator)
+        return report(rollouts.for_each(TrainOneStep(workers)), workers, config)
+
+    found = problems_of(plan)
+    assert ("lost_state" in found) == is_lost
+    assert not is_lost or "changes self.rows, but has no state_dict()" in found["lost_state"]
+
+
+@pytest.mark.parametrize("returns_batch", [True, False])
+def test_own_trainer_that_records_nothing(returns_batch):
+    class Batch:
+        trains, policies = True, None
+
+        def __call__(self, batch):
+            return batch
+
+    class Record(Batch):
+        def __call__(self, batch):
+            return record_training(self, batch, {})
+
+    def plan(workers, config):
+        operator = Batch() if returns_batch else Record()
+        return report(ParallelRollouts(workers).for_each(operator), workers, config)
+
+    assert ("trains_without_record" in problems_of(plan)) == returns_batch
+
+
 def assign(batch):
     batch["rewards"] = batch["rewards"] * 0.1
     return batch

@@ -36,3 +36,29 @@ def in_place_change(plan: CheckedPlan) -> Iterator[PlanProblem]:
                 "same item, and shared arrays are read-only: return a changed copy, such as "
                 "batch.with_columns(name=new_values)",
             )
+
+
+def trains_without_record(plan: CheckedPlan) -> Iterator[PlanProblem]:
+    """Operators of the user with `trains = True` that return the batch, not the item of
+    `record_training`."""
+    for stage, operator in plan.operators:
+        if getattr(operator, "trains", False) and operator_source.returns_its_input(operator):
+            yield PlanProblem(
+                "trains_without_record",
+                stage.line,
+                f"{stage} has trains=True, but returns its input, so nothing counts its training: "
+                "return record_training(self, batch, {policy_id: {name: number}})",
+            )
+
+
+def lost_state(plan: CheckedPlan) -> Iterator[PlanProblem]:
+    """Operators of the user that change an attribute and save no state."""
+    for stage, operator in plan.operators:
+        name = operator_source.accumulated_attribute(operator)
+        if name is not None and not hasattr(operator, "state_dict"):
+            yield PlanProblem(
+                "lost_state",
+                stage.line,
+                f"{stage} changes {name}, but has no state_dict() and load_state_dict(state): it "
+                "starts again when the run is resumed",
+            )
