@@ -13,6 +13,7 @@ from flowrl.sampling.callbacks import EPISODE_EVENTS
 SMALL_MINIBATCH = 16  # rows
 MANY_UPDATES = 4.0  # per row stored in a replay buffer
 LARGE_FRAGMENT_BYTES = 1e6
+MANY_DROPPED = 20  # items in a period, of which an operator returned none
 MIN_SHARE_OF_FULL_QUEUE = 0.9  # of a learner that sampling waits for, although both overlap
 REPLAY = ("replay", "replay_actors")  # kinds of stages that draw batches
 LEARNING_ON_SHARDS = ("LearnOnWorker", "ComputeGradientsOnWorker")
@@ -54,6 +55,7 @@ def bottlenecks(activity: Activity, facts: PlanFacts) -> list[Finding]:
         *(_tasks(stage, activity) for stage in activity.stages_of("tasks")),
         *(_replay_actors(stage, activity) for stage in activity.stages_of("replay_actors")),
         *(_operator(stage) for stage in activity.stages if _is_other(stage)),
+        *(_dropping(stage, activity) for stage in activity.stages if stage.is_own),
     ]
     found = [finding for finding in findings if finding is not None]
     return sorted(found, key=lambda finding: -finding.share)
@@ -346,6 +348,21 @@ def _own_waiting(stage: StageActivity, activity: Activity) -> float:
     """Return the share of the time that a stage waits, and not for its parents."""
     parents = [other for other in activity.stages if other.id in stage.parents]
     return max(stage.waiting - sum(other.busy + other.waiting for other in parents), 0.0)
+
+
+def _dropping(stage: StageActivity, activity: Activity) -> Finding | None:
+    """Describe an operator of the user that returns none of many items in a run without results."""
+    received = sum(other.items for other in activity.stages if other.id in stage.parents)
+    if activity.iteration or stage.items or received < MANY_DROPPED:
+        return None
+    return Finding(
+        "dropping",
+        stage.name,
+        1.0,
+        f"{stage.title} has returned none of {received:,} items, so the stages after it have "
+        f"nothing to do; it is chained at {stage.line}",
+        stage.line,
+    )
 
 
 def _operator(stage: StageActivity) -> Finding:
