@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
 from flowrl.errors import ConfigError, OfflineDataError
 from flowrl.offline.parquet import parquet_files, read_rows_of, read_run_id
 from flowrl.offline.recorded_rows import rows_for_policy
+from flowrl.offline.sources import ParquetSource
 from flowrl.policies.distributions import Deterministic
 from flowrl.policies.policy import Policy
 from flowrl.policies.views import acting_views
@@ -74,6 +75,7 @@ def estimate(
     unknown = [name for name in methods if name not in METHODS]
     if unknown or not methods:
         raise ConfigError(f"methods: expected some of {', '.join(METHODS)}, got {methods}")
+    _check_policy(policy)
     if isinstance(experience, (SampleBatch, MultiAgentBatch)):
         experience = [experience]
     if isinstance(experience, (str, Path)):
@@ -82,9 +84,10 @@ def estimate(
                 f"{experience}: Minari datasets do not store action likelihoods, which importance "
                 "sampling requires"
             )
-        episodes = load_episodes(policy, _read_folder(policy, experience, policy_id))
+        parts = _read_folder(policy, experience, policy_id)
     else:
-        episodes = load_episodes(policy, ((0, batch) for batch in experience))
+        parts = [_select_columns(policy, 0, batch) for batch in experience]
+    episodes = _episodes_of(parts)
     gamma = policy.config.gamma if gamma is None else gamma
     discounted = episodes.rewards * gamma ** np.arange(episodes.rewards.shape[1])
     log_weights = np.cumsum(episodes.log_ratios, 1)  # constant after the end of an episode
@@ -133,19 +136,16 @@ class RecordedEpisodes:
     num_incomplete: int
 
 
-def load_episodes(policy: Policy, batches: Iterable[tuple[int, SampleBatch]]) -> RecordedEpisodes:
-    """Collect rows into complete episodes, with likelihood ratios under a policy.
+def _episodes_of(parts: list[dict[str, np.ndarray]]) -> RecordedEpisodes:
+    """Collect rows into complete episodes.
 
     Args:
-        policy: the policy to evaluate.
-        batches: (index of the run, rows with the columns `REQUIRED_COLUMNS`), in any order. The
-            rows of an episode may be in several batches of a run.
+        parts: results of `_select_columns`, in any order. The rows of an episode may be in several
+            parts of a run.
 
     Raises:
-        ConfigError, OfflineDataError: see `estimate`.
+        OfflineDataError: there are no rows, or no complete episode.
     """
-    _check_policy(policy)
-    parts = [_select_columns(policy, run, batch) for run, batch in batches]
     if not parts:
         raise OfflineDataError("there are no rows to estimate from")
     rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
@@ -192,7 +192,7 @@ def _check_policy(policy: Policy) -> None:
 
 
 def _select_columns(policy: Policy, run: int, batch: SampleBatch) -> dict[str, np.ndarray]:
-    """Return the columns [rows] that `load_episodes` needs."""
+    """Return the columns [rows] of a batch that the estimates need."""
     if not isinstance(batch, SampleBatch):
         raise ConfigError(
             f"estimate: expected SampleBatches, got a {type(batch).__name__} (those of a "
@@ -233,17 +233,28 @@ def _log_probabilities(policy: Policy, rows: SampleBatch) -> np.ndarray:
     return logp
 
 
-def _read_folder(
-    policy: Policy, folder: Path | str, policy_id: str
-) -> Iterator[tuple[int, SampleBatch]]:
-    """Yield (index of the run, rows) of each file of a policy; observations are normalized as the
-    evaluated policy normalizes them."""
+def _read_folder(policy: Policy, folder: Path | str, policy_id: str) -> list[dict[str, np.ndarray]]:
+    """Return the result of `_select_columns` for each file of a policy; observations are normalized
+    as the evaluated policy normalizes them.
+
+    Raises:
+        ConfigError, OfflineDataError: see `estimate`.
+    """
     runs: dict[str, int] = {}
+    parts = []
     for path in parquet_files(folder):
         rows = read_rows_of(path, policy_id)
         if rows is None:
             continue
-        if policy.observation_filter is not None and rows.count and "obs" in rows:
-            rows = rows_for_policy(rows, policy)
-            rows = rows.with_columns(obs=policy.observation_filter(rows["obs"]))
-        yield runs.setdefault(read_run_id(path), len(runs)), rows
+        run = runs.setdefault(read_run_id(path), len(runs))
+        try:
+            if policy.observation_filter is not None and rows.count and "obs" in rows:
+                rows = rows_for_policy(rows, policy)
+                rows = rows.with_columns(obs=policy.observation_filter(rows["obs"]))
+            parts.append(_select_columns(policy, run, rows))
+        except OfflineDataError as error:
+            raise OfflineDataError(f"{path}: {error}") from None
+    if not parts:
+        others = ParquetSource(folder, policy_id).describe_other_policies()
+        raise OfflineDataError(f"{folder}: no rows of policy {policy_id!r}{others}")
+    return parts

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, SkipValidation, model_validator
@@ -299,27 +300,28 @@ def _flattened(values: dict[str, Any]) -> dict[str, Any]:
     return values | {name: value for name, value in nested.items() if value is not None}
 
 
-def check_can_be_sent(config: WorkerConfig, receiver: str) -> None:
-    """Check that Ray can send each setting to another process.
-
-    Args:
-        config: the settings.
-        receiver: what they are sent to, for the message.
+@contextmanager
+def unsendable_setting_named(config: WorkerConfig) -> Iterator[None]:
+    """Convert the error of Ray that settings cannot be pickled for a remote worker.
 
     Raises:
-        ConfigError: a setting cannot be pickled.
+        ConfigError: a setting cannot be pickled; the message names it.
     """
-    from ray import cloudpickle
+    try:
+        yield
+    except TypeError:
+        from ray import cloudpickle
 
-    for name, value in config.items():
-        entries = value.items() if isinstance(value, dict) else ()
-        parts = {f"{name}[{key!r}]": part for key, part in entries} or {name: value}
-        for part_name, part in parts.items():
-            try:
-                cloudpickle.dumps(part)
-            except Exception as error:
-                raise ConfigError(
-                    f"{part_name} cannot be sent to {receiver}: {type(error).__name__}: {error}. "
-                    "Create such an object where it is used, for example in the constructor of "
-                    "the environment"
-                ) from None
+        for name, value in config.items():
+            entries = value.items() if isinstance(value, dict) else ()
+            parts = {f"{name}[{key!r}]": part for key, part in entries} or {name: value}
+            for part_name, part in parts.items():
+                try:
+                    cloudpickle.dumps(part)
+                except Exception as error:
+                    raise ConfigError(
+                        f"{part_name} cannot be sent to remote workers: {type(error).__name__}: "
+                        f"{error}. Create such an object where it is used, for example in the "
+                        "constructor of the environment"
+                    ) from None
+        raise

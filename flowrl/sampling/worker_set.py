@@ -27,7 +27,7 @@ from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.spare_worker import SpareWorkers
 from flowrl.sampling.weight_sync import WeightSync, load_weights
 from flowrl.sampling.worker_calls import CALL_TIMEOUT_S, WorkerCalls, stop_workers
-from flowrl.sampling.worker_config import WorkerConfig, check_can_be_sent
+from flowrl.sampling.worker_config import WorkerConfig, unsendable_setting_named
 from flowrl.sampling.worker_states import check_worker_states, highest, send_states
 
 T = TypeVar("T")
@@ -179,11 +179,8 @@ class WorkerSet:
             return spare
         actor = actor_class(RolloutWorker).options(**self._placement.options(index))
         arguments = self._worker_arguments(index + 1)
-        try:
+        with unsendable_setting_named(self.config):
             return actor.remote(**arguments, restart_count=self.restart_counts[index])
-        except TypeError as error:
-            check_can_be_sent(self.config, "a remote worker")
-            raise error
 
     def _start_spares(self) -> None:
         if self.num_workers:
@@ -365,10 +362,9 @@ class WorkerSet:
 
     def replace(self, index: int) -> bool:
         """Replace a remote worker; return False if `recreate_failed_workers` is False."""
-        if not self.config.recreate_failed_workers:
-            return False
-        self._replace(index)
-        return True
+        if self.config.recreate_failed_workers:
+            self._replace(index)
+        return self.config.recreate_failed_workers
 
     def _replace(self, index: int) -> None:
         pool = RolloutPool(self, recreate_failed=True)

@@ -327,6 +327,12 @@ def test_invalid_policies_and_experience_are_rejected(policy, tmp_path):
         estimate(policy, [e[1:] for e in episodes if e.count > 1])
     with pytest.raises(OfflineDataError, match="no rows"):
         estimate(policy, [])
+    write_parquet(tmp_path / "a.parquet", episodes[0].without_columns("action_logp"))
+    with pytest.raises(OfflineDataError, match=r"a\.parquet: there is no column 'action_logp'"):
+        estimate(policy, tmp_path)
+    with pytest.raises(OfflineDataError, match=r"no rows of policy 'p', only of 'default_policy'"):
+        estimate(policy, tmp_path, policy_id="p")
+    (tmp_path / "a.parquet").unlink()
     for name in ("rewards", "action_logp"):
         missing = np.full(episodes[0].count, np.nan)
         with pytest.raises(OfflineDataError, match=f"column '{name}' has values that are not fin"):

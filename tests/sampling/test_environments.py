@@ -636,6 +636,6 @@ def test_setting_that_cannot_be_sent_to_workers_is_named(ray_session):
     settings = {"env_config": {"lock": threading.Lock()}, "num_workers": 1}
     with (
         PPO(lambda context: CountEnv(), **settings) as algorithm,
-        pytest.raises(ConfigError, match=r"env_config\['lock'\] cannot be sent to a remote worker"),
+        pytest.raises(ConfigError, match=r"env_config\['lock'\] cannot be sent to remote workers"),
     ):
         algorithm.train()
