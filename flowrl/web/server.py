@@ -47,7 +47,15 @@ def make_app(paths: Sequence[Path]) -> Any:
     name_runs(data)
     lock = threading.Lock()  # requests are answered in threads
 
+    seen: set[tuple[Path, int]] = set()  # files with settings, and their times
+
     def add_new_runs() -> None:
+        files = {file for path in paths for file in path.glob("*/config.json")}
+        times = {(file, _modified_at(file)) for file in files}
+        if times == seen:
+            return
+        seen.clear()
+        seen.update(times)
         known = {run.path.resolve() for run in data}
         for path in paths:
             with suppress(ConfigError):  # the path was removed
@@ -93,6 +101,14 @@ def make_app(paths: Sequence[Path]) -> Any:
         ],
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])],
     )
+
+
+def _modified_at(file: Path) -> int:
+    """Return the time of the last change of a file [ns]; 0 if it was removed."""
+    try:
+        return file.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def serve(paths: Sequence[Path], port: int) -> None:
