@@ -1,4 +1,4 @@
-"""Delay the exceptions of signals until a block of code that must not be left halfway has ended."""
+"""Defer exceptions of signal handlers until the end of a critical section."""
 
 from __future__ import annotations
 

@@ -35,6 +35,6 @@ def check_memory(num_bytes: float, what: str) -> None:
     memory = machine_memory()
     if num_bytes > memory:
         raise ConfigError(
-            f"{what}: {num_bytes / GIB:,.0f} GiB of memory would be needed, this machine has "
+            f"{what}: {num_bytes / GIB:,.0f} GiB of memory are needed, this machine has "
             f"{memory / GIB:,.1f} GiB"
         )

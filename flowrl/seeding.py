@@ -33,8 +33,8 @@ def random_stream(seed: int | None, *purpose: str | int) -> np.random.Generator:
 class RowNoise:
     """Random numbers for some rows of a batch.
 
-    It draws numbers for all rows of the batch, and returns those of its rows: processes that share
-    out a batch use the numbers that one process would use.
+    It draws numbers for all rows of the batch and returns those of its rows, so that processes
+    which split a batch use the same numbers as a single process.
 
     Args:
         rng: the generator.

@@ -27,7 +27,7 @@ from flowrl.setting_values import equal, is_search, type_text
 
 R = TypeVar("R", bound="Settings")
 Needs = Mapping[str, tuple[str, Any]]
-"""Settings that have no effect with one value of another one: name -> (other setting, value)."""
+"""Settings that are ignored while another setting has a value: name -> (other setting, value)."""
 
 
 def import_object(path: str) -> Any:

@@ -17,8 +17,8 @@ from flowrl.process_usage import num_cores
 T = TypeVar("T")
 
 Threads = int | Literal["auto"] | None
-"""Number of torch's threads; None changes nothing. "auto" is 1, and in the process of an algorithm
-whose networks have convolutions `num_free_cores`."""
+"""Number of torch's threads; None changes nothing. "auto" is 1, or `num_free_cores` in the process
+of an algorithm whose networks have convolutions."""
 
 
 def limit_threads(count: Threads) -> None:
@@ -108,10 +108,10 @@ class BackgroundCall(Generic[T]):
 @functools.cache
 def _second_thread(pid: int) -> ThreadPoolExecutor:
     """Return the executor of the process with this id: threads do not survive a fork."""
-    return ThreadPoolExecutor(1, "flowrl-background-calls", apply_limits)
+    return ThreadPoolExecutor(1, "flowrl-background-calls", limit_this_thread)
 
 
-def apply_limits() -> None:
+def limit_this_thread() -> None:
     """Apply the limit of torch to this thread: that of MKL belongs to each thread, and a new thread
     would multiply matrices with the default number of threads."""
     torch: Any = sys.modules.get("torch")

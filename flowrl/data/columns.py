@@ -24,8 +24,8 @@ FLAT_KINDS = {
 }
 ALIASES = {"next_obs": "new_obs"}
 MISSING = {"weights": 1, "n_steps": 1, "batch_indexes": -1, "loss_mask": True}
-"""Values for rows without these columns: full weight, one step, no item of a buffer, a row of the
-loss."""
+"""Values that fill these columns for rows that lack them: rows from no replay buffer, with full
+weight, which the loss includes."""
 
 _warned_columns: set[str] = set()  # warn once per column
 

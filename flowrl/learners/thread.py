@@ -22,7 +22,7 @@ from flowrl.learners.learner import LocalLearner, PolicyUpdate, Updates
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.setting_values import check_int
 from flowrl.state_schema import Amount, Fields, Positive, check_own_state, check_state
-from flowrl.threads import apply_limits
+from flowrl.threads import limit_this_thread
 
 log = logging.getLogger("flowrl")
 
@@ -245,7 +245,7 @@ class LearnerThread:
                 self.workers.weight_sync.unpublish()
 
     def _run(self) -> None:
-        apply_limits()
+        limit_this_thread()
         waiter = Waiter()
         lock = self.workers.local_worker().lock
         signals = [queue_signal(self.inqueue), queue_signal(self.outqueue), self._stop_signal]

@@ -319,7 +319,10 @@ class ReplayBuffer:
     # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all rows and the state of the draws; without rows that a full disk refuses."""
+        """Return all rows and the state of the draws.
+
+        Rows that cannot be written because the disk is full are left out, with a warning.
+        """
         try:
             self._flush()
         except OSError as error:

@@ -142,8 +142,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         oldest = int(ids.min())
         if ids.max() >= stored.stop or oldest < -1:
             raise ValueError(
-                f"{self.storage_unit} {ids} do not exist: {stored.stop} were ever stored. Remove "
-                "the column batch_indexes from rows that were drawn from another buffer"
+                f"batch_indexes {ids} are not ids of this buffer, which has stored {stored.stop} "
+                f"{self.storage_unit}: remove the column from rows of another buffer"
             )
         if oldest < 0:
             of_buffer = ids >= 0

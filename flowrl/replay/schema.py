@@ -110,7 +110,7 @@ class ColumnSchema:
         """Check that a batch has these columns; other columns of it are ignored.
 
         Raises:
-            ValueError: a column is missing or has another nest, shape or dtype.
+            ValueError: a column is missing or has another structure, shape or dtype.
         """
         for name, shape, dtype in self._arrays:
             column = dict.get(batch, name)
@@ -120,7 +120,7 @@ class ColumnSchema:
                     f"{sorted(stored_names(batch))}"
                 )
             if shape is None:
-                self._check_nest(name, column)
+                self._check_structure(name, column)
                 continue
             if type(column) is NextRows and name == NEXT_OBS:
                 continue  # shares its base with obs
@@ -134,13 +134,15 @@ class ColumnSchema:
                     f"had {dtype} {list(shape)}"
                 )
 
-    def _check_nest(self, name: str, column: Any) -> None:
+    def _check_structure(self, name: str, column: Any) -> None:
         stored = OBS if name == NEXT_OBS else name
         same_nest = optree.tree_structure(column) == self.treespecs[stored]
         leaves: Any = optree.tree_leaves(column) if same_nest else ()
         pairs = zip(leaves, self._leaves[stored], strict=False)
         if not same_nest or not all(_fits(leaf, *expected) for leaf, expected in pairs):
-            raise ValueError(f"column {name!r} has another nest, shape or dtype than before")
+            raise ValueError(
+                f"column {name!r}: its structure, shapes or dtypes differ from earlier batches"
+            )
 
 
 # -- nests -----------------------------------------------------------------------------------------

@@ -464,8 +464,8 @@ def test_mismatched_columns_are_rejected_before_anything_is_stored():
     other = {"a": fragment["obs"]["a"], "x": fragment["obs"]["b"]}
     for columns, match in [
         ({"rewards": np.array(["x"] * 4)}, "rows of <U1"),
-        ({"obs": other}, "column 'obs' has another nest"),
-        ({"obs": fragment["obs"]["a"]}, "column 'obs' has another nest"),
+        ({"obs": other}, "column 'obs': its structure, shapes"),
+        ({"obs": fragment["obs"]["a"]}, "column 'obs': its structure, shapes"),
     ]:
         with pytest.raises(ValueError, match=match):
             buffer.add(fragment.with_columns(**columns))
