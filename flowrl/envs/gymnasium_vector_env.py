@@ -205,11 +205,11 @@ class GymnasiumVectorEnv:
     def mark_healthy(self, indices: Iterable[int]) -> None:
         pass
 
-    def state_dict(self) -> dict[str, Any] | None:
+    def state_dict(self) -> dict[str, Any]:
         return {"num_restores": self._num_restores}
 
-    def load_state_dict(self, state: dict[str, Any] | None, observations: Any) -> list[int]:
-        self._num_restores = 0 if state is None else state["num_restores"] + 1
+    def load_state_dict(self, state: dict[str, Any], observations: Any) -> list[int]:
+        self._num_restores = state["num_restores"] + 1
         self._num_recreated, self._is_seeded = 0, False
         if self._make_restored is not None and self._num_restores:
             close_quietly(self.env, "the vector environment")

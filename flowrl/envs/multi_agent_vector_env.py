@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,6 +22,7 @@ from flowrl.envs.validation import (
     check_reward,
     invalid_step_error,
 )
+from flowrl.envs.vector_env import DirectEnvs, SteppedEnvs
 from flowrl.errors import ConfigError, add_note
 
 ResetResult = tuple[dict[Any, Any], dict[Any, dict[str, Any]]]  # observations and infos by agent
@@ -57,19 +57,10 @@ class MultiAgentStep:
     skipped: bool = False
 
 
-class MultiAgentVectorEnv(Protocol):
+class MultiAgentVectorEnv(SteppedEnvs, Protocol):
     """N environments with agents; callbacks receive it as `base_env`."""
 
-    num_envs: int
     possible_agents: list[Any]
-
-    @property
-    def num_restarts(self) -> int:
-        """Number of failed environments that were recreated."""
-
-    @property
-    def reset_s(self) -> float:
-        """Seconds in `reset` of the environments, as far as this class calls it."""
 
     def observation_space(self, agent_id: Any) -> spaces.Space:
         """Return the observation space of an agent."""
@@ -89,15 +80,6 @@ class MultiAgentVectorEnv(Protocol):
     def get_sub_environments(self) -> list[Any]:
         """Return the environments; a gymnasium VectorEnv is the only element."""
 
-    def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
-        """See VectorEnv."""
-
-    def mark_healthy(self, indices: Iterable[int]) -> None:
-        """See VectorEnv."""
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return the state of the environments, or None if it is unknown."""
-
     def load_state_dict(
         self, state: Any, observations: list[dict[Any, Any]]
     ) -> dict[int, ResetResult]:
@@ -112,11 +94,8 @@ class MultiAgentVectorEnv(Protocol):
             and start a new episode.
         """
 
-    def close(self) -> None:
-        """Close the environments."""
 
-
-class DirectMultiAgentVectorEnv:
+class DirectMultiAgentVectorEnv(DirectEnvs):
     """Step MultiAgentEnvs one after another in this process.
 
     Args:
@@ -135,22 +114,13 @@ class DirectMultiAgentVectorEnv:
                 f"env: the creator returned a {type(first).__name__}, not a gymnasium Env or "
                 "VectorEnv and not a MultiAgentEnv"
             )
-        self._envs = envs
+        super().__init__(envs)
         self._horizon, self._drop_invalid = horizon, drop_invalid
         self._checks: dict[Any, ObservationCheck] = {}
         self._latest_check: ObservationCheck | None = None
-        self.num_envs = len(envs.envs)
         self.possible_agents = list(getattr(first, "possible_agents", None) or [])
         self._lengths = [0] * self.num_envs  # env steps of the current episodes
         self._idle_steps = [0] * self.num_envs  # the last of them, in which no agent acted
-
-    @property
-    def num_restarts(self) -> int:
-        return self._envs.num_restarts
-
-    @property
-    def reset_s(self) -> float:
-        return self._envs.reset_s
 
     def observation_space(self, agent_id: Any) -> spaces.Space:
         return self._envs.get(0).get_observation_space(agent_id)
@@ -271,14 +241,8 @@ class DirectMultiAgentVectorEnv:
     def get_sub_environments(self) -> list[Any]:
         return list(self._envs.envs)
 
-    def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
-        return [fn(self._envs.get(i)) for i in range(self.num_envs)]
-
-    def mark_healthy(self, indices: Iterable[int]) -> None:
-        self._envs.mark_healthy(indices)
-
-    def state_dict(self) -> dict[str, Any] | None:
-        return {**self._envs.state_dict(), "lengths": list(self._lengths)}
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "lengths": list(self._lengths)}
 
     def load_state_dict(
         self, state: Any, observations: list[dict[Any, Any]]
@@ -290,9 +254,6 @@ class DirectMultiAgentVectorEnv:
             if not self._envs.replay(index, state, _SavedObservations(saved, self).match):
                 restarted[index] = self._reset(index)
         return restarted
-
-    def close(self) -> None:
-        self._envs.close()
 
 
 class _SavedObservations:

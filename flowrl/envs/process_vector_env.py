@@ -296,9 +296,7 @@ class ProcessVectorEnv:
                 states[index] = state_without_episode(int(self._rows["num_created"][index]))
         return {**merged_state(states), "num_restarts": self.num_restarts}
 
-    def load_state_dict(self, state: dict[str, Any] | None, observations: Any) -> list[int]:
-        if state is None:
-            raise ValueError("the checkpoint has no state of the environments")
+    def load_state_dict(self, state: dict[str, Any], observations: Any) -> list[int]:
         states = split_state(state, self.num_envs)
         args = dict(enumerate(zip(states, observations, strict=True)))
         replies = self._call_or_replace("load_state_dict", args)
@@ -393,7 +391,7 @@ class _EnvInProcess:
         self._env.mark_healthy([0])
         self._finish()
 
-    def state_dict(self) -> dict[str, Any] | None:
+    def state_dict(self) -> dict[str, Any]:
         """Return the state of the environment."""
         return self._env.state_dict()
 

@@ -97,7 +97,7 @@ class SingleAgentAdapter:
     def mark_healthy(self, indices: Iterable[int]) -> None:
         self.vector_env.mark_healthy(indices)
 
-    def state_dict(self) -> dict[str, Any] | None:
+    def state_dict(self) -> dict[str, Any]:
         return self.vector_env.state_dict()
 
     def load_state_dict(

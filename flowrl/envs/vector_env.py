@@ -33,26 +33,48 @@ from flowrl.envs.validation import (
 from flowrl.errors import ConfigError, add_note
 
 
-class VectorEnv(Protocol):
-    """N single-agent environments that are stepped together."""
+class SteppedEnvs(Protocol):
+    """N environments that are stepped together: what VectorEnv and MultiAgentVectorEnv share."""
 
     num_envs: int
-    observation_space: spaces.Space
-    action_space: spaces.Space
-    resets_in_next_step: bool
-    """Whether the end of an episode costs a call of `step` that only resets its environment."""
 
     @property
     def num_restarts(self) -> int:
         """Number of failed environments that were recreated."""
 
     @property
-    def envs(self) -> list[Any]:
-        """The environments in this process; a gymnasium VectorEnv is the only element."""
-
-    @property
     def reset_s(self) -> float:
         """Seconds in `reset` of the environments, as far as this class calls it."""
+
+    def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
+        """Return fn(environment) for each environment, called in the process that steps it; a
+        gymnasium VectorEnv is the only argument."""
+
+    def mark_healthy(self, indices: Iterable[int]) -> None:
+        """Note that environments completed a fragment.
+
+        Their errors at late steps are forgotten, and the others at the next error, unless it is at
+        the same step. Long logs of actions are dropped.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the environments."""
+
+    def close(self) -> None:
+        """Close the environments."""
+
+
+class VectorEnv(SteppedEnvs, Protocol):
+    """N single-agent environments."""
+
+    observation_space: spaces.Space
+    action_space: spaces.Space
+    resets_in_next_step: bool
+    """Whether the end of an episode costs a call of `step` that only resets its environment."""
+
+    @property
+    def envs(self) -> list[Any]:
+        """The environments in this process; a gymnasium VectorEnv is the only element."""
 
     def reset(self, observations: Any) -> None:
         """Start an episode in every environment; write the first observations [N, …]."""
@@ -71,21 +93,7 @@ class VectorEnv(Protocol):
         All are arrays or lists of length N.
         """
 
-    def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
-        """Return fn(environment) for each environment, called in the process that steps it; a
-        gymnasium VectorEnv is the only argument."""
-
-    def mark_healthy(self, indices: Iterable[int]) -> None:
-        """Note that environments completed a fragment.
-
-        Their errors at late steps are forgotten, and the others at the next error, unless it is at
-        the same step. Long logs of actions are dropped.
-        """
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return the state of the environments, or None if it is unknown."""
-
-    def load_state_dict(self, state: dict[str, Any] | None, observations: Any) -> list[int]:
+    def load_state_dict(self, state: dict[str, Any], observations: Any) -> list[int]:
         """Bring the environments to the step at which a state was saved.
 
         Args:
@@ -96,9 +104,6 @@ class VectorEnv(Protocol):
         Returns:
             indices of the environments that could not be restored and start a new episode.
         """
-
-    def close(self) -> None:
-        """Close the environments."""
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +126,39 @@ class VectorStep:
     infos: Sequence[dict[str, Any]] = ()
 
 
-class DirectVectorEnv:
+class DirectEnvs:
+    """Environments in this process: the parts of DirectVectorEnv and DirectMultiAgentVectorEnv.
+
+    Args:
+        envs: the environments.
+    """
+
+    def __init__(self, envs: RestartingEnvs):
+        self._envs = envs
+        self.num_envs = len(envs.envs)
+
+    @property
+    def num_restarts(self) -> int:
+        return self._envs.num_restarts
+
+    @property
+    def reset_s(self) -> float:
+        return self._envs.reset_s
+
+    def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
+        return [fn(self._envs.get(i)) for i in range(self.num_envs)]
+
+    def mark_healthy(self, indices: Iterable[int]) -> None:
+        self._envs.mark_healthy(indices)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._envs.state_dict()
+
+    def close(self) -> None:
+        self._envs.close()
+
+
+class DirectVectorEnv(DirectEnvs):
     """Step gymnasium environments in turn in this process; reset each when its episode ends.
 
     An environment that raises is recreated; only its own episode is lost.
@@ -134,8 +171,7 @@ class DirectVectorEnv:
     resets_in_next_step = False
 
     def __init__(self, envs: RestartingEnvs, drop_invalid: bool = False):
-        self._envs = envs
-        self.num_envs = len(envs.envs)
+        super().__init__(envs)
         self.observation_space = space_of(envs.get(0), "observation_space")
         self.action_space = space_of(envs.get(0), "action_space")
         self._check = ObservationCheck(self.observation_space)
@@ -155,14 +191,6 @@ class DirectVectorEnv:
     def envs(self) -> list[Any]:
         """The environments."""
         return self._envs.envs
-
-    @property
-    def num_restarts(self) -> int:
-        return self._envs.num_restarts
-
-    @property
-    def reset_s(self) -> float:
-        return self._envs.reset_s
 
     def reset(self, observations: Any) -> None:
         for i in range(self.num_envs):
@@ -276,18 +304,7 @@ class DirectVectorEnv:
             f"whose actions are {low} ... {end - 1}"
         )
 
-    def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
-        return [fn(self._envs.get(i)) for i in range(self.num_envs)]
-
-    def mark_healthy(self, indices: Iterable[int]) -> None:
-        self._envs.mark_healthy(indices)
-
-    def state_dict(self) -> dict[str, Any] | None:
-        return self._envs.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any] | None, observations: Any) -> list[int]:
-        if state is None:
-            raise ValueError("the checkpoint has no state of the environments")
+    def load_state_dict(self, state: dict[str, Any], observations: Any) -> list[int]:
         self._envs.load_state_dict(state)
         restarted = []
         for i in range(self.num_envs):
@@ -296,6 +313,3 @@ class DirectVectorEnv:
                 observations[i] = self._reset(i)
                 restarted.append(i)
         return restarted
-
-    def close(self) -> None:
-        self._envs.close()

@@ -55,7 +55,7 @@ _STATE: Fields = {
     "faulty_episodes": Natural,
 }
 _OPEN_STATE: Fields = {
-    "envs": dict[str, Any] | None,
+    "envs": dict[str, Any],
     "columns": dict[str, Any],
     "states": list[np.ndarray],
     "returns": np.ndarray,

@@ -398,7 +398,8 @@ class MultiAgentSampler(EnvSampler):
     def load_state_dict(self, state: dict[str, Any]) -> int:
         check_state(state, _STATE, "sampler")
         if "open" in state:
-            check_state(state["open"], {"envs": Any, "batches": dict[str, Any]}, "sampler/open")
+            fields: Fields = {"envs": dict[str, Any], "batches": dict[str, Any]}
+            check_state(state["open"], fields, "sampler/open")
         episodes = self._episodes
         episodes.ids.next_id = state["next_id"]
         self._time = state["time"]
