@@ -274,12 +274,8 @@ class ProcessVectorEnv:
             observations[:] = [row.copy() for row in self._rows["observation"]]
 
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
-        args = dict.fromkeys(range(self.num_envs), (CloudpickleWrapper(cast(Any, fn)),))
-        results = self._call_each("call", args)
-        for result in results.values():
-            if isinstance(result, EnvProcessError):  # the next step replaces the process
-                raise result
-        return [results[index] for index in args]
+        # the next step replaces a process that has ended
+        return self._call("call", [(CloudpickleWrapper(cast(Any, fn)),)] * self.num_envs)
 
     def mark_healthy(self, indices: Iterable[int]) -> None:
         for index in (args := dict.fromkeys(indices, ())):
