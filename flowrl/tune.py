@@ -21,7 +21,6 @@ from flowrl.data.checkpoint import read_manifest
 from flowrl.errors import ConfigError, install_hint
 from flowrl.sampling.placement import MIN_BUNDLE_CPUS
 from flowrl.setting_aliases import canonical_names
-from flowrl.setting_values import equal
 from flowrl.trainer.config import AlgorithmConfig, absolute_folders
 from flowrl.trainer.plan_files import absolute_plan, is_plan_file
 from flowrl.trainer.registry import algorithm_class, algorithm_names
@@ -103,9 +102,6 @@ class AlgorithmTrainable(tune.Trainable):
         cls = self.get_algorithm_class()
         settings = canonical_names(config)
         settings |= _absolute_paths(settings)
-        # `to_dict()` returns all settings; only the others were set explicitly
-        defaults = cls.config_class().to_dict()
-        settings = {n: v for n, v in settings.items() if not equal(v, defaults.get(n))}
         self._algorithm = cls.config_class.from_dict(settings).build_as(cls)
 
     def step(self) -> dict[str, Any]:

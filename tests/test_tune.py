@@ -69,15 +69,6 @@ def test_trial_trains_like_the_algorithm_and_restores_other_trials(tmp_path):
         other.stop()
 
 
-def test_only_settings_without_their_default_count_as_set_explicitly():
-    trial = flowrl.tune.PPO(config=ppo_config().to_dict())
-    try:
-        chosen = trial._algorithm.config.model_fields_set
-        assert chosen == ppo_config().model_fields_set
-    finally:
-        trial.stop()
-
-
 def test_relative_paths_are_those_of_the_folder_in_which_tune_was_started(tmp_path, monkeypatch):
     start, trial_folder = tmp_path / "start", tmp_path / "trial"
     start.mkdir()

@@ -115,7 +115,7 @@ class OfflineConfig(AlgorithmConfig):
                 others = ParquetSource(self.input_, self.input_policy_id).describe_other_policies()
                 raise ConfigError(
                     f"input_policy_id: {self.input_} has no rows of policy "
-                    f"{self.input_policy_id!r}{others}: set input_policy_id to one with rows"
+                    f"{self.input_policy_id!r}{others}"
                 )
 
     def _open(self, function: Callable[[Any], T], source: Any) -> T:

@@ -264,7 +264,7 @@ def _unset_others(settings: Settings, defaults: Settings, flags: Sequence[str]) 
         if name == "policies" and isinstance(value, dict) and isinstance(before, dict):
             for policy_id in value.keys() & before.keys():
                 prefix = f"{policy_id.replace('_', '-')}.config."
-                of_policy = [name.removeprefix(prefix) for name in inner if name.startswith(prefix)]
+                of_policy = [f.removeprefix(prefix) for f in inner if f.startswith(prefix)]
                 one, other = (getattr(spec[policy_id], "config", None) for spec in (value, before))
                 if isinstance(one, Settings) and isinstance(other, Settings):
                     _unset_others(one, other, of_policy)

@@ -56,15 +56,9 @@ class Storage(Protocol):
 
 
 def storage_of(path: Path | str) -> Storage:
-    """Return the storage of a folder, or of a URI such as `s3://…`.
-
-    Raises:
-        ValueError: the URI is a Path, which has lost a slash.
-    """
+    """Return the storage of a folder, or of a URI such as `s3://…`."""
     if isinstance(path, str) and "://" in path:
         return RemoteStorage(path)
-    if isinstance(path, Path) and path.parts and path.parts[0].endswith(":"):
-        raise ValueError(f"{path}: pass a URI as a string, because Path removes a slash of ://")
     return LocalStorage(Path(path).expanduser())
 
 

@@ -187,7 +187,9 @@ class FragmentColumns:
             self.resize(num_rows)
         self.look_back(lookback)
         for name, value in state["rows"].items():
-            saved = state["rows"][value] if isinstance(value, str) else value
+            saved = state["rows"].get(value) if isinstance(value, str) else value
+            if saved is None:
+                raise ValueError(f"the column {name!r} shares {value!r}, which the state lacks")
             column = self.arrays.get(name)
             if column is None:
                 column = self.allocate_like(name, map_leaves(lambda array: array[0], saved))

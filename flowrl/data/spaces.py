@@ -117,6 +117,42 @@ def are_compatible(space: spaces.Space, other: spaces.Space) -> bool:
     return bool(space == other)
 
 
+def fits_into(space: spaces.Space, other: spaces.Space, with_bounds: bool) -> bool:
+    """Return whether every value of a space can be a value of another one.
+
+    Integers must be in the range of the other space.
+
+    Args:
+        space: the space of the values.
+        other: the other space, which may have more values.
+        with_bounds: whether the values of Boxes must be within the bounds of the other space. If
+            not, their dtype must be one that the other space can represent.
+    """
+    if isinstance(space, spaces.Box) and isinstance(other, spaces.Box):
+        if space.shape != other.shape:
+            return False
+        if not with_bounds:
+            return np.can_cast(space.dtype, other.dtype, "same_kind")
+        low, high, least, most = map(np.float32, (space.low, space.high, other.low, other.high))
+        return bool((low >= least).all() and (high <= most).all())
+    if isinstance(space, spaces.Discrete) and isinstance(other, spaces.Discrete):
+        is_above = other.start <= space.start
+        return bool(is_above and space.start + space.n <= other.start + other.n)
+    if isinstance(space, spaces.MultiDiscrete) and isinstance(other, spaces.MultiDiscrete):
+        if space.shape != other.shape:
+            return False
+        ends = space.start + space.nvec <= other.start + other.nvec
+        return bool((other.start <= space.start).all() and ends.all())
+    if isinstance(space, spaces.Dict) and isinstance(other, spaces.Dict):
+        return space.keys() == other.keys() and all(
+            fits_into(space[key], other[key], with_bounds) for key in space
+        )
+    if isinstance(space, spaces.Tuple) and isinstance(other, spaces.Tuple):
+        pairs = zip(space, other, strict=False)
+        return len(space) == len(other) and all(fits_into(*pair, with_bounds) for pair in pairs)
+    return bool(space == other)
+
+
 def is_image(space: spaces.Space) -> bool:
     """Return whether an encoder treats a space as an image.
 

@@ -75,6 +75,7 @@ class ProcessVectorEnv:
         self._max_restarts, self._worker_index = max_restarts, worker_index
         self._deaths_in_a_row = [0] * num_envs
         self._has_logged_death = False
+        self._to_reset: dict[int, EnvProcessError] = {}  # replaced since the last step
         self._earlier_restarts = 0  # of processes, and of environments in those that died
         self._rows: Any = None
         self._memory_file = os.memfd_create("flowrl-environments")
@@ -227,6 +228,7 @@ class ProcessVectorEnv:
         return current + self._earlier_restarts
 
     def reset(self, observations: Any) -> None:
+        self._to_reset.clear()
         first = self._call_or_replace("reset", dict.fromkeys(range(self.num_envs), ()))
         self._write(first, observations)
 
@@ -234,10 +236,13 @@ class ProcessVectorEnv:
         self, actions: Any, observations: Any, rewards: Any, terminateds: Any, truncateds: Any
     ) -> VectorStep:
         env_actions = actions.tolist() if getattr(actions, "ndim", 0) == 1 else actions
-        replies = self._call_each("step", {i: (action,) for i, action in enumerate(env_actions)})
+        replaced, self._to_reset = self._to_reset, {}
+        args = {i: (action,) for i, action in enumerate(env_actions) if i not in replaced}
+        replies = self._call_each("step", args)
         result = VectorStep()
-        infos: list[dict[str, Any]] = [{} for _ in replies]
-        nested: dict[int, Any] = {}
+        infos: list[dict[str, Any]] = [{} for _ in env_actions]
+        nested = self._call_or_replace("reset", dict.fromkeys(replaced, ()))
+        result.failed += replaced.items()
         for i, reply in replies.items():
             if isinstance(reply, EnvProcessError):
                 self._replace(i, reply)
@@ -274,8 +279,22 @@ class ProcessVectorEnv:
             observations[:] = [row.copy() for row in self._rows["observation"]]
 
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
-        # the next step replaces a process that has ended
-        return self._call("call", [(CloudpickleWrapper(cast(Any, fn)),)] * self.num_envs)
+        """See VectorEnv. A process that has ended is replaced; the next step resets its environment
+        and reports the failure.
+
+        Raises:
+            EnvProcessError: fn ends the new process, too.
+        """
+        args = dict.fromkeys(range(self.num_envs), (CloudpickleWrapper(cast(Any, fn)),))
+        results = self._call_each("call", args)
+        for index, result in list(results.items()):
+            if isinstance(result, EnvProcessError):
+                self._replace(index, result)
+                self._to_reset[index] = result
+                results |= self._call_each("call", {index: args[index]})
+                if isinstance(results[index], EnvProcessError):
+                    raise results[index]
+        return [results[index] for index in args]
 
     def mark_healthy(self, indices: Iterable[int]) -> None:
         for index in (args := dict.fromkeys(indices, ())):
@@ -288,11 +307,13 @@ class ProcessVectorEnv:
         args = dict.fromkeys(range(self.num_envs), ())
         states = list(self._call_each("state_dict", args).values())
         for index, state in enumerate(states):
-            if isinstance(state, EnvProcessError):  # the next step replaces the process
+            # the next step replaces the process, or resets its environment
+            if isinstance(state, EnvProcessError) or index in self._to_reset:
                 states[index] = state_without_episode(int(self._rows["num_created"][index]))
         return {**merged_state(states), "num_restarts": self.num_restarts}
 
     def load_state_dict(self, state: dict[str, Any], observations: Any) -> list[int]:
+        self._to_reset.clear()
         states = split_state(state, self.num_envs)
         args = dict(enumerate(zip(states, observations, strict=True)))
         replies = self._call_or_replace("load_state_dict", args)

@@ -13,7 +13,7 @@ from flowrl.sampling.callbacks import EPISODE_EVENTS
 SMALL_MINIBATCH = 16  # rows
 MANY_UPDATES = 4.0  # per row stored in a replay buffer
 LARGE_FRAGMENT_BYTES = 1e6
-MANY_DROPPED = 20  # items in a period, of which an operator returned none
+MANY_DROPPED = 20  # items in a period, all of which a filter has dropped
 MIN_SHARE_OF_FULL_QUEUE = 0.9  # of a learner that sampling waits for, although both overlap
 REPLAY = ("replay", "replay_actors")  # kinds of stages that draw batches
 LEARNING_ON_SHARDS = ("LearnOnWorker", "ComputeGradientsOnWorker")
@@ -351,16 +351,17 @@ def _own_waiting(stage: StageActivity, activity: Activity) -> float:
 
 
 def _dropping(stage: StageActivity, activity: Activity) -> Finding | None:
-    """Describe an operator of the user that returns none of many items in a run without results."""
+    """Describe a filter of the user that drops all of many items in a run without results."""
     received = sum(other.items for other in activity.stages if other.id in stage.parents)
-    if activity.iteration or stage.items or received < MANY_DROPPED:
+    drops = stage.title.startswith("filter(") and not stage.items
+    if activity.iteration or not drops or received < MANY_DROPPED:
         return None
     return Finding(
         "dropping",
         stage.name,
         1.0,
-        f"{stage.title} has returned none of {received:,} items, so the stages after it have "
-        f"nothing to do; it is chained at {stage.line}",
+        f"{stage.title} has dropped all {received:,} items, so the stages after it have nothing to "
+        f"do; it is chained at {stage.line}",
         stage.line,
     )
 

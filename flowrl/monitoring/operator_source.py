@@ -51,25 +51,37 @@ def returns_its_input(operator: Any) -> bool:
     if not isinstance(definition, ast.FunctionDef):
         return False
     name = _first_argument(definition)
+    if name is None or _is_assigned(definition, name):
+        return False
     returned = [node.value for node in ast.walk(definition) if isinstance(node, ast.Return)]
     return bool(returned) and all(isinstance(v, ast.Name) and v.id == name for v in returned)
 
 
 def accumulated_attribute(operator: Any) -> str | None:
-    """Return the name of an attribute that `__call__` of an operator of the user computes from its
-    earlier value, such as `self.count += 1`; None if there is none, or the source is unknown."""
+    """Return the name of an attribute that `__call__` of an operator of the user adds to, such as
+    `self.count += 1` or `self.mean = 0.9 * self.mean + …`.
+
+    Attributes that `__call__` also sets to new values are not reported.
+
+    Returns:
+        the name of the first one; None if there is none, or the source is unknown.
+    """
     if inspect.isroutine(operator):
         return None
     definition = _own_definition(operator)
+    added: list[str] = []
+    replaced: set[str] = set()
     for node in ast.walk(definition) if definition is not None else ():
         if isinstance(node, ast.AugAssign) and _is_own_attribute(node.target):
-            return ast.unparse(node.target)
+            added.append(ast.unparse(node.target))
         if isinstance(node, ast.Assign):
             read = {ast.unparse(part) for part in ast.walk(node.value)}
-            for target in filter(_is_own_attribute, node.targets):
-                if ast.unparse(target) in read:
-                    return ast.unparse(target)
-    return None
+            for name in map(ast.unparse, filter(_is_own_attribute, node.targets)):
+                if name not in read:
+                    replaced.add(name)
+                elif isinstance(node.value, ast.BinOp):
+                    added.append(name)
+    return next((name for name in added if name not in replaced), None)
 
 
 def _is_own_attribute(node: ast.AST) -> bool:

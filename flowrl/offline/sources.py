@@ -88,7 +88,7 @@ class ParquetSource:
         if self.policy_id in policy_ids:
             return ": the files contain no rows"
         found = ", ".join(map(repr, policy_ids))
-        return f", only of {found}"
+        return f", only of {found}: set policy_id, or the setting input_policy_id"
 
     def __str__(self) -> str:
         return str(self.folder)

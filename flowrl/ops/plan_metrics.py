@@ -124,6 +124,8 @@ class PlanMetrics:
         if name not in self.trainers:
             order = {known: number for number, known in enumerate(self._names)}
             trainers = {**self.trainers, name: TrainerMetrics(operator.policies)}
+            if operators:  # a loaded state may have operators that the plan has no longer
+                trainers = {known: one for known, one in trainers.items() if known in order}
             in_order = sorted(trainers, key=lambda known: order.get(known, -1))
             self.trainers = {known: trainers[known] for known in in_order}
         return self.trainers[name]
@@ -190,8 +192,9 @@ class PlanMetrics:
 
     @property
     def info(self) -> Info:
-        """The newest entry of each policy. If several operators train a policy, it has the
-        statistics of all, and for equal names those of the last one in `trainers`."""
+        """The newest entry of each policy. If several operators train a policy, its statistics are
+        those of all of them; for equal names, and for other values, the last one in `trainers`
+        counts."""
         merged: Info = {}
         for trainer in self.trainers.values():
             for policy_id, entry in trainer.info.items():

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
-from flowrl.data import Batch
+from flowrl.data import DEFAULT_POLICY_ID, Batch
 from flowrl.iter import _get_shared_metrics
 from flowrl.iter.stage import describe
 from flowrl.learners.actors import make_learner
@@ -114,11 +114,14 @@ def record_training(
             f"record_training: {type(operator).__name__} needs the attributes trains = True and "
             "policies (the ids of the policies that it trains; None for all)"
         )
+    if not isinstance(stats, Mapping):
+        raise TypeError(f"record_training: stats must be a dict by policy id, got {stats!r}")
     updates: Updates = {}
     for policy_id, values in stats.items():
         where = f"record_training: policy {policy_id!r} has"
         if not isinstance(values, Mapping):
-            example = f"{{{next(iter(batch.policy_batches))!r}: {{{policy_id!r}: …}}}}"
+            trained = next(iter(batch.policy_batches), DEFAULT_POLICY_ID)
+            example = f"{{{trained!r}: {{{policy_id!r}: …}}}}"
             raise TypeError(
                 f"record_training: stats[{policy_id!r}] is {describe(values)}: give the statistics "
                 f"of each policy, {example}"

@@ -182,15 +182,15 @@ def _import_parts(
     resolver: CodeResolver,
 ) -> _PolicyParts:
     """Return the classes and spaces of a policy description."""
-    for code in (description["class"], description["config_class"]):
-        module, _, name = str(code).partition(":")
-        is_executed = module in sys.modules or code in _known_classes(base)
-        if module.startswith(PLAN_MODULE) and not is_executed:
-            raise CheckpointError(
-                f"{path}: the class {name} of policy {policy_id!r} is in a plan file: use "
-                f"Algorithm.from_checkpoint(…, trust=True).get_policy({policy_id!r})"
-            )
     try:
+        for code in (description["class"], description["config_class"]):
+            module, _, name = str(code).partition(":")
+            is_executed = module in sys.modules or code in _known_classes(base)
+            if module.startswith(PLAN_MODULE) and not is_executed:
+                raise CheckpointError(
+                    f"the class {name} of policy {policy_id!r} is in a plan file: use "
+                    f"Algorithm.from_checkpoint(…, trust=True).get_policy({policy_id!r})"
+                )
         policy_class = resolver.resolve(description["class"], POLICY_CLASS)
         config_path = description["config_class"]
         config_class: Any = (

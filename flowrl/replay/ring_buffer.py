@@ -140,13 +140,15 @@ class RingBuffer:
             self._allocate(batch)
         # of rows for the same slot, the last one stays
         kept, at = np.unique(slots[::-1], return_index=True)
+        # before any row changes, because it may raise
+        rows = [] if self._frames is None else [batch.take_rows(len(slots) - 1 - at)]
+        stacks = self._prepare_stacks(rows)
         for name, leaves in self.columns.items():
             new_leaves: Any = optree.tree_leaves(batch[name])
             for leaf, new_leaf in zip(leaves, new_leaves, strict=True):
                 leaf[slots] = new_leaf
         final_slots = self._successors.isolate(slots)
         if self._frames is not None:
-            stacks = self._prepare_stacks([batch.take_rows(len(slots) - 1 - at)])
             self._frames.write(kept, stacks[0])
         else:
             next_leaves: Any = optree.tree_leaves(batch[NEXT_OBS])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,8 @@ from gymnasium import spaces
 
 from flowrl.data.columns import map_leaves
 from flowrl.data.serialization import can_be_saved
-from flowrl.data.spaces import are_compatible, stack_values
-from flowrl.data.types import AgentID
+from flowrl.data.spaces import fits_into, stack_values
+from flowrl.data.types import AgentID, PolicyID
 from flowrl.envs.multi_agent_vector_env import MAX_CACHED_AGENTS, MultiAgentVectorEnv
 from flowrl.envs.single_agent_adapter import SingleAgentAdapter
 from flowrl.envs.validation import (
@@ -30,27 +29,40 @@ log = logging.getLogger("flowrl")
 
 
 def check_spaces(
-    subject: str, acted_in: tuple[str, spaces.Space, spaces.Space], policy: Policy
+    owner: str,
+    observation_space: spaces.Space,
+    action_space: spaces.Space,
+    policy_id: PolicyID,
+    policy: Policy,
 ) -> None:
-    """Compare the spaces of a policy with those in which it acts.
+    """Check that a policy can represent all observations, and that all its actions are allowed.
 
-    The bounds and the precision of observations may differ, actions must fit exactly.
+    The bounds of Box observations may differ.
 
     Args:
-        subject: start of the message, such as "policy 'a', whose".
-        acted_in: whose spaces these are, for the message, observation space and action space.
-        policy: the policy.
+        owner: whose the spaces are, for the message, such as "the environment".
+        observation_space, action_space: the spaces in which the policy acts.
+        policy_id, policy: the policy.
 
     Raises:
-        ConfigError: they differ.
+        ConfigError: an observation or an action may not fit.
     """
-    owner, observation_space, action_space = acted_in
     for kind, space, of_policy, fits in (
-        ("observation", observation_space, policy.observation_space, are_compatible),
-        ("action", action_space, policy.action_space, operator.eq),
-    ):
-        if not fits(space, of_policy):
-            raise ConfigError(f"{subject} {kind} space {of_policy} differs from {owner}, {space}")
+        (
+            "observation", observation_space, policy.observation_space,
+            fits_into(observation_space, policy.observation_space, with_bounds=False),
+        ),
+        (
+            "action", action_space, policy.action_space,
+            fits_into(policy.action_space, action_space, with_bounds=True),
+        ),
+    ):  # fmt: skip
+        if not fits:
+            raise ConfigError(
+                f"policies: the {kind} space {of_policy} of policy {policy_id!r} differs "
+                f"from that of {owner}, {space}: leave {kind}_space out of its PolicySpec, or map "
+                "the agent to another policy"
+            )
 
 
 class AgentChecks:
@@ -90,12 +102,9 @@ class AgentChecks:
             )
         if len(self._fitting) >= MAX_CACHED_AGENTS:
             self._fitting.clear()
-        policy, envs = lanes.policy, self._agent_envs
-        check_spaces(
-            f"agent {agent!r} is mapped to policy {lanes.policy_id!r}, whose",
-            ("the agent's", envs.observation_space(agent), envs.action_space(agent)),
-            policy,
-        )
+        envs = self._agent_envs
+        given = envs.observation_space(agent), envs.action_space(agent)
+        check_spaces(f"agent {agent!r}", *given, lanes.policy_id, lanes.policy)
         self._fitting.add((agent, lanes.policy_id))
 
     def check_structure(self, env_index: int, agent: AgentID, observation: Any) -> None:

@@ -92,8 +92,8 @@ class ColumnSampler(EnvSampler):
         super().__init__(settings)
         self.vector_env = vector_env
         self.policy = policy = worker.policy_map[DEFAULT_POLICY_ID]
-        spaces_of_env = vector_env.observation_space, vector_env.action_space
-        check_spaces("policies: the", ("the environment's", *spaces_of_env), policy)
+        given = vector_env.observation_space, vector_env.action_space
+        check_spaces("the environment", *given, DEFAULT_POLICY_ID, policy)
         self._num_faulty = 0
         self._obs_check = ObservationCheck(vector_env.observation_space)
         self._step_checks = StepChecks(

@@ -104,7 +104,7 @@ def load_sampling_state(
 
 
 class OtherSettingsError(CheckpointError):
-    """The state in an intact checkpoint does not fit the plan, the settings or the spaces."""
+    """The state in a checkpoint does not fit the plan, the settings or the spaces."""
 
 
 @contextmanager

@@ -418,10 +418,3 @@ def test_infos_that_cannot_be_saved_are_dropped(tmp_path):
     write_checkpoint(tmp_path / "c", {"part": SampleBatch(obs=np.zeros(2), infos=infos)}, {})
     read = read_checkpoint(tmp_path / "c")[0]["part"]
     assert read["infos"].tolist() == [{}, {"b": 3}]
-
-
-def test_uri_must_not_be_a_path(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="pass a URI as a string"):
-        write_checkpoint(Path("s3://bucket/c"), {}, {})
-    assert not list(tmp_path.iterdir())

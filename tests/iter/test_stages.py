@@ -263,6 +263,13 @@ def test_filter_and_combine_warn_once_if_they_return_nothing(caplog):
     (record,) = caplog.records
     assert record.message.startswith("combine(<lambda>), chained at ")
     caplog.clear()
+    collected = LocalIterator(range(6000)).combine(lambda item: [] if item % 1500 else [item])
+    assert list(collected) == [0, 1500, 3000, 4500]
+    assert not caplog.records
+    rare = LocalIterator(range(6000)).filter(lambda item: item % 1500 == 1499)
+    assert list(rare) == [1499, 2999, 4499, 5999]
+    assert len(caplog.records) == 1
+    caplog.clear()
     with metrics_scope(MetricsContext()):  # the filter of results drops most items
         assert not list(LocalIterator(range(1500)).filter(ReportDue(10, None)))
     assert not caplog.records
@@ -706,6 +713,9 @@ def test_numbers_of_items_must_be_ints(value):
 class BrokenOperator:
     """Fails to load its state and to describe itself."""
 
+    def __init__(self, error=KeyError):
+        self.error = error
+
     def __call__(self, item):
         return item
 
@@ -713,15 +723,18 @@ class BrokenOperator:
         return {"n": 1}
 
     def load_state_dict(self, state):
-        self.n = state["m"]
+        raise self.error("m")
 
     def extra_stats(self):
         return 5
 
 
-def test_error_of_an_operator_that_loads_its_state_names_it():
-    streams = [LocalIterator(range(3)).for_each(BrokenOperator()) for _ in range(2)]
-    message = r"for_each\(BrokenOperator\), chained at .*: load_state_dict\(\) .* KeyError: 'm'"
+@pytest.mark.parametrize("error", [KeyError, ValueError, RuntimeError])
+def test_error_of_an_operator_that_loads_its_state_names_it(error):
+    streams = [LocalIterator(range(3)).for_each(BrokenOperator(error)) for _ in range(2)]
+    message = (
+        rf"for_each\(BrokenOperator\), chained at .*: load_state_dict\(\) .* {error.__name__}: "
+    )
     with pytest.raises(ValueError, match=message):
         streams[1].load_state_dict(streams[0].state_dict())
 

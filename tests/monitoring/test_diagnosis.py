@@ -727,14 +727,14 @@ def test_the_number_of_workers_may_change(ray_session):
     assert seen[-1] == 2
 
 
-def test_operator_that_drops_everything_is_named():
+def test_filter_that_drops_everything_is_named():
     rollouts = stage("rollouts", "ParallelRollouts", id=1, items=50)
     values = {"title": "filter(nothing)", "parents": [1], "items": 0, "is_own": True}
     dropping = stage("operator", "nothing", **values)
     found = first(activity(dropping, rollouts, iteration=0), facts())
     assert (found.cause, found.line) == ("dropping", "plan.py:7")
-    assert found.text.startswith("filter(nothing) has returned none of 50 items")
-    for change in ({"items": 1}, {"is_own": False}):
+    assert found.text.startswith("filter(nothing) has dropped all 50 items")
+    for change in ({"items": 1}, {"is_own": False}, {"title": "combine(nothing)"}):
         kept = activity(stage("operator", "nothing", **{**values, **change}), rollouts, iteration=0)
         assert first(kept, facts()).cause != "dropping"
     assert first(activity(dropping, rollouts, iteration=1), facts()).cause != "dropping"

@@ -549,12 +549,27 @@ class Saves(Counts):
 class KeepsLast:
     def __call__(self, batch):
         self.last = batch
+        self.policy = self.policy or object()
+        return batch
+
+
+class CountsOneBatch(Counts):
+    def __call__(self, batch):
+        self.rows = 0
+        for part in (batch, batch):
+            self.rows += part.count
         return batch
 
 
 @pytest.mark.parametrize(
     ("operator", "is_lost"),
-    [(Counts(), True), (Averages(), True), (Saves(), False), (KeepsLast(), False)],
+    [
+        (Counts(), True),
+        (Averages(), True),
+        (Saves(), False),
+        (KeepsLast(), False),
+        (CountsOneBatch(), False),
+    ],
     ids=lambda value: type(value).__name__,
 )
 def test_state_that_is_not_saved(operator, is_lost):
@@ -565,10 +580,11 @@ def test_state_that_is_not_saved(operator, is_lost):
     found = problems_of(plan)
     assert ("lost_state" in found) == is_lost
     assert not is_lost or "changes self.rows, but has no state_dict()" in found["lost_state"]
+    assert not is_lost or "self.rows is lost when the run is resumed" in found["lost_state"]
 
 
-@pytest.mark.parametrize("returns_batch", [True, False])
-def test_own_trainer_that_records_nothing(returns_batch):
+@pytest.mark.parametrize("returns", ["batch", "record", "named record"])
+def test_own_trainer_that_records_nothing(returns):
     class Batch:
         trains, policies = True, None
 
@@ -579,11 +595,18 @@ def test_own_trainer_that_records_nothing(returns_batch):
         def __call__(self, batch):
             return record_training(self, batch, {})
 
+    class NamedRecord(Batch):
+        def __call__(self, item):
+            item = record_training(self, item, {})
+            return item  # noqa: RET504 - the rule must accept it
+
+    operators = {"batch": Batch(), "record": Record(), "named record": NamedRecord()}
+
     def plan(workers, config):
-        operator = Batch() if returns_batch else Record()
+        operator = operators[returns]
         return report(ParallelRollouts(workers).for_each(operator), workers, config)
 
-    assert ("trains_without_record" in problems_of(plan)) == returns_batch
+    assert ("trains_without_record" in problems_of(plan)) == (returns == "batch")
 
 
 def assign(batch):

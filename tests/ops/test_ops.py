@@ -737,6 +737,7 @@ def test_own_training_operators_without_their_attributes_are_rejected():
         ({"default_policy": {"x": "text"}}, TypeError, "the statistic 'x' of type str"),
         ({"other": {}}, KeyError, "no rows of the policy 'other', only of"),
         ({"x": 1.0}, TypeError, r"stats\['x'\] is .*: give the statistics of each policy"),
+        (0.5, TypeError, "stats must be a dict by policy id, got 0.5"),
     ],
 )
 def test_invalid_statistics_of_own_training_operators_are_rejected(stats, error, message):

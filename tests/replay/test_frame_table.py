@@ -132,6 +132,19 @@ def test_stacks_of_other_buffers(kind):
     check_uses(buffer._ring._frames)
 
 
+def test_error_while_rows_are_replaced_changes_no_row(monkeypatch):
+    stream = FragmentStream(2, [7] * 100)
+    buffer = ReservoirReplayBuffer(8, seed=0)
+    for _ in range(4):
+        buffer.add(with_stacks(stream.fragment(5), 3))
+    buffer.sample(1)
+    before = buffer._ring.columns["rewards"][0].copy()
+    monkeypatch.setattr(buffer._ring._frames, "reserve", lambda count: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        buffer.add(with_stacks(stream.fragment(40), 3))
+    np.testing.assert_array_equal(buffer._ring.columns["rewards"][0], before)
+
+
 def test_stacks_without_other_columns():
     def batch(first):
         index = np.stack([np.arange(4), np.arange(1, 5)], 1)

@@ -141,23 +141,43 @@ def test_info_must_be_a_dict(step):
     assert "raised by sub-environment 0" in caught.value.__notes__[0]
 
 
+class Scored(CountEnv):
+    """Observes a small number; actions are a number in [-2, 2]."""
+
+    observation_space = gym.spaces.Discrete(4)
+    action_space = gym.spaces.Box(-2.0, 2.0, (1,), np.float64)
+
+    def observe(self):
+        return self.steps % 4
+
+
+BYTES = gym.spaces.Box(0, 255, (2,), np.uint8)
+
+
 @pytest.mark.parametrize(
-    ("kind", "space"),
+    ("env", "kind", "space", "fits"),
     [
-        ("action", gym.spaces.Discrete(3)),
-        ("observation", gym.spaces.Box(0, 255, (2,), np.uint8)),  # would truncate
+        (CountEnv, "action", gym.spaces.Discrete(3), False),
+        (CountEnv, "action", gym.spaces.Discrete(1), True),
+        (CountEnv, "observation", BYTES, False),  # would truncate
+        (CountEnv, "observation", gym.spaces.Box(-5, 5, (2,), np.float64), True),
+        (CountEnv, "observation", gym.spaces.Box(-5, 5, (3,)), False),
+        (Scored, "observation", gym.spaces.Discrete(6), True),
+        (Scored, "observation", gym.spaces.Discrete(3), False),
+        (Scored, "action", gym.spaces.Box(-1.0, 1.0, (1,)), True),
+        (Scored, "action", gym.spaces.Box(-2.0, 2.0, (1,)), True),
+        (Scored, "action", gym.spaces.Box(-3.0, 3.0, (1,)), False),
     ],
 )
 @pytest.mark.parametrize("collector", [None, SimpleListCollector])
-def test_spaces_of_the_policy_must_be_those_of_the_environment(kind, space, collector):
-    given = {
-        "observation": CountEnv.observation_space,
-        "action": CountEnv.action_space,
-        kind: space,
-    }
-    spec = PolicySpec(Idle, given["observation"], given["action"])
-    with pytest.raises(ConfigError, match=f"{kind} space .* differs from the "):
-        worker(CountEnv, {"default_policy": spec}, sample_collector=collector).sample()
+def test_spaces_of_the_policy_must_fit_the_environment(env, kind, space, fits, collector):
+    own = {"observation": env.observation_space, "action": env.action_space, kind: space}
+    policies = {"default_policy": PolicySpec(PPOTorchPolicy, own["observation"], own["action"])}
+    if fits:
+        assert worker(env, policies, sample_collector=collector).sample().count == 6
+        return
+    with pytest.raises(ConfigError, match=f"the {kind} space .* differs from that of "):
+        worker(env, policies, sample_collector=collector).sample()
 
 
 def test_callbacks_get_read_only_arrays():
@@ -491,7 +511,7 @@ def test_agent_with_other_action_space_needs_another_policy():
         def get_action_space(self, agent_id):
             return gym.spaces.Discrete(5 if agent_id == "fast" else 2)
 
-    with pytest.raises(ConfigError, match="agent 'slow' is mapped to policy 'p', whose action"):
+    with pytest.raises(ConfigError, match=r"action space .* of policy 'p' .* of agent 'slow'"):
         worker(UnequalActions, {"p": Idle}).sample()
 
 

@@ -157,13 +157,26 @@ def test_process_that_dies_in_foreach_env_is_replaced_by_the_next_step(tmp_path)
 
     w = worker(lambda context: CountEnv(length=9), num_envs_per_worker=1)
     assert w.sample()["t"].tolist() == [0, 1, 2, 3, 4, 5]
-    with pytest.raises(EnvProcessError, match=r"exit code 1"):
-        w.foreach_env(dies_once)
+    assert w.foreach_env(dies_once) == [None]
     batch = w.sample()
     assert batch["t"].tolist() == [0, 1, 2, 3, 4]  # a new episode, after a lost step
     assert batch["obs"][0].tolist() == [0, 0]  # after a reset
     assert w.reply_tags()["env_restarts"] == 1
+    with pytest.raises(EnvProcessError, match="exit code 1"):
+        w.foreach_env(lambda env: os._exit(1))
+    assert w.sample()["t"].tolist() == [0, 1, 2, 3, 4]
     w.stop()
+
+
+def test_state_after_a_process_was_replaced_starts_a_new_episode():
+    w = worker(lambda context: CountEnv(length=20))
+    w.sample()
+    os.kill(w.foreach_env(lambda env: os.getpid())[1], signal.SIGKILL)
+    assert len(w.foreach_env(lambda env: os.getpid())) == 2
+    loaded = worker(lambda context: CountEnv(length=20))
+    loaded.load_sampling_state_dict(w.sampling_state_dict())
+    assert sorted(loaded.sample()["t"].tolist()) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+    w.stop(), loaded.stop()
 
 
 def test_processes_work_without_pidfd_open(monkeypatch):

@@ -181,7 +181,9 @@ class FunctionStage(Stage):
         if "operator" in state:
             try:
                 self.fn.load_state_dict(state["operator"])  # type: ignore[attr-defined]
-            except (LookupError, TypeError, AttributeError) as error:
+            except Exception as error:
+                if type(self.fn).__module__.startswith("flowrl."):
+                    raise  # its message names it
                 raise ValueError(
                     f"{self}, chained at {self.line}: load_state_dict() of the operator raised "
                     f"{type(error).__name__}: {error}"

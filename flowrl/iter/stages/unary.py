@@ -175,6 +175,7 @@ class Filter(FunctionStage):
 
     name = "filter"
     _num_dropped = 0  # since the last item that was kept
+    _has_warned = False
 
     def _call(self, item: Any) -> Any:
         keep = self.fn(item)
@@ -198,20 +199,17 @@ class Filter(FunctionStage):
                 self._num_dropped = 0
                 return item
             self._num_dropped += 1
-            _warn_of_dropped(self, self._num_dropped)
+            if self._num_dropped == MANY_DROPPED and not self._has_warned:
+                self._has_warned = True
+                _warn_of_dropped(self)
 
 
-def _warn_of_dropped(stage: FunctionStage, num_dropped: int) -> None:
-    """Warn once if a stage with a function of the user has returned nothing for many items.
+def _warn_of_dropped(stage: FunctionStage) -> None:
+    """Warn that a stage has returned nothing for MANY_DROPPED items.
 
     flowrl's own operators, such as ReportDue and ConcatBatches, may drop or collect many items.
-
-    Args:
-        stage: the stage.
-        num_dropped: number of items since the last one for which it returned something.
     """
-    is_own = type(stage.fn).__module__.startswith("flowrl.")
-    if num_dropped == MANY_DROPPED and not is_own:
+    if not type(stage.fn).__module__.startswith("flowrl."):
         log.warning(
             "%s, chained at %s, has returned nothing for %d items in a row; a plan without items "
             "has no result and does not end", stage, stage.line, MANY_DROPPED,
@@ -228,7 +226,7 @@ class Combine(FunctionStage):
     }
 
     name = "combine"
-    _num_empty = 0  # empty lists since the last one with elements
+    _num_empty = 0  # empty lists before the first item
 
     def __init__(
         self,
@@ -273,10 +271,10 @@ class Combine(FunctionStage):
                 self._pending = elements
                 self._item_sources = tuple(self._sources)
                 self._sources.clear()
-                self._num_empty = 0
-            else:
+            elif not self.items:  # later, it may collect many items for each of its own
                 self._num_empty += 1
-                _warn_of_dropped(self, self._num_empty)
+                if self._num_empty == MANY_DROPPED:
+                    _warn_of_dropped(self)
         self.items += 1
         return self._pending.popleft()
 

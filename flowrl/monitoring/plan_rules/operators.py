@@ -59,6 +59,6 @@ def lost_state(plan: CheckedPlan) -> Iterator[PlanProblem]:
             yield PlanProblem(
                 "lost_state",
                 stage.line,
-                f"{stage} changes {name}, but has no state_dict() and load_state_dict(state): it "
-                "starts again when the run is resumed",
+                f"{stage} changes {name}, but has no state_dict() and load_state_dict(state): "
+                f"{name} is lost when the run is resumed",
             )

@@ -112,9 +112,17 @@ def unused_settings_of_policies(plan: CheckedPlan) -> Iterator[PlanProblem]:
 
 
 def _settings_in(config: Any) -> set[str]:
-    """Return the names of the settings that the config of a PolicySpec contains."""
+    """Return the names of the settings that the config of a PolicySpec contains.
+
+    Settings with their default value do not count: `from_dict(config.to_dict())` sets all of them.
+    """
     if isinstance(config, PolicyConfig):
-        return set(config.model_fields_set)
+        fields = type(config).model_fields
+        return {
+            name
+            for name in config.model_fields_set
+            if config[name] != fields[name].get_default(call_default_factory=True)
+        }
     return set(canonical_names(dict(config))) if isinstance(config, Mapping) else set()
 
 

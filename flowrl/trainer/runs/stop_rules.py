@@ -258,7 +258,9 @@ class PendingMetrics:
         for name, setting in self._settings.items():
             if name in self._warned:
                 continue
-            is_late = is_last or self._num_results == MAX_RESULTS_WITHOUT_METRIC
+            # an evaluation may be due later
+            is_end = is_last and not name.startswith("evaluation/")
+            is_late = is_end or self._num_results == MAX_RESULTS_WITHOUT_METRIC
             if self._num_results == 1 and "/" not in name:
                 if name in result:
                     value = result[name]
