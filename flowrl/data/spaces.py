@@ -120,29 +120,21 @@ def are_compatible(space: spaces.Space, other: spaces.Space) -> bool:
 def fits_into(space: spaces.Space, other: spaces.Space, with_bounds: bool) -> bool:
     """Return whether every value of a space can be a value of another one.
 
-    Integers must be in the range of the other space.
-
     Args:
         space: the space of the values.
-        other: the other space, which may have more values.
+        other: the other space.
         with_bounds: whether the values of Boxes must be within the bounds of the other space. If
-            not, their dtype must be one that the other space can represent.
+            not, only their dtype must fit.
     """
+    if space == other:
+        return True
     if isinstance(space, spaces.Box) and isinstance(other, spaces.Box):
-        if space.shape != other.shape:
-            return False
-        if not with_bounds:
-            return np.can_cast(space.dtype, other.dtype, "same_kind")
-        low, high, least, most = map(np.float32, (space.low, space.high, other.low, other.high))
-        return bool((low >= least).all() and (high <= most).all())
+        return _box_fits_into(space, other, with_bounds)
     if isinstance(space, spaces.Discrete) and isinstance(other, spaces.Discrete):
-        is_above = other.start <= space.start
-        return bool(is_above and space.start + space.n <= other.start + other.n)
+        return _ranges_fit(space.start, space.n, other.start, other.n)
     if isinstance(space, spaces.MultiDiscrete) and isinstance(other, spaces.MultiDiscrete):
-        if space.shape != other.shape:
-            return False
-        ends = space.start + space.nvec <= other.start + other.nvec
-        return bool((other.start <= space.start).all() and ends.all())
+        is_similar = space.shape == other.shape
+        return is_similar and _ranges_fit(space.start, space.nvec, other.start, other.nvec)
     if isinstance(space, spaces.Dict) and isinstance(other, spaces.Dict):
         return space.keys() == other.keys() and all(
             fits_into(space[key], other[key], with_bounds) for key in space
@@ -150,7 +142,34 @@ def fits_into(space: spaces.Space, other: spaces.Space, with_bounds: bool) -> bo
     if isinstance(space, spaces.Tuple) and isinstance(other, spaces.Tuple):
         pairs = zip(space, other, strict=False)
         return len(space) == len(other) and all(fits_into(*pair, with_bounds) for pair in pairs)
-    return bool(space == other)
+    return False
+
+
+def _box_fits_into(space: spaces.Box, other: spaces.Box, with_bounds: bool) -> bool:
+    is_integer = np.issubdtype(space.dtype, np.integer)
+    if space.shape != other.shape or not np.can_cast(space.dtype, other.dtype, "same_kind"):
+        return False
+    if is_integer and np.issubdtype(other.dtype, np.integer):
+        limits = np.iinfo(str(other.dtype))
+        if int(space.low.min()) < limits.min or int(space.high.max()) > limits.max:
+            return False
+    if not with_bounds:
+        return True
+    kind: Any = object if is_integer else np.float32  # bounds differ by the rounding of float32
+    with np.errstate(over="ignore"):
+        low, high, least, most = (
+            np.asarray(bound, kind) for bound in (space.low, space.high, other.low, other.high)
+        )
+    return bool(np.all(low >= least) and np.all(high <= most))
+
+
+def _ranges_fit(start: Any, count: Any, other_start: Any, other_count: Any) -> bool:
+    """Return whether the integers from `start` are among those from `other_start`."""
+    start, count, other_start, other_count = (
+        np.asarray(one, np.int64) for one in (start, count, other_start, other_count)
+    )
+    ends = start + count <= other_start + other_count
+    return bool((other_start <= start).all() and ends.all())
 
 
 def is_image(space: spaces.Space) -> bool:

@@ -236,13 +236,14 @@ class ProcessVectorEnv:
         self, actions: Any, observations: Any, rewards: Any, terminateds: Any, truncateds: Any
     ) -> VectorStep:
         env_actions = actions.tolist() if getattr(actions, "ndim", 0) == 1 else actions
-        replaced, self._to_reset = self._to_reset, {}
+        replaced = dict(self._to_reset)
         args = {i: (action,) for i, action in enumerate(env_actions) if i not in replaced}
         replies = self._call_each("step", args)
         result = VectorStep()
         infos: list[dict[str, Any]] = [{} for _ in env_actions]
         nested = self._call_or_replace("reset", dict.fromkeys(replaced, ()))
         result.failed += replaced.items()
+        self._to_reset.clear()
         for i, reply in replies.items():
             if isinstance(reply, EnvProcessError):
                 self._replace(i, reply)
@@ -291,6 +292,7 @@ class ProcessVectorEnv:
             if isinstance(result, EnvProcessError):
                 self._replace(index, result)
                 self._to_reset[index] = result
+                self._call_or_replace("reset", {index: ()})  # fn may need an episode
                 results |= self._call_each("call", {index: args[index]})
                 if isinstance(results[index], EnvProcessError):
                     raise results[index]
@@ -304,11 +306,12 @@ class ProcessVectorEnv:
     # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        args = dict.fromkeys(range(self.num_envs), ())
-        states = list(self._call_each("state_dict", args).values())
+        running = [index for index in range(self.num_envs) if index not in self._to_reset]
+        found = self._call_each("state_dict", dict.fromkeys(running, ()))
+        found |= self._to_reset
+        states = [found[index] for index in range(self.num_envs)]
         for index, state in enumerate(states):
-            # the next step replaces the process, or resets its environment
-            if isinstance(state, EnvProcessError) or index in self._to_reset:
+            if isinstance(state, EnvProcessError):  # the next step starts an episode
                 states[index] = state_without_episode(int(self._rows["num_created"][index]))
         return {**merged_state(states), "num_restarts": self.num_restarts}
 

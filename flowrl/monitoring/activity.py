@@ -17,8 +17,8 @@ from typing import Any
 from flowrl.iter import LocalIterator, Source, Stage
 from flowrl.iter.gather import Gather
 from flowrl.iter.stage import walk
+from flowrl.iter.stages.function_stage import is_own
 from flowrl.iter.stages.tasks import ForEachConcurrent
-from flowrl.monitoring.operator_source import is_own
 from flowrl.ops.concurrency import DequeueStage, Enqueue
 from flowrl.ops.plan_metrics import PlanMetrics
 from flowrl.ops.replay import ReplayActorsStage, ReplayStage, StoreToReplayBuffer

@@ -8,15 +8,11 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+from flowrl.iter.stages.function_stage import is_own
+
 _CHANGING_METHODS = {
     "append", "clear", "extend", "fill", "insert", "pop", "popitem", "remove", "reverse", "sort",
 }  # fmt: skip
-
-
-def is_own(operator: Any) -> bool:
-    """Return whether an operator is the user's, not one of flowrl's."""
-    module = getattr(operator, "__module__", None) or type(operator).__module__
-    return not module.startswith("flowrl.")
 
 
 def mentions(operator: Any, text: str) -> bool:
@@ -72,21 +68,28 @@ def accumulated_attribute(operator: Any) -> str | None:
     added: list[str] = []
     replaced: set[str] = set()
     for node in ast.walk(definition) if definition is not None else ():
-        if isinstance(node, ast.AugAssign) and _is_own_attribute(node.target):
-            added.append(ast.unparse(node.target))
-        if isinstance(node, ast.Assign):
+        if isinstance(node, ast.AugAssign):
+            added += _own_attributes(node.target)
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
             read = {ast.unparse(part) for part in ast.walk(node.value)}
-            for name in map(ast.unparse, filter(_is_own_attribute, node.targets)):
-                if name not in read:
-                    replaced.add(name)
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for attribute in (name for target in targets for name in _own_attributes(target)):
+                if attribute not in read:
+                    replaced.add(attribute)
                 elif isinstance(node.value, ast.BinOp):
-                    added.append(name)
-    return next((name for name in added if name not in replaced), None)
+                    added.append(attribute)
+    return next((attribute for attribute in added if attribute not in replaced), None)
 
 
-def _is_own_attribute(node: ast.AST) -> bool:
-    is_attribute = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-    return is_attribute and node.value.id == "self"  # type: ignore[attr-defined]
+def _own_attributes(target: ast.AST) -> list[str]:
+    """Return the attributes of `self` that a target of an assignment sets."""
+    return [
+        ast.unparse(node)
+        for node in ast.walk(target)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and ast.unparse(node.value) == "self"
+    ]
 
 
 def in_place_change(operator: Any) -> str | None:

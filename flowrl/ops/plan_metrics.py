@@ -120,12 +120,13 @@ class PlanMetrics:
         if not any(known is operator for known in self._names.values()):
             for one in (*operators, operator):
                 self._name(one)
+            if operators:  # a loaded state may have operators that the plan has no longer
+                known_names = [name for name in self._names if name in self.trainers]
+                self.trainers = {name: self.trainers[name] for name in known_names}
         name = next(name for name, known in self._names.items() if known is operator)
         if name not in self.trainers:
             order = {known: number for number, known in enumerate(self._names)}
             trainers = {**self.trainers, name: TrainerMetrics(operator.policies)}
-            if operators:  # a loaded state may have operators that the plan has no longer
-                trainers = {known: one for known, one in trainers.items() if known in order}
             in_order = sorted(trainers, key=lambda known: order.get(known, -1))
             self.trainers = {known: trainers[known] for known in in_order}
         return self.trainers[name]

@@ -27,6 +27,8 @@ from flowrl.sampling.running_episodes import Segment
 
 log = logging.getLogger("flowrl")
 
+ENVIRONMENT = "the environment"
+
 
 def check_spaces(
     owner: str,
@@ -37,7 +39,8 @@ def check_spaces(
 ) -> None:
     """Check that a policy can represent all observations, and that all its actions are allowed.
 
-    The bounds of Box observations may differ.
+    The bounds of Box observations may differ. A policy of an agent needs exactly the agent's
+    actions, because it may have got its space from another agent.
 
     Args:
         owner: whose the spaces are, for the message, such as "the environment".
@@ -45,24 +48,24 @@ def check_spaces(
         policy_id, policy: the policy.
 
     Raises:
-        ConfigError: an observation or an action may not fit.
+        ConfigError: an observation or an action does not fit.
     """
-    for kind, space, of_policy, fits in (
-        (
-            "observation", observation_space, policy.observation_space,
-            fits_into(observation_space, policy.observation_space, with_bounds=False),
-        ),
-        (
-            "action", action_space, policy.action_space,
-            fits_into(policy.action_space, action_space, with_bounds=True),
-        ),
-    ):  # fmt: skip
-        if not fits:
+    if not fits_into(observation_space, policy.observation_space, with_bounds=False):
+        raise ConfigError(
+            f"policies: the observation space {policy.observation_space} of policy {policy_id!r} "
+            f"cannot represent the observations of {owner}, {observation_space}"
+        )
+    if owner == ENVIRONMENT:
+        if not fits_into(policy.action_space, action_space, with_bounds=True):
             raise ConfigError(
-                f"policies: the {kind} space {of_policy} of policy {policy_id!r} differs "
-                f"from that of {owner}, {space}: leave {kind}_space out of its PolicySpec, or map "
-                "the agent to another policy"
+                f"policies: the action space {policy.action_space} of policy {policy_id!r} allows "
+                f"other actions than {owner}, {action_space}"
             )
+    elif policy.action_space != action_space:
+        raise ConfigError(
+            f"policies: the action space {policy.action_space} of policy {policy_id!r} differs "
+            f"from that of {owner}, {action_space}: map the agent to another policy"
+        )
 
 
 class AgentChecks:
@@ -91,7 +94,7 @@ class AgentChecks:
         """Check an agent's id, and compare its spaces with those of its policy.
 
         Raises:
-            ConfigError: the spaces differ, or checkpoints cannot contain the id.
+            ConfigError: the spaces do not fit, or checkpoints cannot contain the id.
         """
         if (agent, lanes.policy_id) in self._fitting:
             return

@@ -13,7 +13,7 @@ from flowrl.data.serialization import ArrayStore, encode
 from flowrl.data.spaces import is_image, leaf_spaces
 from flowrl.errors import ConfigError
 from flowrl.iter import Stage
-from flowrl.monitoring.operator_source import is_own
+from flowrl.iter.stages.function_stage import is_own
 from flowrl.monitoring.plan_check import check_plan
 from flowrl.monitoring.plan_rules.wiring import one_report
 from flowrl.ops import WriteParquet

@@ -555,9 +555,11 @@ class KeepsLast:
 
 class CountsOneBatch(Counts):
     def __call__(self, batch):
-        self.rows = 0
+        self.rows, self.parts = 0, 0
+        self.last: int = 0
         for part in (batch, batch):
             self.rows += part.count
+            self.last += 1
         return batch
 
 

@@ -411,7 +411,7 @@ def test_agent_whose_policy_has_another_space_raises():
     worker = RolloutWorker(
         lambda context: FourStepEnv("ab"), {"p": ObservedValue}, {"rollout_fragment_length": 4}
     )
-    with pytest.raises(ConfigError, match=r"observation space .* of policy 'p' .* agent 'b'"):
+    with pytest.raises(ConfigError, match=r"policy 'p' cannot represent .* of agent 'b'"):
         worker.sample()
 
 

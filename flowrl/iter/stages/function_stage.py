@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -57,6 +58,13 @@ def _check_state_methods(fn: Any) -> None:
             f"{type(fn).__name__} has {methods[0]}() only: an operator with a state needs "
             "state_dict() and load_state_dict(state)"
         )
+
+
+def is_own(operator: Any) -> bool:
+    """Return whether an operator is the user's, not one of flowrl's."""
+    operator = operator.func if isinstance(operator, functools.partial) else operator
+    module = getattr(operator, "__module__", None) or type(operator).__module__
+    return not module.startswith("flowrl.")
 
 
 def _has_state_methods(value: Any) -> bool:
@@ -182,7 +190,7 @@ class FunctionStage(Stage):
             try:
                 self.fn.load_state_dict(state["operator"])  # type: ignore[attr-defined]
             except Exception as error:
-                if type(self.fn).__module__.startswith("flowrl."):
+                if not is_own(self.fn):
                     raise  # its message names it
                 raise ValueError(
                     f"{self}, chained at {self.line}: load_state_dict() of the operator raised "

@@ -17,7 +17,7 @@ from flowrl.iter.stage import (
     function_title,
     walk,
 )
-from flowrl.iter.stages.function_stage import DROPPED, FunctionStage
+from flowrl.iter.stages.function_stage import DROPPED, FunctionStage, is_own
 from flowrl.iter.waiting import Waiter
 from flowrl.source import Source, sources_from_list, sources_to_list
 from flowrl.state_schema import Fields
@@ -209,7 +209,7 @@ def _warn_of_dropped(stage: FunctionStage) -> None:
 
     flowrl's own operators, such as ReportDue and ConcatBatches, may drop or collect many items.
     """
-    if not type(stage.fn).__module__.startswith("flowrl."):
+    if is_own(stage.fn):
         log.warning(
             "%s, chained at %s, has returned nothing for %d items in a row; a plan without items "
             "has no result and does not end", stage, stage.line, MANY_DROPPED,

@@ -10,8 +10,8 @@ from typing import Any
 
 from flowrl.iter import Stage
 from flowrl.iter.stage import walk
+from flowrl.iter.stages.function_stage import is_own
 from flowrl.learners.thread import LearnerThread
-from flowrl.monitoring.operator_source import is_own
 from flowrl.ops.concurrency import Enqueue
 from flowrl.ops.report import operators_of
 from flowrl.policies.policy import Policy

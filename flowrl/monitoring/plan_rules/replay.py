@@ -8,7 +8,7 @@ from typing import Any
 from flowrl.iter.gather import Gather
 from flowrl.iter.stage import walk
 from flowrl.iter.stages.branches import Union
-from flowrl.monitoring.operator_source import is_own
+from flowrl.iter.stages.function_stage import is_own
 from flowrl.monitoring.plan_rules.plan import CheckedPlan, PlanProblem
 from flowrl.ops.replay import ReplayStage, StoreToReplayBuffer, UpdateReplayPriorities
 from flowrl.ops.replay_actors import ReplayActors

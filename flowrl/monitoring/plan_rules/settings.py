@@ -13,13 +13,14 @@ from functools import lru_cache
 from types import FunctionType
 from typing import Any
 
+from flowrl.iter.stages.function_stage import is_own
 from flowrl.learners.thread import LearnerThread
-from flowrl.monitoring.operator_source import is_own
 from flowrl.monitoring.plan_rules.plan import CheckedPlan, PlanProblem
 from flowrl.ops.training_step import TrainingStepsStage
 from flowrl.policies.config import PolicyConfig
 from flowrl.policies.policy_spec import specs_of
 from flowrl.setting_aliases import canonical_names
+from flowrl.setting_values import equal
 
 _OF_PLANS = ("num_sgd_iter", "sgd_minibatch_size")  # all algorithms have them, few plans read them
 
@@ -121,7 +122,7 @@ def _settings_in(config: Any) -> set[str]:
         return {
             name
             for name in config.model_fields_set
-            if config[name] != fields[name].get_default(call_default_factory=True)
+            if not equal(config[name], fields[name].get_default(call_default_factory=True))
         }
     return set(canonical_names(dict(config))) if isinstance(config, Mapping) else set()
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from flowrl.iter.gather_async import GatherAsync
-from flowrl.monitoring.operator_source import is_own
+from flowrl.iter.stages.function_stage import is_own
 from flowrl.monitoring.plan_rules.plan import CheckedPlan, PlanProblem
 from flowrl.ops import UpdateTargetNetwork, WriteParquet
 from flowrl.ops.gradients import ApplyGradients

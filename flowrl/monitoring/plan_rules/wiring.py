@@ -8,8 +8,9 @@ from flowrl.iter import Stage
 from flowrl.iter.gather import Gather
 from flowrl.iter.stage import walk
 from flowrl.iter.stages.branches import Duplicate, Union
+from flowrl.iter.stages.function_stage import is_own
 from flowrl.iter.stages.unary import ZipWithSource
-from flowrl.monitoring.operator_source import is_own, mentions
+from flowrl.monitoring.operator_source import mentions
 from flowrl.monitoring.plan_rules.plan import CheckedPlan, PlanProblem
 from flowrl.ops.concurrency import DequeueStage, Enqueue
 from flowrl.ops.replay import ReplayStage, StoreToReplayBuffer
