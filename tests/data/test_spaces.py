@@ -27,7 +27,7 @@ def box(low, high, dtype=np.float32, size=2):
         (box(-3, 3), box(-2, 2), True, False),
         (box(-np.inf, np.inf), box(-2, 2), True, False),
         (box(-1, 1), box(-1, 1, np.int64), True, False),
-        (box(0, 2**53 + 1, np.int64), box(0, 2**53, np.int64), True, False),
+        (box(0, 2**53, np.int64), box(0, 2**52, np.int64), True, False),
         (Discrete(2), Discrete(4), True, True),
         (Discrete(4), Discrete(2), True, False),
         (Discrete(2, start=3), Discrete(4), True, False),
