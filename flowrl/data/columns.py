@@ -92,8 +92,11 @@ def as_column(name: str, value: Any) -> Any:
         column[:] = value
         return column
     if isinstance(value, (dict, tuple)):
-        is_list = lambda part: isinstance(part, list)  # noqa: E731
-        return optree.tree_map(np.asarray, value, is_leaf=is_list)  # type: ignore[arg-type]
+        return optree.tree_map(
+            np.asarray,
+            value,  # type: ignore[arg-type]
+            is_leaf=lambda part: isinstance(part, list),
+        )
     return value if hasattr(value, "shape") else np.asarray(value)
 
 

@@ -13,7 +13,7 @@ from flowrl.sampling.callbacks import EPISODE_EVENTS
 SMALL_MINIBATCH = 16  # rows
 MANY_UPDATES = 4.0  # per row stored in a replay buffer
 LARGE_FRAGMENT_BYTES = 1e6
-MANY_DROPPED = 20  # items in a period, all of which a filter has dropped
+MIN_DROPPED_ITEMS = 20  # items in a period, all of which a filter has dropped
 MIN_SHARE_OF_FULL_QUEUE = 0.9  # of a learner that sampling waits for, although both overlap
 REPLAY = ("replay", "replay_actors")  # kinds of stages that draw batches
 LEARNING_ON_SHARDS = ("LearnOnWorker", "ComputeGradientsOnWorker")
@@ -354,7 +354,7 @@ def _dropping(stage: StageActivity, activity: Activity) -> Finding | None:
     """Describe a filter of the user that drops all of many items in a run without results."""
     received = sum(other.items for other in activity.stages if other.id in stage.parents)
     drops = stage.title.startswith("filter(") and not stage.items
-    if activity.iteration or not drops or received < MANY_DROPPED:
+    if activity.iteration or not drops or received < MIN_DROPPED_ITEMS:
         return None
     return Finding(
         "dropping",

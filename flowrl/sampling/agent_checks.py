@@ -27,8 +27,6 @@ from flowrl.sampling.running_episodes import Segment
 
 log = logging.getLogger("flowrl")
 
-ENVIRONMENT = "the environment"
-
 
 def check_spaces(
     owner: str,
@@ -36,16 +34,19 @@ def check_spaces(
     action_space: spaces.Space,
     policy_id: PolicyID,
     policy: Policy,
+    *,
+    needs_all_actions: bool,
 ) -> None:
     """Check that a policy can represent all observations, and that all its actions are allowed.
 
-    The bounds of Box observations may differ. A policy of an agent needs exactly the agent's
-    actions, because it may have got its space from another agent.
+    The bounds of Box observations may differ.
 
     Args:
         owner: whose the spaces are, for the message, such as "the environment".
         observation_space, action_space: the spaces in which the policy acts.
         policy_id, policy: the policy.
+        needs_all_actions: whether the action spaces must be equal. If not, the policy may have
+            fewer actions.
 
     Raises:
         ConfigError: an observation or an action does not fit.
@@ -55,16 +56,15 @@ def check_spaces(
             f"policies: the observation space {policy.observation_space} of policy {policy_id!r} "
             f"cannot represent the observations of {owner}, {observation_space}"
         )
-    if owner == ENVIRONMENT:
-        if not fits_into(policy.action_space, action_space, with_bounds=True):
-            raise ConfigError(
-                f"policies: the action space {policy.action_space} of policy {policy_id!r} allows "
-                f"other actions than {owner}, {action_space}"
-            )
-    elif policy.action_space != action_space:
+    if needs_all_actions and policy.action_space != action_space:
         raise ConfigError(
             f"policies: the action space {policy.action_space} of policy {policy_id!r} differs "
             f"from that of {owner}, {action_space}: map the agent to another policy"
+        )
+    if not fits_into(policy.action_space, action_space, with_bounds=True):
+        raise ConfigError(
+            f"policies: the action space {policy.action_space} of policy {policy_id!r} allows "
+            f"other actions than {owner}, {action_space}"
         )
 
 
@@ -107,7 +107,13 @@ class AgentChecks:
             self._fitting.clear()
         envs = self._agent_envs
         given = envs.observation_space(agent), envs.action_space(agent)
-        check_spaces(f"agent {agent!r}", *given, lanes.policy_id, lanes.policy)
+        check_spaces(
+            f"agent {agent!r}",
+            *given,
+            lanes.policy_id,
+            lanes.policy,
+            needs_all_actions=True,  # the policy may have got its space from another agent
+        )
         self._fitting.add((agent, lanes.policy_id))
 
     def check_structure(self, env_index: int, agent: AgentID, observation: Any) -> None:

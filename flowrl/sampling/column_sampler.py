@@ -23,7 +23,7 @@ from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv, VectorStep
 from flowrl.errors import add_note
 from flowrl.policies.acting_views import InitialStates, signature_of
 from flowrl.policies.filters import ObservationFilter
-from flowrl.sampling.agent_checks import ENVIRONMENT, check_spaces
+from flowrl.sampling.agent_checks import check_spaces
 from flowrl.sampling.callbacks import EVENTS_WITH_EPISODE, overrides
 from flowrl.sampling.env_sampler import EnvSampler
 from flowrl.sampling.episode import MultiAgentEpisode
@@ -92,8 +92,8 @@ class ColumnSampler(EnvSampler):
         super().__init__(settings)
         self.vector_env = vector_env
         self.policy = policy = worker.policy_map[DEFAULT_POLICY_ID]
-        given = vector_env.observation_space, vector_env.action_space
-        check_spaces(ENVIRONMENT, *given, DEFAULT_POLICY_ID, policy)
+        given = vector_env.observation_space, vector_env.action_space, DEFAULT_POLICY_ID
+        check_spaces("the environment", *given, policy, needs_all_actions=False)
         self._num_faulty = 0
         self._obs_check = ObservationCheck(vector_env.observation_space)
         self._step_checks = StepChecks(
