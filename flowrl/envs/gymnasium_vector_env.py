@@ -12,7 +12,7 @@ from gymnasium.vector.utils import batch_space, concatenate, create_empty_array,
 
 from flowrl.envs.restarting_envs import close_quietly
 from flowrl.envs.validation import ObservationCheck, space_of, unwrapped
-from flowrl.envs.vector_env import VectorStep
+from flowrl.envs.vector_env import StartInfos, VectorStep
 from flowrl.errors import ConfigError, add_note
 from flowrl.seeding import derive_seed
 
@@ -80,7 +80,7 @@ class GymnasiumVectorEnv:
         """The vector environment."""
         return [self.env]
 
-    def reset(self, observations: Any) -> None:
+    def reset(self, observations: Any) -> StartInfos:
         if self._failed and self._make_env is not None:  # it may be unusable after an error
             close_quietly(self.env, "the vector environment")
             self.env = self._make_env()
@@ -95,11 +95,25 @@ class GymnasiumVectorEnv:
         elif seed is not None:
             seed %= 2**31 - self.num_envs  # some add the index and take 32-bit integers only
         settings = {} if seed is None else {"seed": seed}
-        first, _ = self._call("reset", **settings)
+        first, infos = self._call("reset", **settings)
         observations[:] = self._by_env(first)
         self._is_seeded = True
         self._resetting = ()
         self._failed = False
+        return self._start_infos(infos, range(self.num_envs))
+
+    def _start_infos(self, infos: dict[str, Any], indices: Iterable[int]) -> StartInfos:
+        """Return the infos of environments that have been reset."""
+        self._check_infos("reset", infos)
+        infos = _copied({key: value for key, value in infos.items() if key not in _FINAL_KEYS})
+        return {int(i): _info_of(infos, int(i), self.num_envs) for i in indices}
+
+    def _check_infos(self, method: str, infos: Any) -> None:
+        if not isinstance(infos, dict):
+            raise ConfigError(
+                f"env: {method}() of the {type(self.env).__name__} returned infos as a "
+                f"{type(infos).__name__}, expected a dict: remove the wrapper DictInfoToList"
+            )
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the vector environment; its errors get a note."""
@@ -167,11 +181,7 @@ class GymnasiumVectorEnv:
         rewards[:] = self._one_per_env("rewards", new_rewards, "fiub")
         terminateds[:] = self._one_per_env("terminateds", new_terminateds, "biu")
         truncateds[:] = self._one_per_env("truncateds", new_truncateds, "biu")
-        if not isinstance(infos, dict):
-            raise ConfigError(
-                f"env: step() of the {type(self.env).__name__} returned infos as a "
-                f"{type(infos).__name__}, expected a dict: remove the wrapper DictInfoToList"
-            )
+        self._check_infos("step", infos)
         next_obs = self._by_env(stepped)
         done = np.logical_or(terminateds, truncateds)
         (ended,) = done.nonzero()
@@ -189,11 +199,15 @@ class GymnasiumVectorEnv:
             else:
                 final = infos["final_obs"] if same_step else next_obs
                 result.final = [self._check.copy(final[i]) for i in ended]
+            if same_step:
+                result.start_infos = self._start_infos(infos, ended)
         if self.autoreset_mode is AutoresetMode.DISABLED and len(result.ended):
-            reset, _ = self._call("reset", options={"reset_mask": done})
+            reset, reset_infos = self._call("reset", options={"reset_mask": done})
             next_obs = self._by_env(reset)
+            result.start_infos = self._start_infos(reset_infos, ended)
         if self.resets_in_next_step:
             result.skipped, self._resetting = self._resetting, ended
+            result.start_infos = self._start_infos(infos, result.skipped)
         observations[:] = next_obs
         result.infos = _Infos(infos, self.num_envs, set(map(int, result.ended))) if infos else []
         self._failed = False
@@ -208,7 +222,7 @@ class GymnasiumVectorEnv:
     def state_dict(self) -> dict[str, Any]:
         return {"num_restores": self._num_restores}
 
-    def load_state_dict(self, state: dict[str, Any], observations: Any) -> list[int]:
+    def load_state_dict(self, state: dict[str, Any], observations: Any) -> StartInfos:
         self._num_restores = state["num_restores"] + 1
         self._num_recreated, self._is_seeded = 0, False
         if self._make_restored is not None and self._num_restores:
@@ -216,8 +230,7 @@ class GymnasiumVectorEnv:
             self._failed = True  # it is closed, if its replacement cannot be created
             self.env = self._make_restored(self._num_restores)
             self._failed = False
-        self.reset(observations)
-        return list(range(self.num_envs))
+        return self.reset(observations)
 
     def close(self) -> None:
         close_quietly(self.env, "the vector environment")

@@ -26,7 +26,7 @@ from flowrl.envs.env_process import EnvProcess, EnvProcessError, close_all, port
 from flowrl.envs.env_record import NEW, History, merged_state, split_state, state_without_episode
 from flowrl.envs.restarting_envs import RestartingEnvs
 from flowrl.envs.validation import ObservationCheck
-from flowrl.envs.vector_env import DirectVectorEnv, VectorStep
+from flowrl.envs.vector_env import DirectVectorEnv, StartInfos, VectorStep
 from flowrl.errors import ConfigError, add_note
 from flowrl.seeding import derive_seed
 
@@ -227,10 +227,17 @@ class ProcessVectorEnv:
         current = int(self._rows["num_restarts"].sum())
         return current + self._earlier_restarts
 
-    def reset(self, observations: Any) -> None:
+    def reset(self, observations: Any) -> StartInfos:
         self._to_reset.clear()
-        first = self._call_or_replace("reset", dict.fromkeys(range(self.num_envs), ()))
-        self._write(first, observations)
+        nested, infos = self._reset(range(self.num_envs))
+        self._write(nested, observations)
+        return infos
+
+    def _reset(self, indices: Iterable[int]) -> tuple[dict[int, Any], StartInfos]:
+        """Reset environments; return the first observations if they are nested, and the infos."""
+        replies = self._call_or_replace("reset", dict.fromkeys(indices, ()))
+        nested = {i: observation for i, (observation, _) in replies.items()}
+        return nested, {i: info for i, (_, info) in replies.items()}
 
     def step(
         self, actions: Any, observations: Any, rewards: Any, terminateds: Any, truncateds: Any
@@ -241,17 +248,21 @@ class ProcessVectorEnv:
         replies = self._call_each("step", args)
         result = VectorStep()
         infos: list[dict[str, Any]] = [{} for _ in env_actions]
-        nested = self._call_or_replace("reset", dict.fromkeys(replaced, ()))
+        nested, result.start_infos = self._reset(replaced)
         result.failed += replaced.items()
         self._to_reset.clear()
         for i, reply in replies.items():
             if isinstance(reply, EnvProcessError):
                 self._replace(i, reply)
-                nested |= self._call_or_replace("reset", {i: ()})
+                first, first_infos = self._reset([i])
+                nested |= first
+                result.start_infos |= first_infos
                 result.failed.append((i, reply))
             elif reply is not None:
                 stepped, nested[i] = reply
                 infos[i] = stepped.infos[0]
+                if stepped.start_infos:
+                    result.start_infos[i] = stepped.start_infos[0]
                 result.failed += [(i, error) for _, error in stepped.failed]
                 if stepped.ended:
                     result.ended.append(i)
@@ -315,7 +326,7 @@ class ProcessVectorEnv:
                 states[index] = state_without_episode(int(self._rows["num_created"][index]))
         return {**merged_state(states), "num_restarts": self.num_restarts}
 
-    def load_state_dict(self, state: dict[str, Any], observations: Any) -> list[int]:
+    def load_state_dict(self, state: dict[str, Any], observations: Any) -> StartInfos:
         self._to_reset.clear()
         states = split_state(state, self.num_envs)
         args = dict(enumerate(zip(states, observations, strict=True)))
@@ -323,7 +334,7 @@ class ProcessVectorEnv:
         self._deaths_in_a_row = [0] * self.num_envs
         self._earlier_restarts = state["num_restarts"]
         self._write({i: nested for i, (_, nested) in replies.items()}, observations)
-        return [i for i, (is_new, _) in replies.items() if is_new]
+        return {i: info for i, (info, _) in replies.items() if info is not None}
 
     def close(self) -> None:
         close_all(self._processes)
@@ -378,11 +389,11 @@ class _EnvInProcess:
             self._row[name] = value
         return self._observations[0] if self._is_nested else None
 
-    def reset(self) -> Any:
-        """Start an episode; return the first observation if it is nested."""
+    def reset(self) -> tuple[Any, dict[str, Any]]:
+        """Start an episode; return the first observation if it is nested, and the info."""
         self._clear()
-        self._env.reset(self._observations)
-        return self._finish()
+        infos = self._env.reset(self._observations)
+        return self._finish(), infos[0]
 
     def step(self, action: Any) -> tuple[VectorStep, Any] | None:
         """Step the environment.
@@ -415,7 +426,9 @@ class _EnvInProcess:
         """Return the state of the environment."""
         return self._env.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any], observation: Any) -> tuple[bool, Any]:
+    def load_state_dict(
+        self, state: dict[str, Any], observation: Any
+    ) -> tuple[dict[str, Any] | None, Any]:
         """Bring the environment to the step at which its state was saved.
 
         Args:
@@ -423,12 +436,13 @@ class _EnvInProcess:
             observation: the last observation before the checkpoint.
 
         Returns:
-            whether it starts a new episode instead; its observation if it is nested.
+            the info of the new episode that it starts instead, None if it does not; its
+            observation if it is nested.
         """
         self._clear()
         self._observations[0] = observation
         restarted = self._env.load_state_dict(state, self._observations)
-        return bool(restarted), self._finish()
+        return restarted.get(0), self._finish()
 
     def close(self) -> None:
         """Close the environment."""

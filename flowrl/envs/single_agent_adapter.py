@@ -10,7 +10,7 @@ from gymnasium import spaces
 from flowrl.data.spaces import first_value_of
 from flowrl.envs.multi_agent_vector_env import MultiAgentStep, ResetResult
 from flowrl.envs.validation import ObservationCheck
-from flowrl.envs.vector_env import VectorEnv
+from flowrl.envs.vector_env import StartInfos, VectorEnv
 
 SINGLE_AGENT = "agent0"
 
@@ -51,8 +51,13 @@ class SingleAgentAdapter:
         return self.vector_env.action_space
 
     def reset(self) -> list[ResetResult]:
-        self.vector_env.reset(self._observations)
-        return [({SINGLE_AGENT: obs}, {}) for obs in self._observations]
+        infos = self.vector_env.reset(self._observations)
+        return [self._first(i, infos) for i in range(self.num_envs)]
+
+    def _first(self, index: int, infos: StartInfos) -> ResetResult:
+        """Return the first observation of an episode and its info, by agent."""
+        info = infos.get(index, {})
+        return {SINGLE_AGENT: self._observations[index]}, {SINGLE_AGENT: info}
 
     def step(self, actions: list[dict[Any, Any]]) -> list[MultiAgentStep]:
         n = self.num_envs
@@ -70,17 +75,16 @@ class SingleAgentAdapter:
             step = MultiAgentStep()
             steps.append(step)
             obs = self._observations[i]
-            if i in failed:
-                step.failed, step.start = failed.pop(i), {SINGLE_AGENT: obs}
-                continue
-            if i in skipped:
-                step.skipped, step.start = True, {SINGLE_AGENT: obs}
+            if i in failed or i in skipped:
+                step.failed, step.skipped = failed.pop(i, None), i in skipped
+                step.start, step.start_infos = self._first(i, result.start_infos)
                 continue
             if i in final:
                 step.terminateds = {"__all__": bool(terminateds[i])}
                 step.truncateds = {"__all__": bool(truncateds[i])}
                 step.obs = {SINGLE_AGENT: final[i]}
-                step.start = None if self.vector_env.resets_in_next_step else {SINGLE_AGENT: obs}
+                if not self.vector_env.resets_in_next_step:
+                    step.start, step.start_infos = self._first(i, result.start_infos)
             else:
                 step.obs = {SINGLE_AGENT: obs}
             step.rewards = {SINGLE_AGENT: self._rewards[i]}
@@ -105,7 +109,7 @@ class SingleAgentAdapter:
     ) -> dict[int, ResetResult]:
         self._observations = [by_agent.get(SINGLE_AGENT) for by_agent in observations]
         restarted = self.vector_env.load_state_dict(state, self._observations)
-        return {i: ({SINGLE_AGENT: self._observations[i]}, {}) for i in restarted}
+        return {i: self._first(i, restarted) for i in restarted}
 
     def close(self) -> None:
         self.vector_env.close()

@@ -32,6 +32,9 @@ from flowrl.envs.validation import (
 )
 from flowrl.errors import ConfigError, add_note
 
+StartInfos = dict[int, dict[str, Any]]
+"""Infos that environments returned with the first observation of an episode, by index."""
+
 
 class SteppedEnvs(Protocol):
     """N environments that are stepped together: what VectorEnv and MultiAgentVectorEnv share."""
@@ -76,7 +79,7 @@ class VectorEnv(SteppedEnvs, Protocol):
     def envs(self) -> list[Any]:
         """The environments in this process; a gymnasium VectorEnv is the only element."""
 
-    def reset(self, observations: Any) -> None:
+    def reset(self, observations: Any) -> StartInfos:
         """Start an episode in every environment; write the first observations [N, …]."""
 
     def step(
@@ -93,7 +96,7 @@ class VectorEnv(SteppedEnvs, Protocol):
         All are arrays or lists of length N.
         """
 
-    def load_state_dict(self, state: dict[str, Any], observations: Any) -> list[int]:
+    def load_state_dict(self, state: dict[str, Any], observations: Any) -> StartInfos:
         """Bring the environments to the step at which a state was saved.
 
         Args:
@@ -102,7 +105,7 @@ class VectorEnv(SteppedEnvs, Protocol):
                 environments that start a new episode are overwritten.
 
         Returns:
-            indices of the environments that could not be restored and start a new episode.
+            infos of the environments that could not be restored and start a new episode.
         """
 
 
@@ -117,6 +120,7 @@ class VectorStep:
         failed: (index, error) of the environments whose step raised; their next observation starts
             an episode of a new environment.
         infos: one dict per environment; may be empty if no environment returned infos.
+        start_infos: of the environments that start an episode; those without infos may be left out.
     """
 
     ended: Any = field(default_factory=list)
@@ -124,6 +128,7 @@ class VectorStep:
     skipped: Any = ()
     failed: list[tuple[int, Exception]] = field(default_factory=list)
     infos: Sequence[dict[str, Any]] = ()
+    start_infos: StartInfos = field(default_factory=dict)
 
 
 class DirectEnvs:
@@ -192,14 +197,22 @@ class DirectVectorEnv(DirectEnvs):
         """The environments."""
         return self._envs.envs
 
-    def reset(self, observations: Any) -> None:
+    def reset(self, observations: Any) -> StartInfos:
+        infos: StartInfos = {}
         for i in range(self.num_envs):
-            observations[i] = self._reset(i)
+            observations[i] = self._reset(i, infos)
+        return infos
 
-    def _reset(self, index: int) -> Any:
-        """Return the first observation of an environment, or of the one that replaces it."""
+    def _reset(self, index: int, infos: StartInfos) -> Any:
+        """Return the first observation of an environment, or of the one that replaces it; add its
+        info to `infos`."""
         while True:
-            observation, _ = self._envs.reset(index)
+            observation, info = self._envs.reset(index)
+            if info.__class__ is not dict and not isinstance(info, dict):
+                error = ConfigError(f"env: reset() returned the info {info!r}: infos are dicts")
+                add_note(error, f"raised by {self._envs.label(index)}")
+                raise error
+            infos[index] = info.copy()  # an environment may reuse its dict
             if self._unchecked[index]:
                 self._check_reset(index, observation)
             if not self._drop_invalid:
@@ -283,7 +296,7 @@ class DirectVectorEnv(DirectEnvs):
                 result.failed.append((i, error))
                 infos.append({})
                 rewards[i] = 0.0
-                observations[i] = self._reset(i)
+                observations[i] = self._reset(i, result.start_infos)
                 continue
             infos.append(info.copy() if info else info)  # an environment may reuse its dict
             if terminated or truncated:
@@ -292,7 +305,7 @@ class DirectVectorEnv(DirectEnvs):
                 ended.append(i)
                 final.append(self._check.copy(observation))
                 self._envs.mark_finished(i)
-                observation = self._reset(i)
+                observation = self._reset(i, result.start_infos)
             observations[i] = observation
         result.ended, result.final, result.infos = ended, final, infos
         return result
@@ -304,12 +317,11 @@ class DirectVectorEnv(DirectEnvs):
             f"whose actions are {low} ... {end - 1}"
         )
 
-    def load_state_dict(self, state: dict[str, Any], observations: Any) -> list[int]:
+    def load_state_dict(self, state: dict[str, Any], observations: Any) -> StartInfos:
         self._envs.load_state_dict(state)
-        restarted = []
+        restarted: StartInfos = {}
         for i in range(self.num_envs):
             self._unchecked[i] = True
             if not self._envs.replay(i, state, partial(self._check.equals_saved, observations[i])):
-                observations[i] = self._reset(i)
-                restarted.append(i)
+                observations[i] = self._reset(i, restarted)
         return restarted

@@ -65,7 +65,10 @@ class DefaultCallbacks:
         env_index: int,
         **kwargs: Any,
     ) -> None:
-        """Called when an episode starts: after its first observations, before any action."""
+        """Called when an episode starts: after its first observations, before any action.
+
+        `episode.last_info_for()` returns the info of the reset.
+        """
 
     def on_episode_step(
         self,

@@ -172,10 +172,10 @@ class ColumnSampler(EnvSampler):
         self._states.begin()
         if self._lost_lives is not None:
             self._lost_lives.start(range(self.vector_env.num_envs))
-        self.vector_env.reset(self._raw.target(0))
+        infos = self.vector_env.reset(self._raw.target(0))
         self._raw.complete(0)
         if self._callbacks is not None:
-            self._callbacks.start_all()
+            self._callbacks.start_all(infos)
 
     def _roll(self, min_steps: int) -> None:
         columns, vector_env, policy, settings = (
@@ -383,14 +383,14 @@ class ColumnSampler(EnvSampler):
         observations = self._raw.load(self._num_rows)
         restarted = self.vector_env.load_state_dict(running["envs"], observations)
         self._raw.complete(self._num_rows)
-        self._tracker.restart(restarted, self._num_rows)
-        self._states.restart(restarted)
+        self._tracker.restart(list(restarted), self._num_rows)
+        self._states.restart(list(restarted))
         if self._lost_lives is not None:
             self._lost_lives.start(restarted)
         if self._callbacks is not None:
             without_record = running["callbacks"] is None
             for env in range(self.vector_env.num_envs) if without_record else restarted:
-                self._callbacks.start(env, self._num_rows)
+                self._callbacks.start(env, self._num_rows, restarted)
         self._is_running = True
         return len(restarted)
 

@@ -10,7 +10,7 @@ from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.data.fragment_columns import FragmentColumns, value_at
 from flowrl.envs.single_agent_adapter import SINGLE_AGENT
 from flowrl.envs.validation import ObservationCheck
-from flowrl.envs.vector_env import VectorStep
+from flowrl.envs.vector_env import StartInfos, VectorStep
 from flowrl.sampling.agent_records import add_rows, note_observation
 from flowrl.sampling.callbacks import EPISODE_EVENTS, call_for_episode, overrides
 from flowrl.sampling.episode import MultiAgentEpisode
@@ -48,20 +48,25 @@ class EpisodeCallbacks:
         self._by_id: dict[int, MultiAgentEpisode] = {}
         self._calls = {name for name in EPISODE_EVENTS if overrides(worker.callbacks, name)}
 
-    def start_all(self) -> None:
-        """Start an episode in every environment, with the observations of row 0."""
+    def start_all(self, infos: StartInfos) -> None:
+        """Start an episode in every environment, with the observations of row 0.
+
+        Args:
+            infos: that the resets returned.
+        """
         self._row = None
         self._running = [None] * len(self._running)
         self._by_id.clear()
         self._finished.clear()
         for env in range(len(self._running)):
-            self.start(env, 0)
+            self.start(env, 0, infos)
 
-    def start(self, env: int, row: int) -> None:
-        """Start an episode with the observation of a row."""
+    def start(self, env: int, row: int, infos: StartInfos) -> None:
+        """Start an episode with the observation of a row and the info of the reset."""
         episode = self._new_episode(env)
         record = episode.agent_record(SINGLE_AGENT)
         record.alive = True
+        record.info = infos.get(env, {})
         note_observation(record, self._observation(row, env), self._policy)
         self._recorded[env] = row
         self._call("on_episode_start", episode)
@@ -124,15 +129,15 @@ class EpisodeCallbacks:
         for env in envs:
             if env in failed:
                 self._update(env, row, infos)
-                self._fail(env, row + 1)
+                self._fail(env, row + 1, step.start_infos)
             elif env in skipped:
-                self.start(env, row + 1)
+                self.start(env, row + 1, step.start_infos)
             elif env in finals:
                 self._update(env, row + 1, infos, self._check.copy(finals[env]))
                 self._call_step(env)
                 self._end(env)
                 if not waits_for_reset:
-                    self.start(env, row + 1)
+                    self.start(env, row + 1, step.start_infos)
             else:
                 self._update(env, row + 1, infos)
                 self._call_step(env)
@@ -184,7 +189,7 @@ class EpisodeCallbacks:
         episode.continue_from(before)
         self._call("on_episode_start", episode)
 
-    def _fail(self, env: int, row: int) -> None:
+    def _fail(self, env: int, row: int, infos: StartInfos) -> None:
         """Drop the episode of an environment, and start one with the observation of a row."""
         episode = self._running[env]
         if episode is not None:
@@ -193,7 +198,7 @@ class EpisodeCallbacks:
             episode.records[SINGLE_AGENT].action = action
             self._end(env)
             del self._finished[episode.episode_id]
-        self.start(env, row)
+        self.start(env, row, infos)
 
     def take_metrics(self, episode_id: int) -> tuple[dict[str, float] | None, Any]:
         """Return custom metrics and histogram data of an episode that ended."""

@@ -11,7 +11,13 @@ from flowrl.algorithms.a2c import A2CConfig
 from flowrl.algorithms.ppo import PPOTorchPolicy
 from flowrl.envs import MultiAgentEnv
 from flowrl.policies import ConfigError
-from flowrl.sampling import DefaultCallbacks, MultiAgentEpisode, RolloutWorker, override
+from flowrl.sampling import (
+    DefaultCallbacks,
+    MultiAgentEpisode,
+    RolloutWorker,
+    SimpleListCollector,
+    override,
+)
 from flowrl.trainer.plan_settings import plan_config
 
 from .fakes import CountEnv, Idle, ObservedValue
@@ -473,3 +479,84 @@ def test_episode_shows_an_action_whose_agent_is_not_observed_afterwards():
     worker.sample()
     # "a" acts in steps 1 and 3; it gets rewards of 1, 2 and 3
     assert worker.callbacks.seen == [(0, None, 1.0, 0.0), (0, None, 3.0, 0.0), (0, 0, 3.0, 3.0)]
+
+
+class NumbersItsResets(CountEnv):
+    """Episodes of three steps; the infos of `reset` number the episodes from 1."""
+
+    fails_in_episode = None
+
+    def __init__(self):
+        super().__init__(3)
+        self.num_resets = 0
+
+    def reset(self, *, seed=None, options=None):
+        observation, _ = super().reset(seed=seed)
+        self.num_resets += 1
+        return observation, {"episode": self.num_resets}
+
+    def step(self, action):
+        if self.num_resets == self.fails_in_episode:
+            raise RuntimeError("broken")
+        return super().step(action)
+
+
+class FailsInThirdEpisode(NumbersItsResets):
+    fails_in_episode = 3
+
+
+class ReadsFirstInfo(DefaultCallbacks):
+    def on_episode_start(self, *, episode, env_index, **kwargs):
+        infos = vars(self).setdefault("infos", {})
+        infos.setdefault(env_index, []).append(episode.last_info_for())
+
+
+def infos_at_starts(env, **settings):
+    settings = {"num_envs_per_worker": 2, "rollout_fragment_length": 6, **settings}
+    worker = RolloutWorker(
+        lambda context: env(), Idle, {"callbacks_class": ReadsFirstInfo, **settings}
+    )
+    for _ in range(2):
+        worker.sample()
+    worker.stop()
+    return {index: [i["episode"] for i in infos] for index, infos in worker.callbacks.infos.items()}
+
+
+def vector_of_two(mode):
+    return gym.vector.SyncVectorEnv([NumbersItsResets] * 2, autoreset_mode=mode)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"vectorization_mode": "sync"},
+        {"vectorization_mode": "async"},
+        {"sample_collector": SimpleListCollector},
+    ],
+)
+def test_episode_shows_the_info_of_the_reset(settings):
+    numbers = [1, 2, 3, 4, 5]
+    assert infos_at_starts(NumbersItsResets, **settings) == {0: numbers, 1: numbers}
+
+
+@pytest.mark.parametrize("mode", gym.vector.AutoresetMode)
+def test_episode_shows_the_info_of_the_reset_of_a_vector_environment(mode):
+    infos = infos_at_starts(partial(vector_of_two, mode))
+    assert {index: found[:2] for index, found in infos.items()} == {0: [1, 2], 1: [1, 2]}
+
+
+@pytest.mark.parametrize("mode", ["flowrl", "async"])
+def test_episode_shows_the_info_of_the_reset_after_a_failure(mode):
+    infos = infos_at_starts(FailsInThirdEpisode, vectorization_mode=mode)
+    assert infos[0][:4] == [1, 2, 3, 1]
+
+
+def test_info_of_a_reset_that_is_no_dict_is_an_error():
+    class ReturnsNone(CountEnv):
+        def reset(self, *, seed=None, options=None):
+            return super().reset(seed=seed)[0], None
+
+    worker = RolloutWorker(lambda context: ReturnsNone(3), Idle)
+    with pytest.raises(ConfigError, match=r"env: reset\(\) returned the info None: infos are d"):
+        worker.sample()
