@@ -254,7 +254,7 @@ class _AlgorithmConfigEvaluation(TypedDict, total=False):
     evaluation_timeout_s: float | None
     """Seconds after which an evaluation on actors is stopped, with a warning, and its workers are replaced. The time starts when new workers have started, at most 60 s later. None waits without limit."""
     evaluation_parallel_to_training: bool
-    """Continue training during an evaluation. The result of the iteration in which it finishes contains it; the next evaluation waits for it. At the end of a run, `learn()` and `flowrl train` wait for the last one."""
+    """Continue training during an evaluation. The result of the iteration in which it finishes contains it; the next evaluation waits for it. At the end of a run, `learn()` and `flowrl train` wait for the last one, unless an evaluation has reached the limit of the run."""
     evaluation_config: dict[str, Any]
     """Settings that differ in evaluations, such as env, env_config or explore (False by default); settings that evaluations do not use are rejected."""
     evaluation_video_dir: str | None

@@ -94,7 +94,7 @@ class AlgorithmTrainable(tune.Trainable):
         """Build the algorithm.
 
         Relative paths in the settings, but not in `log_config`, are those of the folder in which
-        Tune was started.
+        Tune was started. Videos are written to a folder of the trial.
 
         Raises:
             ConfigError: the settings are invalid.
@@ -102,6 +102,8 @@ class AlgorithmTrainable(tune.Trainable):
         cls = self.get_algorithm_class()
         settings = canonical_names(config)
         settings |= _absolute_paths(settings)
+        if settings.get("evaluation_video_dir") is not None:  # else trials replace each other's
+            settings["evaluation_video_dir"] += f"/{self.trial_id}"
         self._algorithm = cls.config_class.from_dict(settings).build_as(cls)
 
     def step(self) -> dict[str, Any]:

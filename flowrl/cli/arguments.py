@@ -25,7 +25,11 @@ OPTIONS = {
     "resume": ("--run-dir", "--display", *_SAVED, *_STOP),
     "evaluate": ("--episodes", "--seed", "--render", "--video", *_SAVED),
     "checkpoint": ("--json",),
-    "plot": ("--metric",),
+    "plot": ("--metric", "--output"),
+    "report": ("--output",),
+    "watch": ("--port",),
+    "replay": ("--until", "--trust"),
+    "benchmark": ("--list", "--seeds", "--jobs", "--against", "--results", "--runs", "--tables"),
 }
 """Command -> its options that are not settings, for errors of other commands."""
 

@@ -41,7 +41,7 @@ def diagnose_command(arguments: list[str]) -> int:
 
 def _why_not_measured(run_dir: Path) -> str:
     """Return why a run has no measurements."""
-    if not read_config(run_dir)[0].get("monitor", True):
+    if not read_config(run_dir).get("monitor", True):
         return "its setting monitor is off"
     results = run_dir / "result.json"
     if results.exists() and results.stat().st_size:

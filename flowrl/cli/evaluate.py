@@ -43,7 +43,9 @@ def evaluate_command(arguments: list[str]) -> int:
         reject_settings("evaluate", options.run, rest)
         parser.parse_args(arguments)  # raises: an unknown option
     run = open_run(options.run, options.checkpoint, options.plan, options.trust)
-    config = without_actors(run.config).updated(log_to=[], log_config={}, output=None)
+    config = without_actors(run.config).updated(
+        log_to=[], log_config={}, output=None, evaluation_video_dir=None
+    )
     config = on_available_device(config)
     if options.seed is not None:
         config = config.updated(seed=options.seed)

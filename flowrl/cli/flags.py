@@ -54,26 +54,23 @@ def _normalize_switches(args: list[str], switches: set[str]) -> list[str]:
     return result
 
 
-def _flatten_lists(argument: str) -> list[str]:
-    """Replace `[[0, 1e-3], [100, 0]]`, `[64, 64]` and `64,64` by their numbers, the form that tyro
-    accepts.
+def _flatten_list(value: str, annotation: Any) -> list[str]:
+    """Return the numbers in `[64, 64]`, `64,64` or `[[0, 1e-3], [100, 0]]`, the form that tyro
+    accepts, and other values as they are.
 
     Args:
-        argument: a value, `--flag=value`, or any other argument, which is returned as it is.
+        value: a value of a flag.
+        annotation: type of the setting.
     """
-    flag, _, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
-    if _NUMBERS.fullmatch(value):
-        numbers = value.strip("[]").replace(",", " ").split()
-    elif value.startswith("[["):
+    lists = [part for part in _parts(annotation) if get_origin(part) is list]
+    if _NUMBERS.fullmatch(value) and any(_leaves(part) == {int} for part in lists):
+        return value.strip("[]").replace(",", " ").split()
+    if value.startswith("[[") and lists:
         try:
-            numbers = [str(number) for point in json.loads(value) for number in point]
+            return [str(number) for point in json.loads(value) for number in point]
         except (ValueError, TypeError) as error:
-            raise ConfigError(
-                f"{argument}: not a schedule [[env step, value], …]: {error}"
-            ) from error
-    else:
-        return [argument]
-    return [flag, *numbers] if flag else numbers
+            raise ConfigError(f"{value}: not a schedule [[env step, value], …]: {error}") from error
+    return [value]
 
 
 def _check_names(flags: list[str], defaults: Settings, run_options: dict[str, Any]) -> None:
@@ -220,7 +217,6 @@ def settings_from_flags(
     if not flags:
         return defaults
     _check_names(flags, defaults, run_options)
-    flags = [part for flag in flags for part in _flatten_lists(flag)]
     records = _records(defaults)
     switches = [flag_names(record, prefix, True) for prefix, record in records.items()]
     flags = _normalize_switches(flags, {name for names in switches for name in names})
@@ -363,6 +359,9 @@ def _groups(flags: list[str], annotations: dict[str, Any]) -> list[_Group]:
         full = f"--{flag}{'_' * (f'{flag}_' in annotations)}"
         groups.append(_Group(flag, [value] if equals else [], annotation, [full]))
     for group in groups:
+        group.values[:] = [
+            part for v in group.values for part in _flatten_list(v, group.annotation)
+        ]
         leaves = _leaves(group.annotation)
         needs_value = bool not in leaves and get_origin(group.annotation) is not list
         if (not group.values and needs_value) or (group.values and bool in leaves):

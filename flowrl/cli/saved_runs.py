@@ -78,7 +78,7 @@ def open_run(
     if checkpoint is not None and (run_dir is None or found is not None):
         raise ConfigError(f"--checkpoint {checkpoint}: {path} is a checkpoint, not a run directory")
     if run_dir is not None:
-        total = read_config(run_dir)[0].get("total_timesteps")
+        total = read_config(run_dir).get("total_timesteps")
         found = found or find_checkpoint(run_dir, checkpoint)
     assert found is not None
     shown = path if run_dir is None else str(run_dir)

@@ -97,7 +97,7 @@ def resume_run(
         saved: the run. A checkpoint outside a run directory starts a new one.
         stop: when to stop; if empty, the run's own stop rules apply. Schedules in percent follow
             its limit on env steps, so a longer run continues at its share of them.
-        command: the command line.
+        command: the command line, for a new run directory; an existing one has its own.
         replace_plan: accept that the text of the plan differs from the run's.
         new_run_dir: folder of a new run; None creates one in runs/.
         display: how to show the progress.
@@ -108,6 +108,12 @@ def resume_run(
     config, run_dir = saved.config, saved.run_dir
     config, given, saved_stop = limits_of_resumed(run_dir, config, stop)
     stop = given.with_defaults(config)
+    can_repeat = run_dir is None or stop == saved_stop
+    if run_dir is not None:
+        try:
+            command = read_command(run_dir)
+        except ConfigError:  # nothing else needs it
+            can_repeat = False
     algorithm = _build(config, saved.algorithm)
     if algorithm is None:
         return 1
@@ -115,7 +121,6 @@ def resume_run(
         cleanup.callback(algorithm.stop)
         run = None
         if run_dir is not None:
-            command = read_command(run_dir)
             run = RunDirectory(run_dir, config.logged_names, resume=True)
             cleanup.callback(run.close)
         try:
@@ -145,8 +150,7 @@ def resume_run(
             if replace_plan:
                 run.replace_plan(algorithm)
             prepare_to_resume(algorithm, run, stop, config.total_timesteps)
-        has_new_limits = run_dir is not None and stop != saved_stop
-        return _train(algorithm, stop, run, command, display, can_repeat=not has_new_limits)
+        return _train(algorithm, stop, run, command, display, can_repeat)
 
 
 def _new_run(run_dir: Path | None, name: str, config: AlgorithmConfig) -> RunDirectory:

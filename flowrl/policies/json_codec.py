@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 import sys
 from collections.abc import Iterable, Mapping
@@ -28,6 +29,7 @@ from flowrl.settings import Settings, import_object, within_record
 _CODE = "__code__"
 _SETTINGS, _SPEC, _SPACE = "__settings__", "__policy_spec__", "__space__"
 _TUPLE, _SET, _ARRAY, _ITEMS = "__tuple__", "__set__", "__array__", "__items__"
+_MARKS = {_CODE, _SETTINGS, _SPEC, _SPACE, _TUPLE, _SET, _ARRAY, _ITEMS}
 
 _MAX_BOX_SIZE = 1 << 28  # numbers in an observation or action
 
@@ -171,8 +173,8 @@ def encode(value: Any) -> Any:
     if isinstance(value, tuple):
         return {_TUPLE: [encode(part) for part in value]}
     if isinstance(value, (set, frozenset)):
-        return {_SET: sorted(encode(part) for part in value)}
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {_SET: sorted((encode(part) for part in value), key=json.dumps)}
+    if isinstance(value, dict) and all(isinstance(k, str) and k not in _MARKS for k in value):
         return {key: _encode_setting(key, part) for key, part in value.items()}
     if isinstance(value, dict):
         return {_ITEMS: [[encode(key), encode(part)] for key, part in value.items()]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -41,6 +42,8 @@ from flowrl.trainer.plan_files import (
 )
 from flowrl.trainer.registry import algorithm_class, algorithm_names, algorithm_path
 from flowrl.trainer.trust import untrusted_code
+
+log = logging.getLogger("flowrl")
 
 BASE_ALGORITHM = "flowrl.trainer.algorithm:Algorithm"
 
@@ -162,6 +165,12 @@ def _settings_of_manifest(
     resolver = CodeResolver(trust, known | _known_classes(cls_of_run, plan), plan_modules)
     settings = config_from_json(manifest["config"], changes, resolver)
     saved = manifest["config"]["values"]
+    if changes.get("seed") is not None and changes["seed"] != saved.get("seed"):
+        log.warning(
+            "seed: the training continues with the random numbers of the checkpoint; the new seed "
+            "applies to evaluations and to workers that are restarted. For other random numbers, "
+            "build a new algorithm and call its restore_policies(path)"
+        )
     unused = [name for name in changes if name in saved and settings.without_effect([name])]
     settings.check_changes({n: decode_setting(n, saved[n], resolver) for n in unused})
     code = None if trust else untrusted_code(settings, chosen_by_caller)

@@ -7,6 +7,7 @@ import shlex
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -16,6 +17,7 @@ from flowrl.data.checkpoint import (
     CheckpointError,
     is_run_dir,
     read_checkpoint,
+    read_manifest,
     resolve_checkpoint,
     write_checkpoint,
 )
@@ -133,6 +135,7 @@ class Checkpointing:
             RuntimeError: the algorithm was stopped.
         """
         started = time.perf_counter()
+        in_run = None
         if path is None:
             in_run = self.run_dir and self.run_dir / CHECKPOINTS / f"{self.iteration:06d}"
             path = in_run or Path(tempfile.mkdtemp(prefix="flowrl-checkpoint-"))
@@ -145,6 +148,9 @@ class Checkpointing:
             )
         manifest = self.manifest()
         metadata = dict(metadata or {})
+        if in_run:
+            with suppress(CheckpointError):  # there is none at this iteration
+                metadata = {"score": read_manifest(in_run).get("score"), **metadata}
         if taken := sorted(metadata.keys() & (manifest.keys() | RESERVED)):
             raise ConfigError(
                 f"save: metadata has names that the manifest uses: {taken}; rename them"

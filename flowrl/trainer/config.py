@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, PrivateAttr, SkipValidation, model_validator
+from pydantic import BeforeValidator, PrivateAttr, SkipValidation
 from pydantic.json_schema import GenerateJsonSchema
 
 from flowrl.data import DEFAULT_POLICY_ID
@@ -60,6 +60,16 @@ def _plan(value: Any) -> Any:
     if value is None or isinstance(value, str) or callable(value):
         return value
     raise ValueError("must be a name, the path of a plan file, a module or a function")
+
+
+def _canonical(value: Any) -> Any:
+    """Rename settings that are given by an alias."""
+    return canonical_names(value) if isinstance(value, dict) else value
+
+
+def _as_list(value: Any) -> Any:
+    """Put a single name into a list."""
+    return [value] if isinstance(value, str) else value
 
 
 # settings that name folders
@@ -116,8 +126,10 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
     evaluation_parallel_to_training: bool = setting(False, group="evaluation")
     """Continue training during an evaluation. The result of the iteration in which it finishes
     contains it; the next evaluation waits for it. At the end of a run, `learn()` and `flowrl
-    train` wait for the last one."""
-    evaluation_config: dict[str, Any] = setting({}, group="evaluation")
+    train` wait for the last one, unless an evaluation has reached the limit of the run."""
+    evaluation_config: Annotated[dict[str, Any], BeforeValidator(_canonical)] = setting(
+        {}, group="evaluation"
+    )
     """Settings that differ in evaluations, such as env, env_config or explore (False by default);
     settings that evaluations do not use are rejected."""
 
@@ -141,7 +153,7 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
     checkpoint_score_order: Literal["max", "min"] = setting("max", group="checkpointing")
     """Whether the largest or the smallest value is the best."""
 
-    log_to: list[LoggerName] = setting([], group="reporting")
+    log_to: Annotated[list[LoggerName], BeforeValidator(_as_list)] = setting([], group="reporting")
     """Experiment loggers that receive every result: wandb, mlflow (extras of these names)."""
     log_config: dict[str, dict[str, Any]] = setting({}, group="reporting")
     """Logger -> its settings: those of wandb.init (project, name, mode, …); of mlflow
@@ -262,19 +274,6 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
 
     def _algorithm_class(self) -> Any:
         return import_object(self.algorithm)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _normalize(cls, values: Any) -> Any:
-        """Accept aliases in `evaluation_config`, and a single name for `log_to`."""
-        if not isinstance(values, dict):
-            return values
-        values = dict(values)
-        if isinstance(values.get("evaluation_config"), dict):
-            values["evaluation_config"] = canonical_names(values["evaluation_config"])
-        if isinstance(values.get("log_to"), str):
-            values["log_to"] = [values["log_to"]]
-        return values
 
     @check_of_settings
     def _check_combinations(self) -> Self:

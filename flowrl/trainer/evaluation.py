@@ -367,7 +367,7 @@ class EvaluationWorkers:
                     "evaluation_num_workers",
                 )
             if num_lost == MAX_LOST or not self._config.recreate_failed_workers:
-                self.stop()
+                self._restart()
                 raise
             self._num_lost = num_lost
             self._replace_workers(f"a worker died: {error!r}")
@@ -387,14 +387,17 @@ class EvaluationWorkers:
 
     def _replace_workers(self, reason: str) -> None:
         log.warning("the evaluation is lost because %s", reason)
+        self._restart()
+
+    def _restart(self) -> None:
+        """Stop the workers; the next evaluation starts new ones."""
         self.stop()
         self._workers = self._new_workers()
 
     def discard(self) -> None:
         """Ignore the running evaluation, and stop the workers that play it."""
         if self._requests and not self._wait(0.0):
-            self.stop()
-            self._workers = self._new_workers()
+            self._restart()
         self._requests = []
 
     def stop(self) -> None:

@@ -25,6 +25,7 @@ from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import specs_of
 from flowrl.policies.schedules import needs_total, schedules_in, zero_from
 from flowrl.sampling.worker_set import WorkerSet
+from flowrl.setting_values import equal
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.evaluation import check_evaluation_env
 from flowrl.trainer.memory_checks import check_rows
@@ -67,6 +68,7 @@ def check_start(config: AlgorithmConfig, workers: WorkerSet, stage: Stage) -> No
     _check_recorded_rows(config, policies, stage)
     check_schedules(config, workers.global_vars["total_timesteps"])
     check_evaluation_env(config, policies)
+    _warn_about_settings_without_effect(config)
     for problem in check_plan(stage, workers):
         if problem.rule == one_report.__name__:
             raise ConfigError(f"plan: {problem}")
@@ -83,6 +85,19 @@ def check_start(config: AlgorithmConfig, workers: WorkerSet, stage: Stage) -> No
             _warn_about_unused_settings(config, policy_id, policy)
             _warn_about_stacked_images(policy_id, policy)
             _warn_about_large_observations(policy_id, policy)
+
+
+def _warn_about_settings_without_effect(config: AlgorithmConfig) -> None:
+    """Warn about settings of policies that the algorithm's config has, but no policy."""
+    defaults = type(config).model_fields
+    changed = (n for n in config.model_fields_set if not equal(config[n], defaults[n].default))
+    names = sorted(name for name in changed if config.without_effect([name]))
+    if names:
+        log.warning(
+            "%s: no effect, because every policy has its own settings: policies={%r: {'config': "
+            "{%r: …}}}",
+            ", ".join(names), next(iter(specs_of(config.policies))), names[0],
+        )  # fmt: skip
 
 
 def warn_of_unused_policies(counters: Mapping[str, float], policy_ids: Collection[str]) -> None:

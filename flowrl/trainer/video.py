@@ -159,7 +159,7 @@ class VideoRecorder:
 
 def _temporary(path: Path) -> Path:
     """Return the path of a file that is being written."""
-    return path.with_name(f".{path.name}")
+    return path.with_name(f".{os.getpid()}-{path.name}")
 
 
 def render_frame(env: Any, setting: str) -> np.ndarray:

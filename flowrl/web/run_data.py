@@ -53,7 +53,7 @@ class RunData:
 
     def __init__(self, path: Path):
         self.path, self.name = path, path.resolve().name
-        self.config = read_config(path)[0]
+        self.config = read_config(path)
         self._result_file = GrowingFile(path / "result.json")
         self._activity_file = GrowingFile(path / ACTIVITY_FILE)
         self._activities: list[Activity] = []
@@ -69,7 +69,7 @@ class RunData:
         """Read the settings and new lines; if a resumed run has replaced a file, read it from the
         start."""
         with suppress(ConfigError):  # the run was deleted: show its last settings
-            self.config = read_config(self.path)[0]
+            self.config = read_config(self.path)
         replaced, lines = self._result_file.read()
         if replaced:
             self._clear()

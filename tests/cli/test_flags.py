@@ -217,6 +217,7 @@ def test_invalid_flags_of_an_algorithm_are_rejected(cli, tmp_path, flags, messag
     [
         ("--lr abc", "--lr: expected a number or a schedule [[env step, value], …], got 'abc'"),
         ("--lr", "--lr: expected a number or a schedule [[env step, value], …], got no value"),
+        ("--lr 0,1", "--lr: expected a number or a schedule [[env step, value], …], got '0,1'"),
         ("--lr -1", "--lr: values must be from 0 to 1e+06 (got -1.0)"),
         ("--num-workers two", "--num-workers: expected a whole number, got 'two'"),
         ("--num-workers 1 2", "--num-workers: expected a whole number, got '1' '2'"),

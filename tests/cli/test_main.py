@@ -88,7 +88,7 @@ def test_problem_of_an_option_is_one_line(cli, command, message):
 @pytest.mark.parametrize("command", OPTIONS)
 def test_options_of_a_command_are_those_of_its_help(cli, command):
     _, out, _ = cli(*command.split(), "--help")
-    shown = re.findall(r"^  (--[\w-]+)", out, re.MULTILINE)
+    shown = re.findall(r"^  (?:-\w \w+, )?(--[\w-]+)", out, re.MULTILINE)
     assert sorted(shown) == sorted(OPTIONS[command])
 
 
@@ -471,3 +471,9 @@ def test_ctrl_c_while_modules_are_imported_is_quiet():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_error_of_an_option_names_the_command_that_has_it(cli):
+    code, _, err = cli("train", "ppo", "--until", "Dequeue:3")
+    assert code == 2
+    assert "--until is an option of flowrl replay" in err

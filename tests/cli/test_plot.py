@@ -55,6 +55,23 @@ def test_other_settings_and_plans_are_other_curves(tmp_path):
     assert len(learning_curves(find_runs([tmp_path, runs[0], tmp_path / "b" / ".." / "a"]))) == 3
 
 
+def test_environments_that_are_classes_are_other_curves(tmp_path):
+    runs = [
+        write_run(tmp_path / name, [1.0, 2.0], env={"__code__": f"my_envs:{name}"})
+        for name in ("First", "Second")
+    ]
+    assert [curve.name for curve in learning_curves(runs)] == ["ppo First", "ppo Second"]
+
+
+def test_runs_of_several_processes_with_the_same_object_are_one_curve(tmp_path):
+    runs = [
+        write_run(tmp_path / str(seed), [1.0, 2.0], seed, callbacks_class={"__code__": f":{text}"})
+        for seed, text in enumerate(["<C object at 0x7f12>", "<C object at 0x7f99>"])
+    ]
+    (curve,) = learning_curves(runs)
+    assert len(curve.runs) == 2
+
+
 def test_runs_without_common_steps_are_curves_of_their_own(tmp_path):
     early = write_run(tmp_path / "a", [1.0, 2.0], 1)
     late = write_run(tmp_path / "b", [None] * 5 + [3.0, 4.0], 2)

@@ -274,6 +274,23 @@ def test_damaged_setup_file_is_not_needed(cli, tmp_path):
         assert cli("evaluate", "r", "--episodes", "1")[0] == 0
 
 
+def test_damaged_command_is_not_needed(cli, tmp_path):
+    assert cli("train", "a2c", *SEEDED, "--stop-iters", "1", "--run-dir", "r")[0] == 0
+    (tmp_path / "r/command.txt").unlink()
+    code, out, err = cli("resume", "r", "--stop-iters", "2")
+    assert (code, err) == (0, "")
+    assert "repeat:" not in out
+    assert len(read_results(tmp_path / "r")) == 2
+
+
+def test_folder_of_videos_is_not_needed_for_an_evaluation(cli, tmp_path):
+    require_extra("video")
+    flags = ["--evaluation-video-dir", "videos", "--stop-iters", "1", "--run-dir", "r"]
+    assert cli("train", "a2c", *SEEDED, *flags)[0] == 0
+    (tmp_path / "videos").write_text("no folder")
+    assert cli("evaluate", "r", "--episodes", "1")[0] == 0
+
+
 def test_refused_resumption_is_not_noted(cli, tmp_path):
     assert cli("train", "a2c", *SEEDED, "--stop-iters", "1", "--run-dir", "r")[0] == 0
     before = (tmp_path / "r/events.jsonl").read_text()

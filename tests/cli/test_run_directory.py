@@ -168,7 +168,7 @@ def test_failing_evaluation_keeps_the_result(cli, tmp_path):
 def test_env_config_that_resembles_code_is_kept(tmp_path):
     settings = settings_to_json({"env_config": {"code": 3}})
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    assert read_config(tmp_path) == ({"env_config": {"code": 3}}, [])
+    assert read_config(tmp_path) == {"env_config": {"code": 3}}
 
 
 def test_checkpoints_are_ordered_by_number(tmp_path):

@@ -575,3 +575,19 @@ def test_configs_with_arrays_can_be_compared():
     configs = [PPOConfig(env_config={"start": np.array(start)}) for start in ([1, 2], [1, 2], [3])]
     assert configs[0] == configs[1]
     assert configs[0] != configs[2]
+
+
+def test_assignment_accepts_the_same_forms_as_the_constructor():
+    config = PPOConfig()
+    config.log_to = "wandb"
+    assert config.log_to == ["wandb"]
+    config.evaluation_config = {"num_envs_per_env_runner": 4}
+    assert config.evaluation_config == {"num_envs_per_worker": 4}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{(1, 2), (3, 4)}, {"__tuple__": [1]}, {"__space__": {"a": 1}}, {"__code__": "no:code"}],
+)
+def test_values_that_resemble_encoded_ones_are_restored(value):
+    assert decode(json.loads(json.dumps(encode(value))), CodeResolver(False)) == value

@@ -419,6 +419,7 @@ def test_evaluation_workers_that_always_die_end_the_training(ray_session):
         with pytest.raises(death_errors()) as caught:
             algorithm.train()
         assert "3 evaluations in a row were lost" in "".join(caught.value.__notes__)
+        assert "evaluation" not in algorithm.train()  # new workers have started
 
 
 class HangsOnce(FixedLength):

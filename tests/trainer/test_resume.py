@@ -827,3 +827,12 @@ def test_dropped_steps_count_as_steps_of_the_single_agent(tmp_path):
         result = algorithm.train()
     assert result["counters"]["num_env_steps_dropped"] > 0
     assert result["num_agent_steps_sampled"] == result["num_env_steps_sampled"]
+
+
+def test_changed_seed_of_a_checkpoint_is_reported(tmp_path, caplog):
+    with A2C("CartPole-v1", seed=1) as algorithm:
+        algorithm.save(tmp_path / "c")
+    for seed, is_reported in ((1, False), (2, True)):
+        caplog.clear()
+        A2C.from_checkpoint(tmp_path / "c", config={"seed": seed}).stop()
+        assert ("seed: the training continues" in caplog.text) == is_reported

@@ -565,3 +565,15 @@ def test_float16_observations_raise_no_warning_of_numpy():
 
     with PPO(Half, train_batch_size=40, sgd_minibatch_size=0) as algorithm:
         algorithm.check_start()
+
+
+def test_settings_that_no_policy_has_are_reported(caplog):
+    own = PPOConfig(model={"fcnet_hiddens": [8]})
+    policies = {"default_policy": PolicySpec(config=own)}
+    settings = {"train_batch_size": 128, "rollout_fragment_length": 128, "seed": 0}
+    message = "gamma, lr: no effect, because every policy has its own settings"
+    for changes, is_reported in (({"lr": 0.5, "gamma": 0.1}, True), ({}, False)):
+        caplog.clear()
+        with PPO("CartPole-v1", policies=policies, **changes, **settings) as algorithm:
+            algorithm.train()
+        assert (message in caplog.text) == is_reported

@@ -53,33 +53,33 @@ def learn(
     rules = StopRules(timesteps=steps, metrics=[] if stop is None else metric_rules(stop))
     total = None
     if path is not None and resume:
-        before = read_config(path)[0].get("total_timesteps")
+        before = read_config(path).get("total_timesteps")
         of_run = config if before is None else config.updated(total_timesteps=before)
         of_run, given, _ = limits_of_resumed(path, of_run, rules)
         rules, total = given.with_defaults(of_run), of_run.total_timesteps
     else:
         rules.check(config)
         given, rules = rules, rules.with_defaults(config)
-    total = total or rules.env_steps
+    total = total or rules.env_steps or config.total_timesteps
     algorithm.workers.local_worker()  # raises errors of environments before files are written
     previous = algorithm.workers.global_vars["total_timesteps"]
     if total is not None:
         algorithm.workers.set_total_timesteps(total)
+    trains = False
     try:
         algorithm.check_start()
-    except ConfigError:
-        algorithm.workers.set_total_timesteps(previous)
-        raise
-    reached = reached_limit(algorithm, rules, path if resume else None)
-    if reached is not None:
-        hint = "pass a larger total_timesteps or limit"
-        if given.is_set() and rules != given:
-            hint = "schedules in percent end there: pass total_timesteps, too"
-        print(f"already reached: {reached}; {hint}")
-        return
-    run = None
-    if path is not None:
-        run = RunDirectory(path, config.logged_names, resume, unique)
+        reached = reached_limit(algorithm, rules, path if resume else None)
+        if reached is not None:
+            hint = "pass a larger total_timesteps or limit"
+            if given.is_set() and rules != given:
+                hint = "schedules in percent end there: pass total_timesteps, too"
+            print(f"already reached: {reached}; {hint}")
+            return
+        run = None if path is None else RunDirectory(path, config.logged_names, resume, unique)
+        trains = True
+    finally:
+        if not trains:
+            algorithm.workers.set_total_timesteps(previous)
     end = _train_in_run(algorithm, rules, run, resume, total, command, display)
     if end.exit_code == INTERRUPTED:
         raise KeyboardInterrupt

@@ -102,7 +102,7 @@ def learning_curves(run_dirs: Sequence[Path], metric: str = "episode_reward_mean
     """
     groups: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
     for run_dir in run_dirs:
-        settings = read_config(run_dir)[0]
+        settings = read_config(run_dir)
         key = {name: value for name, value in settings.items() if name not in _OF_ONE_RUN}
         key["plan of the run"] = _plan_of(run_dir, settings)
         groups.setdefault(json.dumps(key, sort_keys=True), []).append((run_dir, key))
@@ -144,7 +144,8 @@ def _plan_of(run_dir: Path, settings: dict[str, Any]) -> str:
 def _name(settings: dict[str, Any], others: list[dict[str, Any]], run_dir: Path) -> str:
     """Return plan and environment of a group, and its settings that other groups do not have; if
     these are many, the folder of its first run."""
-    name = " ".join(filter(None, (settings["plan of the run"], str(settings.get("env") or ""))))
+    env = str(settings.get("env") or "").rpartition(":")[2]  # without the module of a class
+    name = " ".join(filter(None, (settings["plan of the run"], env)))
     differing = [
         f"{key}={value}"
         for key, value in settings.items()

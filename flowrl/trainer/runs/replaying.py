@@ -25,6 +25,7 @@ NOT_REPLAYED: dict[str, Any] = {
     "output": None,
     "evaluation_interval": None,
     "evaluation_parallel_to_training": False,
+    "evaluation_video_dir": None,
     "checkpoint_score_attribute": None,
     "checkpoint_score_order": "max",
     "num_spare_workers": 0,

@@ -105,7 +105,9 @@ def reached_limit(algorithm: Any, stop: StopRules, run_dir: Path | None) -> str 
     return stop.reached(result, algorithm.config.metrics_num_episodes_for_smoothing, 0.0)
 
 
-def prepare_to_resume(algorithm: Any, run: RunDirectory, stop: StopRules, total: Any) -> None:
+def prepare_to_resume(
+    algorithm: Any, run: RunDirectory, stop: StopRules, total: int | None
+) -> None:
     """Make a run directory ready for a resumed training.
 
     What the run wrote after the algorithm's iteration is removed, because it is written again; if

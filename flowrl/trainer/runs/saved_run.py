@@ -7,6 +7,7 @@ import fcntl
 import itertools
 import math
 import os
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,8 @@ def _other_run(folder: Path) -> str:
     return "" if newest is None else f". The newest run in it is {newest.parent}"
 
 
-def read_config(run_dir: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings of a run, without those that are code, and the names of those.
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """Return the settings of a run, with the import path of code in place of the code.
 
     Raises:
         ConfigError: config.json is missing or damaged.
@@ -84,8 +85,7 @@ def read_config(run_dir: Path) -> tuple[dict[str, Any], list[str]]:
         raise ConfigError(f"{run_dir} is not a run directory: {reason}{_other_run(run_dir)}")
     try:
         settings = parse_json(file.read_text(encoding="utf-8"))
-        code = [name for name, value in settings.items() if _contains_code(value)]
-        return {name: value for name, value in settings.items() if name not in code}, code
+        return {name: _with_names_of_code(value) for name, value in settings.items()}
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{file}: damaged: {error}") from error
 
@@ -147,10 +147,14 @@ def settings_to_json(value: Any) -> Any:
     return {_CODE: place}
 
 
-def _contains_code(value: Any) -> bool:
+def _with_names_of_code(value: Any) -> Any:
+    """Return a saved setting with the import path of code, without addresses in memory, in place
+    of the code."""
     if isinstance(value, dict):
-        return set(value) == {_CODE} or any(map(_contains_code, value.values()))
-    return isinstance(value, list) and any(map(_contains_code, value))
+        if set(value) == {_CODE}:
+            return re.sub(r" at 0x[0-9a-f]+", "", str(value[_CODE]))
+        return {key: _with_names_of_code(inner) for key, inner in value.items()}
+    return [_with_names_of_code(inner) for inner in value] if isinstance(value, list) else value
 
 
 def own_code(manifest: dict[str, Any]) -> dict[str, str]:
@@ -247,7 +251,7 @@ def find_checkpoint(run_dir: Path, name: str | None) -> Path:
     if name is None or not checkpoints:
         return newest_checkpoint(run_dir)
     if name == "best":
-        order = read_config(run_dir)[0].get("checkpoint_score_order", "max")
+        order = read_config(run_dir).get("checkpoint_score_order", "max")
         best = best_checkpoint(checkpoints, order)
         if best is None:
             raise ConfigError(

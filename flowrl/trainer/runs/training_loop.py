@@ -141,7 +141,8 @@ class _TrainingLoop:
         self.result = result = _train_once(algorithm, signals)
         now = time.perf_counter()
         reason = self.reached(result, now - self.started)
-        if reason is not None:
+        # an evaluation that reached the limit is the last one
+        if reason is not None and not reason.startswith("evaluation/"):
             _finish_evaluation(algorithm, signals, result)
         if run is not None:
             run.write(result)

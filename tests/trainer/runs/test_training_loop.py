@@ -15,7 +15,7 @@ import pytest
 
 from flowrl import A2C, BC, PPO, Algorithm, ConfigError
 from flowrl.cli.main import main
-from flowrl.data.checkpoint import CheckpointError
+from flowrl.data.checkpoint import CheckpointError, read_manifest
 from flowrl.sampling.callbacks import DefaultCallbacks
 from flowrl.trainer.metric_names import metric_hint
 from flowrl.trainer.runs.run_directory import RunDirectory
@@ -777,3 +777,47 @@ def test_limits_may_be_numpy_numbers_and_names_may_have_spaces():
     assert metric_rules(limits) == [("a", ">=", 5), ("b", "<=", 0.5), ("my score", ">=", 2)]
     with pytest.raises(ConfigError, match="a: must be a finite number"):
         metric_rules({"a": np.nan})
+
+
+def test_learn_that_does_not_train_keeps_the_total_of_schedules(tmp_path, capsys):
+    settings = {**SMALL, "lr": [("0%", 1e-3), ("100%", 0.0)], "total_timesteps": 10_000}
+    with A2C("CartPole-v1", **SMALL) as other:
+        other.learn(64, run_dir=tmp_path / "r", progress=False)
+    with A2C("CartPole-v1", **settings) as algorithm:
+        algorithm.train()
+        algorithm.train()
+        algorithm.learn(100, run_dir=None)
+        assert "already reached: 128 env steps" in capsys.readouterr().out
+        with pytest.raises(ConfigError):
+            algorithm.learn(200, run_dir=tmp_path / "r")
+        rate = algorithm.train()["learners"]["default_policy"]["cur_lr"]
+    assert rate == pytest.approx(1e-3 * (1 - 128 / 10_000))
+
+
+def test_run_keeps_the_total_of_its_settings_without_a_limit_on_env_steps(tmp_path):
+    with A2C("CartPole-v1", **SMALL, total_timesteps=10_000) as algorithm:
+        algorithm.learn(stop={"training_iteration": 1}, run_dir=tmp_path / "r", progress=False)
+    assert json.loads((tmp_path / "r/config.json").read_text())["total_timesteps"] == 10_000
+
+
+def test_checkpoint_that_the_program_writes_keeps_the_score_of_the_run(tmp_path):
+    settings = {**SMALL, "checkpoint_score_attribute": "training_iteration"}
+    with A2C("CartPole-v1", **settings) as algorithm:
+        algorithm.learn(64, run_dir=tmp_path / "r", progress=False)
+        path = algorithm.save()
+        assert read_manifest(path)["score"] == 1
+        algorithm.train()
+        assert "score" not in read_manifest(algorithm.save())
+
+
+def test_evaluation_that_reaches_the_limit_is_the_last_one(tmp_path, monkeypatch):
+    with A2C("CartPole-v1", **SMALL, evaluation_interval=1) as algorithm:
+        evaluator = algorithm._evaluator
+        evaluation = {"episode_reward_mean": 100.0, "training_iteration": 1}
+        monkeypatch.setattr(evaluator, "evaluate_if_due", lambda *_: evaluation)
+        later = {"episode_reward_mean": -12.0, "training_iteration": 2}
+        monkeypatch.setattr(evaluator, "finish", lambda: later)
+        stop = {"evaluation/episode_reward_mean": 50}
+        algorithm.learn(stop=stop, run_dir=tmp_path / "r", progress=False)
+    (line,) = (tmp_path / "r/result.json").read_text().splitlines()
+    assert json.loads(line)["evaluation"] == evaluation
