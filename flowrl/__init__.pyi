@@ -61,7 +61,7 @@ class _ModelConfig(TypedDict, total=False):
     vf_share_layers: bool | None
     """Share one network between policy and value up to their heads. None shares it for image observations; DQN shares it by default, because its heads are values and advantages. SAC, TD3, DDPG and CQL have separate networks."""
     free_log_std: bool
-    """For continuous actions, make the log standard deviation a parameter instead of an output."""
+    """For a Box of continuous actions, make the log standard deviation a parameter instead of an output; in Dict and Tuple spaces it is always an output."""
     initial_log_std: float
     """Initial value of this parameter; bounded actions are normalized to [-1, 1]."""
     num_framestacks: int

@@ -230,7 +230,7 @@ MUTATIONS = [
     Mutation("target network: weights swapped", TARGET,
              "lerp_(self.flat.vector.data, tau)", "lerp_(self.flat.vector.data, 1 - tau)"),
     Mutation("target network: updates are not counted", TARGET,
-             "self.target_updates += 1", "self.target_updates += 0"),
+             "self.target_version += 1", "self.target_version += 0"),
     Mutation("target network: one step late", "ops/train.py",
              "return now - last >= self.target_update_freq",
              "return now - last > self.target_update_freq"),

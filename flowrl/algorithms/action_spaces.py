@@ -16,6 +16,11 @@ def wrong_action_space(algorithm: str, supported: str, space: spaces.Space) -> C
         space: the action space.
     """
     others = "PPO"
+    if isinstance(space, spaces.Box) and space.dtype.kind != "f":
+        return ConfigError(
+            f"{algorithm} is for {supported} actions, not {space}: let the environment have a "
+            "Discrete or MultiDiscrete space"
+        )
     if algorithm == "CQL":
         others = "BC or MARWIL"
     elif isinstance(space, spaces.Box) and space.is_bounded() and space.dtype.kind == "f":

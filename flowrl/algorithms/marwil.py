@@ -190,7 +190,7 @@ class MARWILTorchPolicy(TorchPolicy):
         self.stats["mean_logp"] = logp.detach().mean()
         if not self.config.beta:
             return -logp.mean()
-        values = self.model.value_function()
+        values = self.model.checked_values(len(logp))
         advantages = (batch["value_targets"] - values).detach()
         square = self.learner.mean_of_rows(advantages.square())
         self._squares.append((square, len(advantages)))

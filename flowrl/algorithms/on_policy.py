@@ -9,14 +9,13 @@ import torch
 
 from flowrl.data import SampleBatch
 from flowrl.errors import ConfigError
-from flowrl.policies.models.fcnet import acts_by_numpy
+from flowrl.policies.models.fcnet import uses_numpy
 from flowrl.policies.returns import discounted_returns, generalized_advantages
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TorchPolicy, no_values_error
 from flowrl.settings import Fraction, Needs, check_of_settings
 from flowrl.trainer.config import AlgorithmConfig
 
-_ONE_NUMBER_PER_ROW = ("advantages", "value_targets", "action_logp", "vf_preds")
 _ACTING = {"compute_actions", "_act", "extra_action_out", "compute_values"}
 
 
@@ -52,6 +51,7 @@ class OnPolicyPolicy(TorchPolicy):
 
     config_class = OnPolicyConfig
     is_on_policy = True
+    scalar_columns = ("advantages", "value_targets", "action_logp", "vf_preds")
     config: OnPolicyConfig
 
     @property
@@ -64,7 +64,7 @@ class OnPolicyPolicy(TorchPolicy):
         return (
             is_own
             and not _ACTING & vars(self).keys()
-            and acts_by_numpy(model)
+            and uses_numpy(model)
             and not model.shares_layers
         )
 
@@ -98,13 +98,6 @@ class OnPolicyPolicy(TorchPolicy):
         self, batch: SampleBatch, num_sgd_iter: int = 1, sgd_minibatch_size: int = 0
     ) -> dict[str, float]:
         self._check_off_policy(batch)
-        for name in _ONE_NUMBER_PER_ROW:
-            column = dict.get(batch, name)  # not computed or fetched
-            if column is not None and column.ndim != 1:
-                raise ValueError(
-                    f"the column {name!r} has the shape {list(column.shape)}: it must have one "
-                    f"number per row, [{batch.count}]"
-                )
         return super().learn_on_minibatches(batch, num_sgd_iter, sgd_minibatch_size)
 
     def compute_gradients(self, batch: SampleBatch) -> tuple[np.ndarray, dict[str, float]]:

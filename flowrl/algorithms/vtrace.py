@@ -14,7 +14,7 @@ from flowrl.data import SampleBatch
 from flowrl.data.sequences import loss_rows_of_sequences, take_sequences, without_masked_rows
 from flowrl.ops import StalenessLimit
 from flowrl.policies.learning.torch_learner import TorchLearner
-from flowrl.policies.models.fcnet import acts_by_numpy
+from flowrl.policies.models.fcnet import uses_numpy
 from flowrl.policies.returns import vtrace
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy, no_values_error
@@ -212,7 +212,7 @@ class VTracePolicy(TorchPolicy):
         """Compute actions; skip values where they cost extra, because the learner recomputes
         them."""
         reads_obs_only = set(input_dict) == {"obs"}
-        if self._has_own_columns or not (acts_by_numpy(self.acting_model) and reads_obs_only):
+        if self._has_own_columns or not (uses_numpy(self.acting_model) and reads_obs_only):
             return super()._act(input_dict, explore)
         actions, states, extra = self._act_by_numpy(input_dict, explore)
         return actions, states, {"action_logp": extra["action_logp"]}

@@ -47,8 +47,8 @@ class ModelConfig(Settings):
     observations; DQN shares it by default, because its heads are values and advantages. SAC, TD3,
     DDPG and CQL have separate networks."""
     free_log_std: bool = True
-    """For continuous actions, make the log standard deviation a parameter instead of an
-    output."""
+    """For a Box of continuous actions, make the log standard deviation a parameter instead of an
+    output; in Dict and Tuple spaces it is always an output."""
     initial_log_std: Annotated[float, Field(ge=-20, le=20)] = 0.0
     """Initial value of this parameter; bounded actions are normalized to [-1, 1]."""
     num_framestacks: Count = 1
@@ -122,6 +122,8 @@ class ModelConfig(Settings):
         self._require(self.use_lstm, "use_lstm=True", *of_lstm)
         self._require(self.use_attention, "use_attention=True", *of_attention)
         self._require(has_custom, "a custom_model", "custom_model_config")
+        has_memory = self.use_lstm or self.use_attention or has_custom
+        self._require(has_memory, "use_lstm=True or use_attention=True", "max_seq_len")
         if self.conv_type == "resnet" and self.conv_filters is not None:
             raise ValueError("conv_filters: must be None if conv_type is 'resnet'")
         return self

@@ -197,9 +197,12 @@ class Exploration:
             return actions.astype(np.float32), logp.astype(np.float32)
         low: Any = -1.0 if self._normalize_actions else space.low
         high: Any = 1.0 if self._normalize_actions else space.high
-        widths = np.broadcast_to(np.subtract(high, low), space.shape)
-        logp = np.full(count, -np.log(widths.astype(np.float64)).sum(), np.float32)
-        return rng.uniform(low, high, shape).astype(np.float32), logp
+        # half of the bounds: the width of a Box may be larger than the largest number
+        low, high = (np.multiply(bound, 0.5, dtype=np.float64) for bound in (low, high))
+        widths = np.broadcast_to(high - low, space.shape)
+        widths = widths[widths > 0]  # other dimensions have a single value
+        logp = np.full(count, -(np.log(widths) + np.log(2)).sum(), np.float32)
+        return (2 * rng.uniform(low, high, shape)).astype(np.float32), logp
 
     def _epsilon_greedy(
         self, best: np.ndarray, inputs: np.ndarray, rng: np.random.Generator, epsilon: float

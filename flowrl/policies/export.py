@@ -27,7 +27,9 @@ from flowrl.policies.models.tensor_batch import InputDict
 from flowrl.policies.views import ViewRequirement, acting_views
 
 FORMATS = ("torch", "onnx")
-_ACTING_METHODS = ("compute_actions", "compute_actions_from_input_dict", "actions_for_env")
+_ACTING_METHODS = (
+    "compute_actions", "compute_actions_from_input_dict", "actions_for_env", "_act",
+)  # fmt: skip
 
 
 class ExportablePolicy(Protocol):
@@ -39,6 +41,7 @@ class ExportablePolicy(Protocol):
     model: ModelV2
     dist_class: type[ActionDistribution]
     config: PolicyConfig
+    exploration: Any
 
     @property
     def view_requirements(self) -> Mapping[str, ViewRequirement]: ...
@@ -162,14 +165,11 @@ def _repeat(leaf: Any, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.from_numpy(np.broadcast_to(leaf, (*shape, *leaf.shape)).copy())
 
 
-def export_policy(
-    policy: ExportablePolicy, base: type, path: Path | str, format: str | None
-) -> Path:
+def export_policy(policy: ExportablePolicy, path: Path | str, format: str | None) -> Path:
     """Write the acting part of a policy to a file. See TorchPolicy.export.
 
     Args:
-        policy: the policy.
-        base: TorchPolicy, whose way of acting is exported; a class that overrides it is refused.
+        policy: the policy; one whose class or exploration overrides the way of acting is refused.
         path: path of the file.
         format: "torch", "onnx", or None to choose by the file's suffix.
 
@@ -180,11 +180,11 @@ def export_policy(
         format = "onnx" if Path(path).suffix == ".onnx" else "torch"
     if format not in FORMATS:
         raise ConfigError(f"export: format must be one of {', '.join(FORMATS)}, got {format!r}")
-    policy_class = type(policy)
-    for name in _ACTING_METHODS:
-        if getattr(policy_class, name) is not getattr(base, name):
+    policy_class, exploration = type(policy), type(policy.exploration)
+    for cls, name in [(exploration, "act"), *((policy_class, name) for name in _ACTING_METHODS)]:
+        if not getattr(cls, name).__module__.startswith("flowrl."):
             raise ConfigError(
-                f"export: {policy_class.__name__} overrides {name}(), which cannot be exported"
+                f"export: {cls.__name__} overrides {name}(), which cannot be exported"
             )
     if format == "onnx":
         check_installed("onnxscript", "export: the format onnx", extra="onnx")

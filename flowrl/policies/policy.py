@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -93,7 +94,7 @@ class Policy(ActsOnObservations):
         """Return settings as a record of `config_class`.
 
         Args:
-            config: a mapping, which is merged over the defaults; or a record. From a record
+            config: a mapping, which is merged over the defaults; None; or a record. From a record
                 of another class only explicitly set values are used, so that this class keeps its
                 own defaults.
 
@@ -102,12 +103,17 @@ class Policy(ActsOnObservations):
         """
         if isinstance(config, cls.config_class):
             return config
-        values = (
-            config.explicit_settings() if isinstance(config, PolicyConfig) else dict(config.items())
-        )
         if isinstance(config, PolicyConfig):
-            values = {k: v for k, v in values.items() if k in cls.config_class.model_fields}
-        return cls.config_class(**values)
+            values = config.explicit_settings()
+            known = cls.config_class.model_fields
+            return cls.config_class(**{k: v for k, v in values.items() if k in known})
+        if config is None:
+            return cls.config_class()
+        if not isinstance(config, Mapping):
+            raise ConfigError(
+                f"{cls.__name__}: the config is a mapping of settings or a record, got {config!r}"
+            )
+        return cls.config_class(**dict(config.items()))
 
     # -- acting --------------------------------------------------------------------------------
 
@@ -131,6 +137,15 @@ class Policy(ActsOnObservations):
     ) -> tuple[np.ndarray, list[np.ndarray], dict[str, np.ndarray]]:
         """Compute actions as `compute_actions`, from all views known at that step, [B, …] each."""
         return self.compute_actions(input_dict["obs"], explore=explore)
+
+    @property
+    def acts_on_views(self) -> bool:
+        """Whether samplers call `compute_actions_from_input_dict` and
+        `compute_values_from_input_dict` even if observations are the only view: the user's class
+        overrides one of them."""
+        names = "compute_actions_from_input_dict", "compute_values_from_input_dict"
+        methods = [vars(self).get(name, getattr(type(self), name)) for name in names]
+        return not all(method.__module__.startswith("flowrl.") for method in methods)
 
     @property
     def defers_values(self) -> bool:

@@ -19,8 +19,10 @@ class TargetNetworkPolicy(TorchPolicy):
 
     Attributes:
         target_model: the target network; its parameters have no gradient.
-        target_updates: number of updates of the target network.
+        target_version: increases with every update of the target network, as `version` does.
     """
+
+    scalar_columns = ("rewards", "terminateds", "weights", "n_steps")
 
     def __init__(self, observation_space: Any, action_space: Any, config: Any):
         super().__init__(observation_space, action_space, config)
@@ -32,7 +34,7 @@ class TargetNetworkPolicy(TorchPolicy):
         self._buffer_pairs = list(
             zip(self.target_model.buffers(), self.model.buffers(), strict=True)
         )
-        self.target_updates = 0
+        self.target_version = 0
         self.update_target(1.0)
 
     def update_target(self, tau: float | None = None) -> bool:
@@ -48,7 +50,7 @@ class TargetNetworkPolicy(TorchPolicy):
         self._target.vector.data.lerp_(self.flat.vector.data, tau)
         for target_buffer, buffer in self._buffer_pairs:
             target_buffer.copy_(buffer)
-        self.target_updates += 1
+        self.target_version += 1
         return True
 
     def discounts(self, batch: TensorBatch) -> torch.Tensor:

@@ -62,6 +62,8 @@ class TorchPolicy(Policy):
     """
 
     learner_class: ClassVar[type[TorchLearner]] = TorchLearner
+    scalar_columns: ClassVar[tuple[str, ...]] = ()
+    """Columns of which the loss needs one number per row."""
 
     def __init__(self, observation_space: spaces.Space, action_space: spaces.Space, config: Any):
         super().__init__(observation_space, action_space, config)
@@ -287,7 +289,7 @@ class TorchPolicy(Policy):
     def _act_by_numpy(
         self, input_dict: dict[str, Any], explore: bool
     ) -> tuple[Any, list[np.ndarray], dict[str, np.ndarray]]:
-        """Compute actions without values; only for networks for which `acts_by_numpy`."""
+        """Compute actions without values; only for networks that act with numpy."""
         model: Any = self.acting_model
         outputs = self._computed(lambda inputs: model.outputs_numpy(inputs["obs"]), input_dict)
         actions, logp = self.exploration.act(outputs, self, explore)
@@ -478,7 +480,7 @@ class TorchPolicy(Policy):
         Raises:
             ConfigError: the format is unknown, the extra is missing, or a view cannot be exported.
         """
-        return export_policy(self, TorchPolicy, path, format)
+        return export_policy(self, path, format)
 
     # -- state ---------------------------------------------------------------------------------
 

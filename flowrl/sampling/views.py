@@ -69,7 +69,7 @@ class Views(ActingViews):
 
     Attributes:
         acts_on_obs_only: whether every view is the column of the same name, so that the policy acts
-            on `obs` alone.
+            on `obs` alone, with its `compute_actions`.
         agents_acting, agents_training: the views of other agents for acting and training.
         defers_values: whether values are computed at the end of the current fragment.
 
@@ -86,7 +86,8 @@ class Views(ActingViews):
         requirements = self.requirements
         views = batch_views({n: view for n, view in requirements.items() if view.agents is None})
         self._training = {n: View(n, v) for n, v in views.items() if v.used_for_training}
-        self.acts_on_obs_only = list(self._acting) == ["obs"] and not views and not self.agent_views
+        has_obs_only = list(self._acting) == ["obs"] and not views and not self.agent_views
+        self.acts_on_obs_only = has_obs_only and not policy.acts_on_views
         check_repeats(self._training)
         agent_views = self.agent_views
         acting = acting_views(requirements)

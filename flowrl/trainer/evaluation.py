@@ -522,6 +522,10 @@ def _evaluation_policy(policy: Policy, explore: bool) -> type[Policy]:
             copied = getattr(policy, "exploration_for_evaluation", None)
             self._exploration = None if copied is None else copied()
 
+        @property
+        def acts_on_views(self) -> bool:
+            return policy.acts_on_views
+
         def compute_actions(
             self, obs_batch: Any, explore: bool = explore
         ) -> tuple[np.ndarray, list[np.ndarray], dict[str, np.ndarray]]:

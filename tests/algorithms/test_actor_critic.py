@@ -676,13 +676,13 @@ def test_delayed_target_update_remains_due():
     with WorkerSet("Pendulum-v1", TD3TorchPolicy, config) as workers:
         policy = workers.local_worker().policy
         operator = UpdateTargetNetwork(workers, 30, by_steps_trained=True)
-        start, updates = policy.target_updates, []
+        start, updates = policy.target_version, []
         batch = ParallelRollouts(workers).take(1)[0]
         with metrics_scope(MetricsContext()) as metrics:
             for _ in range(8):  # the interval of 30 rows passes at odd and at even updates
                 policy.learn_on_batch(batch)
                 operator((None, {"default_policy": {"num_agent_steps_trained": 10}}))
-                updates.append(policy.target_updates - start)
+                updates.append(policy.target_version - start)
             assert metrics.counters["num_target_updates"] == updates[-1]
     assert updates == [0, 0, 0, 1, 1, 1, 1, 2]
 

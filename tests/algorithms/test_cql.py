@@ -210,7 +210,7 @@ def test_plan_trains_and_resumes_from_a_checkpoint(pendulum, tmp_path):
         assert first["num_env_steps_trained"] == 300
         algorithm.save(tmp_path / "c")
         expected = algorithm.train()["learners"]["default_policy"]
-        assert algorithm.get_policy().target_updates == 13  # including the initial copy
+        assert algorithm.get_policy().target_version == 13  # including the initial copy
         with pytest.raises(ConfigError, match="no environment"):
             algorithm.evaluate()
     with config.build() as resumed:

@@ -31,9 +31,25 @@ class BoxDistribution(ActionDistribution):
         return flat.reshape(-1, *cls.space.shape)
 
     @staticmethod
-    def _flatten(actions: torch.Tensor) -> torch.Tensor:
-        """Reshape actions to [B, d]."""
-        return actions if actions.dim() == 2 else actions.reshape(actions.shape[0], -1)
+    def _flatten(actions: torch.Tensor, size: int) -> torch.Tensor:
+        """Reshape actions to [B, size].
+
+        Raises:
+            ValueError: they have another size.
+        """
+        flat = actions if actions.dim() == 2 else actions.reshape(actions.shape[0], -1)
+        check_action_size(flat.shape[1], size)
+        return flat
+
+
+def check_action_size(size: int, expected: int) -> None:
+    """Raise ValueError if actions have another number of dimensions than their distribution; torch
+    and numpy would broadcast a single one."""
+    if size != expected:
+        raise ValueError(
+            f"actions: each has the size {size}, expected {expected}: is the batch of another "
+            "action space?"
+        )
 
 
 class DiagGaussian(BoxDistribution):
@@ -71,7 +87,7 @@ class DiagGaussian(BoxDistribution):
         return actions
 
     def logp(self, actions: torch.Tensor) -> torch.Tensor:
-        scaled = (self._flatten(actions) - self.mean) * torch.exp(-self.log_std)
+        scaled = (self._flatten(actions, self.mean.shape[1]) - self.mean) * torch.exp(-self.log_std)
         return (-0.5 * (scaled * scaled + _LOG_2PI) - self.log_std).sum(-1)
 
     def entropy(self) -> torch.Tensor:
@@ -156,7 +172,7 @@ class SquashedGaussian(DiagGaussian):
         return actions
 
     def logp(self, actions: torch.Tensor) -> torch.Tensor:
-        squashed = self._flatten(actions).clamp(-_MAX_SQUASHED, _MAX_SQUASHED)
+        squashed = self._flatten(actions, self.mean.shape[1]).clamp(-_MAX_SQUASHED, _MAX_SQUASHED)
         raw = torch.atanh(squashed)
         return self._logp_of_raw(raw, (raw - self.mean) * torch.exp(-self.log_std))
 

@@ -24,9 +24,9 @@ from flowrl.policies.cuda_graphs import (
     running_on,
     try_to_capture,
 )
+from flowrl.policies.learning.epochs import Stats
 from flowrl.policies.learning.flat_parameters import FlatAdam
 from flowrl.policies.learning.kernels.registry import has_replaced_methods, has_shipped_loss
-from flowrl.policies.learning.protocols import Stats
 from flowrl.policies.models.tensor_batch import TensorBatch
 
 MAX_GRAPHS = 16  # a graph keeps the memory of its update

@@ -15,6 +15,31 @@ from flowrl.data.sequences import sequence_minibatches
 Stats = dict[str, float]
 
 
+def check_batch(batch: Any, name: str, scalar_columns: Sequence[str]) -> None:
+    """Check that a policy can learn from a batch.
+
+    Args:
+        batch: the batch.
+        name: of the policy's class.
+        scalar_columns: columns that must have one number per row.
+
+    Raises:
+        TypeError: it is no SampleBatch.
+        ValueError: it has no rows, or a column has another shape.
+    """
+    if not isinstance(batch, SampleBatch):
+        raise TypeError(f"{name} learns from a SampleBatch, got a {type(batch).__name__}")
+    if not batch.count:
+        raise ValueError(f"{name}: the batch has no rows")
+    for column_name in scalar_columns:
+        column = dict.get(batch, column_name)  # not computed or fetched
+        if column is not None and column.ndim != 1:
+            raise ValueError(
+                f"the column {column_name!r} has the shape {list(column.shape)}: it must have one "
+                f"number per row, [{batch.count}]"
+            )
+
+
 class LearningPolicy(Protocol):
     """The part of a policy that `run_epochs` uses."""
 

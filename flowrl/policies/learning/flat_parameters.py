@@ -185,10 +185,16 @@ class FlatAdam:
         parts: Sequence[tuple[slice, float]] | None = None,
     ):
         slices = [(slice(None), lr)] if parts is None else parts
-        self.param_groups: list[dict[str, Any]] = [
-            {"lr": rate, "betas": betas, "eps": eps, "active": True} for _, rate in slices
-        ]
         self._parts = [_AdamPart(flat, where) for where, _ in slices]
+        self.param_groups: list[dict[str, Any]] = [
+            {"params": [part.vector], "lr": rate, "betas": betas, "eps": eps, "active": True}
+            for part, (_, rate) in zip(self._parts, slices, strict=True)
+        ]
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Set the gradient to 0."""
+        for part in self._parts:
+            part.gradient.zero_()
 
     def step(self, skipped: torch.Tensor | None = None) -> None:
         """Update the vector with its gradient.
@@ -222,7 +228,8 @@ class FlatAdam:
             }
             for i, part in enumerate(self._parts)
         }
-        return {"state": slots, "param_groups": self.param_groups}
+        groups = [{**group, "params": [i]} for i, group in enumerate(self.param_groups)]
+        return {"state": slots, "param_groups": groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for i, part in enumerate(self._parts):
@@ -241,7 +248,7 @@ class _AdamPart:
 
     def __init__(self, flat: FlatParameters, where: slice):
         self.vector = flat.vector.data[where]
-        self.gradient = flat.gradient[where]
+        self.vector.grad = self.gradient = flat.gradient[where]
         self.mean = torch.zeros_like(self.vector)
         self.square = torch.zeros_like(self.vector)
         self.count = torch.zeros((), device=self.vector.device)  # steps

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from flowrl.data import SampleBatch
-from flowrl.errors import ConfigError
-from flowrl.policies.learning.epochs import mean_stats
+from flowrl.errors import ConfigError, add_note
+from flowrl.policies.learning.epochs import Stats, mean_stats
 from flowrl.policies.learning.kernels.registry import Kernel, has_replaced_methods
-from flowrl.policies.learning.protocols import ProcessGroup, Stats, TrainablePolicy
+from flowrl.policies.learning.protocols import ProcessGroup, TrainablePolicy
 from flowrl.policies.models.tensor_batch import TensorBatch
 
 
@@ -43,6 +43,7 @@ class LossGradient:
         self._policy = policy
         self._parameters = parameters
         self._kernel = kernel
+        self._uses_kernel = kernel is not None
         self._split = split
 
     def compute(self, batch: SampleBatch) -> Stats:
@@ -158,21 +159,33 @@ class LossGradient:
     def _compute_microbatch(self, batch: SampleBatch) -> Stats:
         policy = self._policy
         named: dict[str, Any]
-        if self._kernel is None or self._has_frozen_parameters() or has_replaced_methods(policy):
-            named = self.differentiate(policy.tensors(batch))
-        else:
-            policy.stats = {}
-            named = {"total_loss": self._kernel(policy.tensors(batch))}
-            named |= policy.stats
-            named |= policy.extra_grad_process()
+        try:
+            if self._kernel is None or not self._uses_kernel:
+                named = self.differentiate(policy.tensors(batch))
+            else:
+                policy.stats = {}
+                named = {"total_loss": self._kernel(policy.tensors(batch))}
+                named |= policy.stats
+                named |= policy.extra_grad_process()
+        except (IndexError, RuntimeError, ValueError) as error:
+            if "obs" in batch and "actions" in batch and (found := policy.find_mismatch(batch)):
+                add_note(error, f"in the batch: {found}")
+            raise
         named["grad_norm"] = torch.linalg.vector_norm(policy.flat.gradient)
         stats = self._as_floats(named)
         if not (math.isfinite(stats["grad_norm"]) and math.isfinite(stats["total_loss"])):
             self.raise_nonfinite(stats, batch)
         return stats
 
-    def _has_frozen_parameters(self) -> bool:
-        return not all(p.requires_grad for p in self._policy.flat.parameters)
+    def choose_kernel(self) -> None:
+        """Use autograd instead of the kernel if the user has frozen parameters, registered hooks or
+        replaced methods."""
+        policy = self._policy
+        self._uses_kernel = self._kernel is not None and (
+            not has_replaced_methods(policy)
+            and all(network.uses_numpy for network in self._kernel.networks)
+            and all(p.requires_grad and not _has_hooks(p) for p in policy.flat.parameters)
+        )
 
     def differentiate(self, batch: TensorBatch) -> dict[str, Any]:
         """Write the gradient by autograd; return statistics, numbers and tensors without axes."""
@@ -276,3 +289,8 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.dim() == 0
     return isinstance(value, (bool, int, float, np.number))
+
+
+def _has_hooks(parameter: Any) -> bool:
+    """Return whether a hook changes the gradient of a parameter."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)

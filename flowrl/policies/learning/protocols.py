@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 
 from flowrl.data import SampleBatch
+from flowrl.policies.learning.epochs import Stats
 from flowrl.policies.learning.flat_parameters import FlatParameters
 from flowrl.policies.models.base import ModelV2
 from flowrl.policies.models.tensor_batch import TensorBatch
-
-Stats = dict[str, float]
 
 
 class ProcessGroup(Protocol):
@@ -39,15 +38,16 @@ class TrainablePolicy(Protocol):
     flat: FlatParameters
     device: torch.device
     shuffle_rng: np.random.Generator
+    scalar_columns: ClassVar[tuple[str, ...]]
     stats: dict[str, torch.Tensor | float]
     row_stats: dict[str, np.ndarray]
-    timestep: int
     version: int
 
     @property
     def is_recurrent(self) -> bool: ...
     def tensors(self, batch: SampleBatch) -> TensorBatch: ...
     def loss(self, batch: TensorBatch) -> torch.Tensor | Sequence[torch.Tensor]: ...
+    def find_mismatch(self, batch: SampleBatch) -> str | None: ...
     def loss_without_rows(self) -> None: ...
     def make_optimizer(self) -> Any: ...
     def scheduled(self, setting: Any) -> float: ...

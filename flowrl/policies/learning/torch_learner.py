@@ -16,10 +16,17 @@ from flowrl.data.sequences import sequence_minibatches, with_burn_in, without_pa
 from flowrl.errors import ConfigError
 from flowrl.policies.cuda_graphs import running_on
 from flowrl.policies.learning.captured_update import CapturedUpdates
-from flowrl.policies.learning.epochs import concat_row_stats, run_epochs, shuffled_minibatches
+from flowrl.policies.learning.epochs import (
+    Stats,
+    check_batch,
+    concat_row_stats,
+    run_epochs,
+    shuffled_minibatches,
+)
+from flowrl.policies.learning.flat_parameters import FlatAdam
 from flowrl.policies.learning.kernels.registry import find_kernel
 from flowrl.policies.learning.loss_gradient import LossGradient
-from flowrl.policies.learning.protocols import ProcessGroup, Stats, TrainablePolicy
+from flowrl.policies.learning.protocols import ProcessGroup, TrainablePolicy
 from flowrl.policies.learning.tracked_batch import TrackedBatch
 from flowrl.policies.schedules import initial_value
 from flowrl.policies.torch_random import torch_seed
@@ -107,7 +114,8 @@ class TorchLearner:
     def _parameters_of(self, optimizer: Any) -> list[torch.Tensor]:
         flat = self.policy.flat
         parameters = [p for group in optimizer.param_groups for p in group.get("params", ())]
-        if not parameters or any(p is flat.vector for p in parameters):
+        is_whole = isinstance(optimizer, FlatAdam) or any(p is flat.vector for p in parameters)
+        if is_whole or not parameters:
             return list(flat.parameters)
         known = {id(p) for p in flat.parameters}
         if not all(id(p) in known for p in parameters):
@@ -129,6 +137,11 @@ class TorchLearner:
         if not model.burn_in or not self.policy.is_recurrent or "loss_mask" in batch:
             return batch
         return with_burn_in(batch, model.max_seq_len, model.burn_in)
+
+    def _begin(self, batch: Any) -> None:
+        """Check a batch, and whether the user has changed the policy, before the first update."""
+        self.gradient.choose_kernel()
+        check_batch(batch, type(self.policy).__name__, self.policy.scalar_columns)
 
     def minibatches(self, batch: SampleBatch, size: int) -> Iterator[SampleBatch]:
         """Yield the rows of a batch in random order, `size` at a time; the last may be smaller.
@@ -159,6 +172,7 @@ class TorchLearner:
 
     def update_minibatches(self, batch: SampleBatch, num_sgd_iter: int, size: int) -> Stats:
         """Update the policy by minibatches; see Policy.learn_on_minibatches."""
+        self._begin(batch)
         policy = self.policy
         row_stats = self._epoch_row_stats = []
         before = self.num_updates
@@ -193,8 +207,12 @@ class TorchLearner:
             batch: None for a process of a group that has no rows left.
 
         Raises:
+            TypeError, ValueError: it is not a batch, has no rows, or a column has not one number
+                per row.
             FloatingPointError: the loss or its gradient is not finite; the weights are unchanged.
         """
+        if batch is not None and self._epoch_row_stats is None:
+            self._begin(batch)
         return self.skip_nonfinite(self._update, batch)
 
     def _update(self, batch: SampleBatch | None) -> Stats:
@@ -308,6 +326,7 @@ class TorchLearner:
             FloatingPointError: the loss or the gradient is not finite, and `on_nonfinite_update` is
                 "raise"; with "skip", the gradient is NaN, which `apply_gradients` skips.
         """
+        self._begin(batch)
         flat = self.policy.flat
         buffers = [(buffer, buffer.clone()) for buffer in self._buffers]
         try:
@@ -342,6 +361,7 @@ class TorchLearner:
             ValueError: the gradient is no array, has another shape, or is of an unknown parameter.
             FloatingPointError: it is not finite; the weights are unchanged.
         """
+        self.check_model()
         flat = self.policy.flat
         if isinstance(gradients, Mapping):
             gradients = flat.gradient_of(gradients)

@@ -78,7 +78,7 @@ class ActorCritic(ModelV2):
         self.critics = nn.ModuleList(critics)
         for name, value in (extra or {}).items():
             self.register_parameter(name, nn.Parameter(value))
-        self._critic_list: list[Any] = list(self.critics)  # faster access than a ModuleList
+        self.critic_list: list[Any] = list(self.critics)  # faster access than a ModuleList
         self.use_numpy = True
 
     # -- acting ------------------------------------------------------------------------------------
@@ -105,14 +105,14 @@ class ActorCritic(ModelV2):
         return self.actor.get_initial_state()
 
     def bind_numpy_views(self) -> None:
-        for network in (self.actor, *self._critic_list):
+        for network in (self.actor, *self.critic_list):
             network.bind_numpy_views()
 
     # -- learning ----------------------------------------------------------------------------------
 
     def compile_for_learning(self) -> None:
         self.use_numpy = False
-        for network in (self.actor, *self._critic_list):
+        for network in (self.actor, *self.critic_list):
             network.compile_for_learning()
 
     def outputs(self, obs: Any) -> torch.Tensor:
@@ -130,7 +130,7 @@ class ActorCritic(ModelV2):
             frozen: compute gradients of the actions only, not of the critics.
             first: number of critics to evaluate; None evaluates all.
         """
-        inputs, critics = self._critic_inputs(obs, actions), self._critic_list[:first]
+        inputs, critics = self._critic_inputs(obs, actions), self.critic_list[:first]
         q = torch.stack([self._run(critic, inputs, frozen) for critic in critics])
         return q.squeeze(-1) if self._takes_actions else q
 
@@ -164,7 +164,7 @@ class ActorCritic(ModelV2):
     def evaluate_critics(self, obs: Any, actions: Any = None) -> torch.Tensor:
         """Return `q_values` without gradients and dropout."""
         inputs = self._critic_inputs(obs, actions)
-        q = torch.stack([_evaluate(critic, inputs) for critic in self._critic_list])
+        q = torch.stack([_evaluate(critic, inputs) for critic in self.critic_list])
         return q.squeeze(-1) if self._takes_actions else q
 
     def outputs_numpy(self, obs: Any) -> np.ndarray:
@@ -177,7 +177,7 @@ class ActorCritic(ModelV2):
         if self._is_flat:
             features = [flatten_numpy(self.obs_space, obs), actions.reshape(len(actions), -1)]
             inputs = np.concatenate(features, 1, dtype=np.float32)
-        return np.stack([critic.outputs_numpy(inputs)[:, 0] for critic in self._critic_list])
+        return np.stack([critic.outputs_numpy(inputs)[:, 0] for critic in self.critic_list])
 
 
 def _evaluate(network: Any, obs: Any) -> torch.Tensor:

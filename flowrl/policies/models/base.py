@@ -40,6 +40,15 @@ def device_of(module: nn.Module) -> torch.device:
     return next((p.device for p in module.parameters()), torch.device("cpu"))
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
+    """Return the dicts that contain the hooks of a module and of its parts; they are empty unless
+    a hook was registered."""
+    return [vars(part)[name] for part in module.modules() for name in _HOOKS]
+
+
 class ModelV2(nn.Module):
     """A network with which a TorchPolicy acts and learns.
 
@@ -257,7 +266,9 @@ class ModelV2(nn.Module):
             rows = len(optree.tree_leaves(tensors["obs"])[0])
             try:
                 outputs, state = self._check_outputs(self(tensors, state, None), rows)
-                values = self._checked_values(rows) if self.has_value_function else None
+                values = None
+                if self.has_value_function:
+                    values = self.checked_values(rows).float().cpu().numpy()
             except Exception as error:
                 self._note_inputs(error, inputs)
                 raise
@@ -280,7 +291,13 @@ class ModelV2(nn.Module):
     def _network_name(self) -> str:
         return type(self).__name__
 
-    def _checked_values(self, rows: int) -> np.ndarray:
+    def checked_values(self, rows: int) -> torch.Tensor:
+        """Return the values [rows] of the last `forward` call, for losses of policies that have not
+        acted: acting checks the values, too.
+
+        Raises:
+            ConfigError: `value_function` returned something else.
+        """
         values = self.value_function()
         if not isinstance(values, torch.Tensor) or values.shape != (rows,):
             got = list(values.shape) if isinstance(values, torch.Tensor) else repr(values)
@@ -288,7 +305,7 @@ class ModelV2(nn.Module):
                 f"model {self.name!r} ({type(self).__name__}): value_function must return values "
                 f"[rows], got {got} for {rows} rows"
             )
-        return values.float().cpu().numpy()
+        return values
 
     def compute_values(self, inputs: Mapping[str, Any]) -> np.ndarray | None:
         """Return values [B] only; None without a value function."""

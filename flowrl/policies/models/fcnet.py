@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -18,6 +19,7 @@ from flowrl.policies.models.base import (
     ModelV2,
     State,
     full_precision,
+    hooks_of,
     is_float32_on_cpu,
     last_features,
 )
@@ -27,9 +29,13 @@ from flowrl.policies.models.matrix_products import matmul_for
 MAX_BUFFERS = 4  # buffers that are kept, one set per number of rows
 MIN_TORCH_RELU_SIZE = 4096  # elements
 
-_ACTING = {"compute_outputs", "compute_values", "forward_numpy", "outputs_numpy", "values_numpy"}
+# methods that compute outputs or values; the network acts with torch if one is replaced
+_COMPUTING = (
+    "forward", "value_function", "from_batch", "compute_outputs", "compute_values",
+    "forward_numpy", "outputs_numpy", "values_numpy", "features_numpy", "_flatten", "_run",
+)  # fmt: skip
 
-Layer = tuple[nn.Parameter, nn.Parameter]  # weight, bias
+Layer = Callable[[torch.Tensor], torch.Tensor]
 NumpyLayer = tuple[np.ndarray, np.ndarray]
 
 _TORCH_ACTIVATIONS: dict[str, Callable[..., Any]] = {
@@ -123,31 +129,28 @@ class FullyConnectedNetwork(ModelV2):
         self.value_hidden = self.hidden if self.shares_layers else hidden_layers()
         self.value_head = orthogonal_linear(sizes[-1], 1, 1.0, rng)
         self.log_std = nn.Parameter(torch.zeros(num_means)) if free_log_std else None
-        # Attribute access through nn.Module costs more than the arithmetic of a small layer.
-        self._policy_layers = _parameters([*self.hidden, self.policy_head])
-        self._value_layers = _parameters([*self.value_hidden, self.value_head])
         self._features: torch.Tensor | None = None
         self.matmul = matmul_for(model_config.matrix_products)
         self.bind_numpy_views()
 
     def bind_numpy_views(self) -> None:
-        """Refresh numpy views of the parameters. Called when the parameters' memory has moved."""
+        """Refresh the layers and numpy views of their parameters. Called when modules were
+        replaced, or the parameters' memory has moved."""
+        policy, value = [*self.hidden, self.policy_head], [*self.value_hidden, self.value_head]
+        self._policy_layers, self._value_layers = [list(map(_layer, m)) for m in (policy, value)]
+        self._hooks = hooks_of(self)
         self._numpy: dict[str, list[NumpyLayer]] | None = None
-        if self._numpy_activation is None or not is_float32_on_cpu(self) or self._is_overridden():
+        base = FullyConnectedNetwork
+        is_own = all(getattr(type(self), name) is getattr(base, name) for name in _COMPUTING)
+        is_plain = all(map(is_plain_linear, (*policy, *value)))
+        # both networks use the same buffers
+        is_plain = is_plain and [m.in_features for m in policy] == [m.in_features for m in value]
+        if self._numpy_activation is None or not (is_float32_on_cpu(self) and is_own and is_plain):
             return
         # outputs of the hidden layers, by the number of rows
         self._buffers_numpy: dict[int, list[np.ndarray]] = {}
-        self._numpy = {
-            "policy": numpy_views(self._policy_layers),
-            "value": numpy_views(self._value_layers),
-        }
+        self._numpy = {"policy": numpy_views(policy), "value": numpy_views(value)}
         self._numpy_log_std = None if self.log_std is None else self.log_std.detach().numpy()
-
-    @classmethod
-    def _is_overridden(cls) -> bool:
-        """Return whether a subclass computes outputs or values differently."""
-        base = FullyConnectedNetwork
-        return cls.forward is not base.forward or cls.value_function is not base.value_function
 
     # -- learning ----------------------------------------------------------------------------------
 
@@ -155,24 +158,28 @@ class FullyConnectedNetwork(ModelV2):
         self, input_dict: Mapping[str, Any], state: State, seq_lens: torch.Tensor | None
     ) -> tuple[torch.Tensor, State]:
         features = self._flatten(input_dict["obs"])
-        hidden = self._run(features, self._policy_layers[:-1])
+        has_hooks = any(self._hooks)
+        layers = [*self.hidden, self.policy_head] if has_hooks else self._policy_layers
+        hidden = self._run(features, layers[:-1])
         self._features = hidden if self.shares_layers else features
         with full_precision(hidden):
-            outputs = F.linear(hidden.float(), *self._policy_layers[-1])
+            outputs = layers[-1](hidden.float())
         if self.log_std is not None:
             outputs = torch.cat([outputs, self.log_std.expand_as(outputs)], -1)
         return outputs, state
 
     def value_function(self) -> torch.Tensor:
         hidden = last_features(self._features)
+        has_hooks = any(self._hooks)
+        layers = [*self.value_hidden, self.value_head] if has_hooks else self._value_layers
         if not self.shares_layers:
-            hidden = self._run(hidden, self._value_layers[:-1])
+            hidden = self._run(hidden, layers[:-1])
         with full_precision(hidden):
-            return F.linear(hidden.float(), *self._value_layers[-1]).squeeze(-1)
+            return layers[-1](hidden.float()).squeeze(-1)
 
     def _run(self, hidden: torch.Tensor, layers: list[Layer]) -> torch.Tensor:
-        for weight, bias in layers:
-            hidden = self._activation(F.linear(hidden, weight, bias))
+        for layer in layers:
+            hidden = self._activation(layer(hidden))
         return hidden
 
     def _flatten(self, observations: Any) -> torch.Tensor:
@@ -187,19 +194,21 @@ class FullyConnectedNetwork(ModelV2):
 
     @property
     def uses_numpy(self) -> bool:
-        """Whether the network acts with numpy, so that the `..._numpy` methods can be called."""
-        return self._numpy is not None
+        """Whether the network acts with numpy, so that the `..._numpy` methods can be called: its
+        layers and methods are flowrl's, and the user has registered no hooks."""
+        is_replaced = not vars(self).keys().isdisjoint(_COMPUTING)
+        return self._numpy is not None and not is_replaced and not any(self._hooks)
 
     def compute_outputs(
         self, inputs: Mapping[str, Any]
     ) -> tuple[np.ndarray, np.ndarray | None, list[np.ndarray]]:
-        if self._numpy is None:
+        if not self.uses_numpy:
             return super().compute_outputs(inputs)
         outputs, values = self.forward_numpy(inputs["obs"])
         return outputs, values, []
 
     def compute_values(self, inputs: Mapping[str, Any]) -> np.ndarray | None:
-        if self._numpy is None:
+        if not self.uses_numpy:
             return super().compute_values(inputs)
         return self.values_numpy(inputs["obs"])
 
@@ -268,16 +277,26 @@ def uses_numpy(model: Any) -> TypeGuard[FullyConnectedNetwork]:
     return isinstance(model, FullyConnectedNetwork) and model.uses_numpy
 
 
-def acts_by_numpy(model: Any) -> TypeGuard[FullyConnectedNetwork]:
-    """Return whether a model acts with numpy, and no method that it acts with is replaced."""
-    is_own = type(model) is FullyConnectedNetwork and not _ACTING & vars(model).keys()
-    return is_own and uses_numpy(model)
+def is_plain_linear(module: Any) -> bool:
+    """Return whether a module is exactly torch's linear layer: not a subclass, as with
+    `torch.nn.utils.parametrizations`, and with a bias."""
+    is_linear = type(module) is nn.Linear and "forward" not in vars(module)
+    return is_linear and module.bias is not None and not any(hooks_of(module))
 
 
-def numpy_views(layers: list[Layer]) -> list[NumpyLayer]:
-    """Return transposed weights and biases as arrays that share the parameters' memory."""
-    return [(w.detach().numpy().T, b.detach().numpy()) for w, b in layers]
+def _layer(module: Any) -> Layer:
+    """Return a function that computes a layer. Attribute access through nn.Module costs more than
+    the arithmetic of a small layer."""
+    if not is_plain_linear(module):
+        return module
+    return partial(F.linear, weight=module.weight, bias=module.bias)
 
 
-def _parameters(modules: list[Any]) -> list[Layer]:
-    return [(module.weight, module.bias) for module in modules]
+def numpy_views(modules: list[Any]) -> list[NumpyLayer]:
+    """Return `numpy_view` of linear layers."""
+    return [numpy_view(module.weight, module.bias) for module in modules]
+
+
+def numpy_view(weight: torch.Tensor, bias: torch.Tensor) -> NumpyLayer:
+    """Return a transposed weight and a bias as arrays that share the parameters' memory."""
+    return weight.detach().numpy().T, bias.detach().numpy()

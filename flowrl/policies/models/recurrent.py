@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -12,9 +12,14 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from flowrl.policies.config import ModelConfig
-from flowrl.policies.models.base import ModelV2, State, is_float32_on_cpu, last_features
-from flowrl.policies.models.encoders import FlatEncoder
-from flowrl.policies.models.fcnet import NUMPY_ACTIVATIONS, numpy_views
+from flowrl.policies.models.base import ModelV2, State, hooks_of, is_float32_on_cpu, last_features
+from flowrl.policies.models.encoders import ACTIVATIONS, FlatEncoder
+from flowrl.policies.models.fcnet import (
+    NUMPY_ACTIVATIONS,
+    is_plain_linear,
+    numpy_view,
+    numpy_views,
+)
 from flowrl.policies.models.flatten import (
     flatten,
     flatten_actions_numpy,
@@ -26,6 +31,9 @@ from flowrl.policies.views import ViewRequirement
 
 MAX_PADDED_RATIO = 8  # rows with padding / rows without; above, packed sequences are faster
 SATURATED = 1e4  # sigmoid(SATURATED) is 1, sigmoid(-SATURATED) is 0
+
+# methods that compute outputs or values; the network acts with torch if one is replaced
+_COMPUTING = ("forward", "value_function", "from_batch", "compute_outputs", "compute_values")
 
 PackedOrder = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -68,8 +76,8 @@ class RecurrentTower(nn.Module):
         self.torso = torso
         self.size = config.lstm_cell_size
         self.is_lstm = config.lstm_cell_type == "lstm"
-        cell_class: Any = nn.LSTM if self.is_lstm else nn.GRU
-        rnn: Any = cell_class(torso.size + num_extra, self.size)
+        self._cell_class: Any = nn.LSTM if self.is_lstm else nn.GRU
+        rnn: Any = self._cell_class(torso.size + num_extra, self.size)
         for parameter in (rnn.weight_ih_l0, rnn.weight_hh_l0):
             for gate in parameter.data.split(self.size):
                 nn.init.orthogonal_(gate)
@@ -78,6 +86,7 @@ class RecurrentTower(nn.Module):
         self.rnn = rnn
         self.num_states = 2 if self.is_lstm else 1
         self._activation = NUMPY_ACTIVATIONS.get(config.fcnet_activation)
+        self._activation_class = ACTIVATIONS[config.fcnet_activation]
 
     def forward(
         self,
@@ -192,14 +201,25 @@ class RecurrentTower(nn.Module):
         """Refresh numpy views of the parameters; return whether `step_numpy` can be used."""
         if self._activation is None or not is_float32_on_cpu(self):
             return False
-        if not isinstance(self.torso.encoder, FlatEncoder):
+        if type(self.torso.encoder) is not FlatEncoder or not self._has_plain_layers():
             return False
-        linear: list[Any] = [m for m in self.torso.hidden if isinstance(m, nn.Linear)]
         rnn: Any = self.rnn
-        self._hidden = numpy_views([(m.weight, m.bias) for m in linear])
-        self._input_layer = numpy_views([(rnn.weight_ih_l0, rnn.bias_ih_l0)])[0]
-        self._state_layer = numpy_views([(rnn.weight_hh_l0, rnn.bias_hh_l0)])[0]
+        self._hidden = numpy_views([*self.torso.hidden][::2])
+        self._input_layer = numpy_view(rnn.weight_ih_l0, rnn.bias_ih_l0)
+        self._state_layer = numpy_view(rnn.weight_hh_l0, rnn.bias_hh_l0)
         return True
+
+    def _has_plain_layers(self) -> bool:
+        """Return whether torso and cell have the layers of the constructor, not others."""
+        torso, layers, rnn = self.torso, [*self.torso.hidden], self.rnn
+        return (
+            type(torso) is Torso
+            and type(rnn) is self._cell_class
+            and (rnn.num_layers, rnn.bias, rnn.bidirectional, rnn.proj_size) == (1, True, False, 0)
+            and len(layers) % 2 == 0
+            and all(map(is_plain_linear, layers[::2]))
+            and all(type(layer) is self._activation_class for layer in layers[1::2])
+        )
 
     def step_numpy(
         self, observations: np.ndarray, extra: list[np.ndarray], state: list[np.ndarray]
@@ -317,21 +337,26 @@ class RecurrentNetwork(ModelV2):
 
     @property
     def uses_numpy(self) -> bool:
-        return self._numpy is not None
+        """Whether the network acts with numpy: its layers and methods are flowrl's, and the user
+        has registered no hooks."""
+        is_replaced = not vars(self).keys().isdisjoint(_COMPUTING)
+        return self._numpy is not None and not is_replaced and not any(self._hooks)
 
     def bind_numpy_views(self) -> None:
-        """Refresh numpy views of the parameters. Called when the parameters' memory has moved."""
+        """Refresh numpy views of the parameters. Called when modules were replaced, or the
+        parameters' memory has moved."""
+        self._hooks = hooks_of(self)
         self._numpy: dict[str, Any] | None = None
-        base = RecurrentNetwork
-        is_base = type(self).forward is base.forward
-        is_base &= type(self).value_function is base.value_function
+        base, heads = RecurrentNetwork, cast(Any, self.heads)
         towers = [self.tower] + ([] if self.value_tower is None else [self.value_tower])
-        if not (is_base and all(tower.bind_numpy_views() for tower in towers)):
+        is_own = all(getattr(type(self), name) is getattr(base, name) for name in _COMPUTING)
+        is_own &= all(type(tower) is RecurrentTower for tower in towers) and type(heads) is Heads
+        is_own = is_own and is_plain_linear(heads.policy) and is_plain_linear(heads.value)
+        if not (is_own and all(tower.bind_numpy_views() for tower in towers)):
             return
-        heads: Any = self.heads
         self._numpy = {
-            "policy": numpy_views([(heads.policy.weight, heads.policy.bias)])[0],
-            "value": numpy_views([(heads.value.weight, heads.value.bias)])[0],
+            "policy": numpy_view(heads.policy.weight, heads.policy.bias),
+            "value": numpy_view(heads.value.weight, heads.value.bias),
             "log_std": None if heads.log_std is None else heads.log_std.detach().numpy(),
         }
 
@@ -339,7 +364,7 @@ class RecurrentNetwork(ModelV2):
         self, inputs: Mapping[str, Any]
     ) -> tuple[np.ndarray, np.ndarray | None, list[np.ndarray]]:
         parameters = self._numpy
-        if parameters is None:
+        if parameters is None or not self.uses_numpy:
             return super().compute_outputs(inputs)
         # one step of a small network in torch would be mostly dispatch overhead
         observations = flatten_numpy(self.obs_space, inputs["obs"])

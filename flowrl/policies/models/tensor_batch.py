@@ -124,8 +124,10 @@ def as_state(value: Any) -> np.ndarray:
 
 
 def as_tensor(array: Any) -> torch.Tensor:
-    """Return a tensor that shares the array's memory, or a copy if the array is read-only."""
+    """Return a tensor that shares the array's memory, or a copy if the array is read-only or has
+    negative strides."""
     array = np.asarray(array)
-    if not array.flags.writeable:  # torch does not support read-only tensors (Ray's arrays are)
+    # torch supports neither; Ray's arrays are read-only
+    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
         array = array.copy()
     return torch.from_numpy(array)

@@ -11,6 +11,7 @@ from gymnasium import spaces
 
 from flowrl.policies.learning.kernels.backprop import Backprop
 from flowrl.policies.learning.kernels.q_learning import discounts_numpy
+from flowrl.policies.models.actor_critic import ActorCritic
 from flowrl.policies.models.fcnet import flatten_numpy, uses_numpy
 from flowrl.policies.models.tensor_batch import TensorBatch
 from flowrl.threads import BackgroundCall
@@ -36,6 +37,12 @@ class ActorCriticKernel:
         self._critics = [Backprop(critic) for critic in policy.model.critics]
         self._critics_of_actor = [Backprop(critic) for critic in policy.model.critics]
         self._num_critic_weights = sum(w.numel() for w in policy.model.critics.parameters())
+
+    @property
+    def networks(self) -> list[Any]:
+        """See Kernel."""
+        models = self._policy.model, self._policy.target_model
+        return [n for model in models for n in (model.actor, *model.critic_list)]
 
     def __call__(self, batch: TensorBatch) -> float:
         policy = self._policy
@@ -210,7 +217,8 @@ def td3_kernel(policy: Any) -> TD3Kernel | None:
 
 def _is_supported(policy: Any) -> bool:
     networks = [policy.model.actor, *policy.model.critics]
-    return isinstance(policy.action_space, spaces.Box) and all(map(uses_numpy, networks))
+    is_own = type(policy.model) is ActorCritic  # then the target network is one, too
+    return isinstance(policy.action_space, spaces.Box) and is_own and all(map(uses_numpy, networks))
 
 
 def _values_and_backward(

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 
 from flowrl.policies.distributions import Categorical, DiagGaussian
+from flowrl.policies.distributions.continuous import check_action_size
 from flowrl.policies.learning.kernels.backprop import Backprop
+from flowrl.policies.learning.kernels.q_learning import action_indexes
 from flowrl.policies.models.fcnet import uses_numpy
 from flowrl.policies.models.tensor_batch import TensorBatch
 
@@ -32,13 +34,7 @@ class CategoricalRows:
         Raises:
             IndexError: an action is not in [0, n).
         """
-        actions = actions.astype(np.int64, copy=False)
-        if actions.min(initial=0) < 0:
-            raise IndexError(
-                f"action {actions.min()}: actions must be in [0, {self._probs.shape[1]}): is the "
-                "batch of another action space?"
-            )
-        self._chosen = np.arange(len(actions)), actions
+        self._chosen = np.arange(len(actions)), action_indexes(actions, self._probs.shape[1])
         return self._log_probs[self._chosen]
 
     def entropy(self) -> np.ndarray:
@@ -79,8 +75,13 @@ class GaussianRows:
         self._inverse_std = np.exp(-self._log_std)
 
     def logp(self, actions: np.ndarray) -> np.ndarray:
-        """Return the log-densities [B] of actions [B, …]."""
+        """Return the log-densities [B] of actions [B, …].
+
+        Raises:
+            ValueError: the actions have another number of dimensions than the distributions.
+        """
         flat = actions.reshape(len(actions), -1).astype(np.float32, copy=False)
+        check_action_size(flat.shape[1], self._mean.shape[1])
         self._scaled = (flat - self._mean) * self._inverse_std
         squares = self._scaled * self._scaled + _LOG_2PI
         logp: np.ndarray = (np.float32(-0.5) * squares - self._log_std).sum(1)
@@ -130,6 +131,7 @@ class PolicyGradientKernel:
 
     def __init__(self, policy: Any, rows_class: Any):
         self._policy = policy
+        self.networks = [policy.model]
         self._rows_class = rows_class
         self._backprop = Backprop(policy.model)
         self._log_std = policy.model.log_std

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -12,13 +12,6 @@ from flowrl.policies.learning.kernels.backprop import Backprop
 from flowrl.policies.models.fcnet import uses_numpy
 from flowrl.policies.models.tensor_batch import TensorBatch
 from flowrl.policies.q_values import QValues, TDLoss, dueling_numpy
-
-
-class LossAndGradients(NamedTuple):
-    """A loss, and its gradients: of Q-values [B], or of the actions' atom logits [B, atoms]."""
-
-    loss: TDLoss
-    gradients: np.ndarray
 
 
 class QLearningKernel:
@@ -32,11 +25,16 @@ class QLearningKernel:
         self._policy = policy
         self._backprop = Backprop(policy.model)
 
+    @property
+    def networks(self) -> list[Any]:
+        """See Kernel."""
+        return [self._policy.model, self._policy.target_model]
+
     def __call__(self, batch: TensorBatch) -> float:
         policy, q_function = self._policy, self._policy.q_function
         targets = self._td_targets(batch)
         observations = batch.array("obs")
-        actions = batch.array("actions").astype(np.int64, copy=False)  # bool would be a mask
+        actions = action_indexes(batch.array("actions"), q_function.num_actions)
         state_values: np.ndarray | None = None
         if q_function.uses_state_value:
             outputs, state_values = self._backprop.forward(observations)
@@ -72,6 +70,22 @@ def q_learning_kernel(policy: Any) -> QLearningKernel | None:
     interprets outputs in another way."""
     is_known = type(policy.q_function) in (QValues, CategoricalQ)
     return QLearningKernel(policy) if is_known and uses_numpy(policy.model) else None
+
+
+def action_indexes(actions: np.ndarray, num_actions: int) -> np.ndarray:
+    """Return actions [B] as indexes, int64 [B].
+
+    Raises:
+        IndexError: an action is not in [0, num_actions); numpy would count from the end.
+    """
+    indexes: np.ndarray = actions.astype(np.int64, copy=False)  # bool would be a mask
+    numbers = indexes.view(np.uint64)  # negative ones are large
+    if numbers.max(initial=0) >= num_actions:
+        wrong = indexes[numbers >= num_actions][0]
+        raise IndexError(
+            f"actions: {wrong} is not in [0, {num_actions}): is the batch of another action space?"
+        )
+    return indexes
 
 
 def discounts_numpy(batch: TensorBatch, gamma: float) -> np.ndarray:
@@ -125,9 +139,9 @@ def loss_and_gradients(
     state_values: np.ndarray | None,
     actions: np.ndarray,
     targets: np.ndarray,
-) -> LossAndGradients:
-    """Return the loss of `q_function.td_loss` with its gradients, for outputs without forbidden
-    actions."""
+) -> tuple[TDLoss, np.ndarray]:
+    """Return the loss of `q_function.td_loss` and its gradients, of Q-values [B] or of the actions'
+    atom logits [B, atoms], for outputs without forbidden actions."""
     rows = np.arange(len(actions))
     if isinstance(q_function, CategoricalQ):
         logits = q_function.logits(outputs)[rows, actions]
@@ -137,13 +151,13 @@ def loss_and_gradients(
         entropies = -(targets * np.log(np.maximum(targets, 1e-12))).sum(1)
         errors = np.maximum(losses - entropies, 0.0)  # rounding may make them negative
         loss = TDLoss(losses, probs @ q_function.support, errors)
-        return LossAndGradients(loss, probs - targets)
+        return loss, probs - targets
     values = outputs if state_values is None else dueling_numpy(outputs, state_values)
     q = values[rows, actions]
     errors = q - targets
     gradients = np.clip(errors, -1.0, 1.0)  # the Huber loss is g (e - g / 2) for g = clip(e)
     losses = gradients * (errors - 0.5 * gradients)
-    return LossAndGradients(TDLoss(losses, q, errors), gradients)
+    return TDLoss(losses, q, errors), gradients
 
 
 def output_gradients(
@@ -153,7 +167,7 @@ def output_gradients(
 
     Args:
         q_function: interprets the outputs.
-        gradients: see LossAndGradients.
+        gradients: see `loss_and_gradients`.
         actions: [B].
     """
     rows, num_actions = len(actions), q_function.num_actions

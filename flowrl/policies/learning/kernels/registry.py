@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from flowrl.policies.learning.kernels.actor_critic import sac_kernel, td3_kernel
 from flowrl.policies.learning.kernels.policy_gradient import a2c_kernel, ppo_kernel
 from flowrl.policies.learning.kernels.q_learning import q_learning_kernel
 from flowrl.policies.models.tensor_batch import TensorBatch
 
-Kernel = Callable[[TensorBatch], float]
-"""Computes the loss of a batch and writes its gradient into `policy.flat.gradient`."""
+
+class Kernel(Protocol):
+    """Computes the loss of a batch and writes its gradient into `policy.flat.gradient`."""
+
+    @property
+    def networks(self) -> Sequence[Any]:
+        """The networks that it computes, which must all act with numpy (`uses_numpy`)."""
+
+    def __call__(self, batch: TensorBatch) -> float: ...
 
 
 class _Entry(NamedTuple):
@@ -24,6 +31,7 @@ _ACTOR_CRITIC_METHODS = (
     "loss", "critic_loss", "td_targets", "discounts", "next_values", "action_values", "actor_loss",
     "make_distribution",
 )  # fmt: skip
+_SAC_METHODS = (*_ACTOR_CRITIC_METHODS, "_sample_actions", "alpha", "_log_alpha")
 _KERNELS = {
     "flowrl.algorithms.a2c.A2CTorchPolicy": _Entry(a2c_kernel, ("loss",)),
     "flowrl.algorithms.ppo.PPOTorchPolicy": _Entry(ppo_kernel, ("loss", "_value_loss")),
@@ -31,9 +39,7 @@ _KERNELS = {
         q_learning_kernel,
         ("loss", "td_targets", "_at_new_obs", "discounts", "_mean_loss", "record_td_loss"),
     ),
-    "flowrl.algorithms.sac.SACTorchPolicy": _Entry(
-        sac_kernel, (*_ACTOR_CRITIC_METHODS, "_sample_actions")
-    ),
+    "flowrl.algorithms.sac.SACTorchPolicy": _Entry(sac_kernel, _SAC_METHODS),
     "flowrl.algorithms.td3.TD3TorchPolicy": _Entry(td3_kernel, _ACTOR_CRITIC_METHODS),
 }
 
@@ -59,10 +65,12 @@ def has_shipped_loss(policy: Any) -> bool:
 
 
 def _is_shipped(cls: type[Any], base: type[Any], name: str) -> bool:
-    """Return whether a method is that of a shipped class, neither overridden nor replaced."""
+    """Return whether a method or property is that of a shipped class, neither overridden nor
+    replaced."""
     method: Any = getattr(cls, name)
+    function = method.fget if isinstance(method, property) else method
     # not `__module__`, which functools.wraps copies
-    module = getattr(method, "__globals__", {}).get("__name__", "")
+    module = getattr(function, "__globals__", {}).get("__name__", "")
     return method is getattr(base, name) and module.startswith("flowrl.")
 
 
