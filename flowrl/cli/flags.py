@@ -327,6 +327,12 @@ class _Group(NamedTuple):
         if found and not {int, float} & leaves:
             return f"--{self.flag}: {found[-1]}"
         given = " ".join(map(repr, self.values)) or "no value"
+        if self.annotation is Any:
+            setting = self.flag.replace("-", "_")
+            return (
+                f"""--{self.flag}: pass this setting as --config '{{"{setting}": …}}', or set it """
+                f"in a plan file; got {given}"
+            )
         choices = [part for part in leaves if isinstance(part, str)]
         hint = nearest(self.values[0], choices) if self.values else ""
         text = f"--{self.flag}: expected {_expected(self.annotation)}, got {given}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -393,10 +393,23 @@ class MultiAgentBatch:
 
     def __getitem__(self, policy_id: str) -> SampleBatch:
         if policy_id not in self.policy_batches:
+            is_column = any(policy_id in rows for rows in self.policy_batches.values())
+            hint = "; this is a column of the batches in policy_batches" if is_column else ""
             raise KeyError(
-                f"no policy {policy_id!r} in this batch; it has {sorted(self.policy_batches)}"
+                f"no policy {policy_id!r} in this batch; it has {sorted(self.policy_batches)}{hint}"
             )
         return self.policy_batches[policy_id]
+
+    if not TYPE_CHECKING:  # type checkers report the access themselves
+
+        def __getattr__(self, name: str) -> Any:
+            hint = ""
+            if not name.startswith("_") and hasattr(SampleBatch, name):
+                hint = (
+                    ": policy_batches has a SampleBatch for each policy, and with_batches({…}) "
+                    "returns a batch with changed ones"
+                )
+            raise AttributeError(f"'MultiAgentBatch' object has no attribute {name!r}{hint}")
 
     def __contains__(self, policy_id: object) -> bool:
         return policy_id in self.policy_batches

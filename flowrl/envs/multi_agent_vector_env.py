@@ -147,6 +147,7 @@ class DirectMultiAgentVectorEnv(DirectEnvs):
         while True:
             observations, infos = self._envs.reset(index)
             _check_dict("reset", "observations", observations)
+            _check_agents("reset", observations)
             try:
                 if self._drop_invalid:
                     self._check_values(index, observations, {})
@@ -180,7 +181,8 @@ class DirectMultiAgentVectorEnv(DirectEnvs):
                 f"env: no agent acted in the last {MAX_STEPS_WITHOUT_ACTIONS} steps of "
                 f"sub-environment {index}, and its episode has not ended: when all agents have "
                 'ended, step() must return "__all__": True in terminateds or truncateds '
-                "(PettingZoo: remove the agents from self.agents)"
+                "(PettingZoo: remove the agents from self.agents); in a game with turns, it must "
+                "return the observation of the agent whose turn is next"
             )
         step = MultiAgentStep()
         self._envs.action_logs[index].append(copy_actions(actions))
@@ -197,6 +199,7 @@ class DirectMultiAgentVectorEnv(DirectEnvs):
                 _check_dict("step", name, value)
         if "__all__" not in step.terminateds or "__all__" not in step.truncateds:
             raise _missing_flag_error(step)
+        _check_agents("step", step.obs)
         for flags in (step.terminateds, step.truncateds):
             if not FLAG_TYPES.issuperset(map(type, flags.values())):
                 check_flags(flags.values(), f"the flags of sub-environment {index}")
@@ -280,6 +283,15 @@ class _SavedObservations:
                 check = self._agent_envs.observation_check(agent)
                 self._equal[agent] = check.equals_saved(self._saved[agent], observation)
         return len(self._equal) == len(self._saved) and all(self._equal.values())
+
+
+def _check_agents(method: str, observations: dict[Any, Any]) -> None:
+    """Raise ConfigError for an observation of "__all__", which is no agent."""
+    if "__all__" in observations:
+        raise ConfigError(
+            f'env: {method}() returned an observation of "__all__": only the flags terminateds and '
+            "truncateds have this entry, the observations are by agent id"
+        )
 
 
 def _missing_flag_error(step: MultiAgentStep) -> ConfigError:

@@ -135,10 +135,12 @@ class ObservationCheck:
                 remedy = f"return it with the dtype, for example by np.asarray(…, np.{dtype})"
                 if array.shape != space.shape:
                     remedy = "return it with the shape of the space"
+                found = f"has shape {array.shape} and dtype {array.dtype}"
+                if value is None or array.dtype.hasobject:
+                    found = "is None" if value is None else f"is a {type(value).__name__}"
                 raise ConfigError(
-                    f"env: an observation does not fit the space {self.space}: {name} has shape "
-                    f"{array.shape} and dtype {array.dtype}, not {space.shape} and {dtype}: "
-                    f"{remedy}, or correct the space"
+                    f"env: an observation does not fit the space {self.space}: {name} {found}, not "
+                    f"{space.shape} and {dtype}: {remedy}, or correct the space"
                 )
 
     def matches_shape_and_dtype(self, observation: Any) -> bool:

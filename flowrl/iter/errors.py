@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
@@ -12,6 +14,9 @@ from flowrl.errors import add_note
 from flowrl.iter.stage import Stage, describe
 from flowrl.setting_values import check_int
 
+log = logging.getLogger("flowrl")
+
+MANY_DROPPED = 1000  # items in a row, after which a stage that drops them warns
 ENGINE_DIR = os.path.dirname(__file__) + os.sep
 """Folder of this package: its frames say little in the traceback of an operator's error."""
 
@@ -23,7 +28,7 @@ def missing_attribute_error(owner: type, name: str) -> AttributeError:
 
 
 _PERMANENT = "flowrl_permanent"  # attribute of errors; see mark_permanent
-_OTHER_NAMES = {"map": "for_each(fn)", "flat_map": "combine(fn)"}
+_OTHER_NAMES = {"map": "for_each(fn)", "foreach": "for_each(fn)", "flat_map": "combine(fn)"}
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,37 @@ def note_origin(error: BaseException, stage: Stage, item: Any) -> None:
             attributes["_flowrl_has_item"] = True
 
 
+@contextmanager
+def noting_origin(stage: Stage) -> Iterator[None]:
+    """Record a stage on errors that are raised in the context."""
+    try:
+        yield
+    except Exception as error:
+        note_origin(error, stage, None)
+        raise
+
+
+def warn_of_skipped(stage: Stage, skipped: int, in_a_row: int, error: Exception) -> None:
+    """Log the first item that Skip has dropped, and the last one of MANY_DROPPED in a row.
+
+    Args:
+        stage: the stage that has dropped it.
+        skipped: number of items that the stage has dropped.
+        in_a_row: number of these items since the stage returned an item.
+        error: the error of the newest one.
+    """
+    if skipped == 1:
+        log.warning(
+            "%s (chained at %s): Skip drops an item because of %r; further ones are only counted, "
+            "as `skipped` in stats()", stage, stage.line, error,
+        )  # fmt: skip
+    if in_a_row == MANY_DROPPED:
+        log.warning(
+            "%s (chained at %s): Skip has dropped %d items in a row, the last one because of %r",
+            stage, stage.line, in_a_row, error,
+        )  # fmt: skip
+
+
 def without_stop_iteration(error: BaseException) -> BaseException:
     """Return the error to raise for an error from user code: RuntimeError for StopIteration,
     which would end the stream, else the error itself."""
@@ -136,6 +172,9 @@ def annotate(error: BaseException, root: Stage) -> None:
     item = getattr(error, "_flowrl_item", None)
     note = f"in the plan at {path}, chained at {stage.line}"
     add_note(error, note + (f", on {item}" if item else ""))
+    if isinstance(error, TypeError) and len(stage.parents) == 1:
+        parent = stage.parents[0]
+        add_note(error, f"its items come from {parent}, chained at {parent.line}")
     if isinstance(error, ValueError) and "read-only" in str(error):
         add_note(
             error,

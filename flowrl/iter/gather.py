@@ -23,10 +23,11 @@ from flowrl.iter.errors import (
     check_on_error,
     is_permanent,
     note_origin,
+    warn_of_skipped,
     without_stop_iteration,
 )
 from flowrl.iter.metrics import current_metrics
-from flowrl.iter.ray_health import RayLostError, check_ray
+from flowrl.iter.ray_health import RayLostError, check_ray, watch_ray
 from flowrl.iter.recovery import STARTING_S, PendingRequest, ShardState, is_death
 from flowrl.iter.shard_stream import Reply
 from flowrl.iter.shards import Shards
@@ -119,6 +120,8 @@ class Gather(Stage):
         if self._batch_ms:
             self._end_journal("the number of items that batch_ms collects is not recorded")
         self.shards.start()
+        if self.shards.remote:
+            watch_ray()
 
     def source_actor(self, source: Source) -> Any:
         return self.shards.handle(source.shard) if source.origin == self.name else None
@@ -203,6 +206,11 @@ class Gather(Stage):
         except RayLostError:
             raise
         except BaseException as error:
+            if self.shards.remote and not isinstance(error, Exception):  # Ctrl-C: read it later
+                self._in_flight = {ref: request, **self._in_flight}
+                shard.requests.insert(0, ref)
+                self._on_interrupted(shard)
+                raise
             if self.shards.remote and is_death(error):
                 self._handle_death(shard, request.incarnation, error)
                 return []
@@ -235,6 +243,7 @@ class Gather(Stage):
             limit = policy.max if isinstance(policy, Skip) else 0
             if (limit is None or self.skipped < limit) and not is_permanent(error):
                 self.skipped += 1
+                warn_of_skipped(self, self.skipped, shard.errors, error)
                 return []
             if isinstance(policy, Retry) and shard.errors <= policy.times:
                 return []
@@ -284,8 +293,7 @@ class Gather(Stage):
         _count("num_shards_failed")
         failed = ShardFailedError(
             f"{self.shards.describe(shard.index)} has failed: {reason}. Last error: "
-            f"{shard.last_death}. The stream continues with the remaining {len(self.live())} of "
-            f"{len(self.states)} shards"
+            f"{shard.last_death}. {len(self.live())} of {len(self.states)} shards remain"
         )
         note_origin(failed, self, None)
         raise failed from error
@@ -329,6 +337,9 @@ class Gather(Stage):
     def _end_journal(self, reason: str) -> None:
         if self.journal is not None:
             self.journal.end(reason)
+
+    def _on_interrupted(self, shard: ShardState) -> None:
+        """Handle the interruption of the fetch of a reply, which is still in flight."""
 
     def _on_cancelled(self, shard: ShardState, num_requests: int) -> None:
         """Handle the cancellation of the requests of a hanging shard."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from typing import Any, ClassVar, Literal
 
 from flowrl.iter.gather import Gather, RequestLimit
@@ -158,6 +158,10 @@ class GatherAsync(Gather):
             return ""
         return f"{self._limit} allows no request before more of the received items are trained on"
 
+    def _on_interrupted(self, shard: ShardState) -> None:
+        if self._to_request is not None and shard in self._to_request:
+            self._to_request.remove(shard)
+
     def _on_cancelled(self, shard: ShardState, num_requests: int) -> None:
         assert self._to_request is not None
         self._to_request.extend([shard] * num_requests)
@@ -172,8 +176,16 @@ class GatherAsync(Gather):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        if self.resumable and state["requests"] is not None:
-            self._to_request = deque(self.states[index] for index in state["requests"])
+        if not self.resumable or state["requests"] is None:
+            return
+        # in the saved order; the number of requests may have changed, and shards that had failed
+        # start again
+        missing = Counter({shard.index: self.num_async for shard in self.live()})
+        self._to_request = deque()
+        for shard in [*(self.states[i] for i in state["requests"]), *self.live() * self.num_async]:
+            if missing[shard.index] > 0:
+                missing[shard.index] -= 1
+                self._to_request.append(shard)
 
     def stop(self) -> None:
         super().stop()

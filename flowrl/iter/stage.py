@@ -39,6 +39,8 @@ class _NotReady:
 
 NOT_READY: Final = _NotReady()
 
+MAX_TITLE = 200  # characters of an operator in titles
+
 Pull = Callable[[bool], Any]
 
 
@@ -284,4 +286,6 @@ def function_title(fn: Any) -> str:
     if name is not None:
         return name
     text = repr(fn)
-    return type(fn).__name__ if text.startswith("<") else text
+    if text.startswith("<"):
+        return type(fn).__name__
+    return text if len(text) <= MAX_TITLE else text[: MAX_TITLE - 1] + "…"

@@ -184,6 +184,7 @@ class LearnerGroup(Learner):
                 if self._stopped:
                     raise RuntimeError("the learners were stopped: build a new algorithm to train")
                 loads = self._prepare_actors()
+                ray_health.check_ray()
                 rows_ref = ray.put(rows)
                 arguments = (
                     rows_ref,

@@ -19,7 +19,7 @@ from flowrl.iter.stage import describe
 from flowrl.iter.waiting import Signal, Waiter, queue_signal
 from flowrl.learners.actors import make_learner
 from flowrl.learners.learner import LocalLearner, PolicyUpdate, Updates
-from flowrl.sampling.worker_set import WorkerSet
+from flowrl.sampling.worker_set import WorkerSet, check_workers
 from flowrl.setting_values import check_int
 from flowrl.state_schema import Amount, Fields, Positive, check_own_state, check_state
 from flowrl.threads import limit_this_thread
@@ -161,6 +161,7 @@ class LearnerThread:
         num_learners: int = 0,
         num_gpus: int = 0,
     ):
+        check_workers(workers, type(self).__name__)
         check_int("queue_size", queue_size)
         cycles = isinstance(minibatch_buffer_size, int) and minibatch_buffer_size > 1
         self._minibatches = MinibatchBuffer(minibatch_buffer_size, num_sgd_iter if cycles else 1)
@@ -215,7 +216,12 @@ class LearnerThread:
                 self.workers.weight_sync.learner_thread = self
                 if journal.replays:
                     return
-            self._thread = threading.Thread(target=self._run, name="flowrl-learner", daemon=True)
+            signals = [queue_signal(self.inqueue), queue_signal(self.outqueue), self._stop_signal]
+            arguments = weakref.ref(self), signals
+            self._thread = threading.Thread(
+                target=_run, args=arguments, name="flowrl-learner", daemon=True
+            )
+            weakref.finalize(self, self._stop_signal.fire).atexit = False
             self._thread.start()
         elif journal is not None and journal is not self._journal:
             journal.end("its learner thread was started before the plan")
@@ -244,23 +250,16 @@ class LearnerThread:
                 self._thread = None
                 self.workers.weight_sync.unpublish()
 
-    def _run(self) -> None:
-        limit_this_thread()
-        waiter = Waiter()
-        lock = self.workers.local_worker().lock
-        signals = [queue_signal(self.inqueue), queue_signal(self.outqueue), self._stop_signal]
-        while True:
-            waiter.clear()
-            if self._stopping:
-                return
-            with lock:  # so that a checkpoint contains the batch in use
-                progressed = self._step()
-            if not progressed:
-                lacks_batch = self._has_learned and not self.outqueue.full()
-                started = time.perf_counter()
-                waiter.wait(signals)
-                if lacks_batch:
-                    self._idle_s += time.perf_counter() - started
+    def _learn(self) -> bool | None:
+        """Train on the next batch; return whether there was one, None if the thread must end."""
+        if self._stopping:
+            return None
+        with self.workers.local_worker().lock:  # so that a checkpoint contains the batch in use
+            return self._step()
+
+    def _lacks_batch(self) -> bool:
+        """Return whether only a batch is missing for the next update."""
+        return self._has_learned and not self.outqueue.full()
 
     def _step(self) -> bool:
         """Train on the next batch; return False without a batch or room for a result."""
@@ -449,3 +448,30 @@ def learner_thread_of(value: Any) -> LearnerThread | None:
     if isinstance(value, _LearnerQueue):
         return value.learner_thread()
     return value if isinstance(value, LearnerThread) else None
+
+
+def _run(reference: weakref.ref[LearnerThread], signals: list[Any]) -> None:
+    """Train on the batches of a LearnerThread until it is stopped or dropped.
+
+    Args:
+        reference: weak, so that waiting does not keep a dropped algorithm and its workers.
+        signals: fire when there may be something to do.
+    """
+    limit_this_thread()
+    waiter = Waiter()
+    while True:
+        waiter.clear()
+        learner_thread = reference()
+        progressed = None if learner_thread is None else learner_thread._learn()
+        if learner_thread is None or progressed is None:
+            return
+        lacks_batch = learner_thread._lacks_batch()
+        del learner_thread
+        if progressed:
+            continue
+        started = time.perf_counter()
+        waiter.wait(signals)
+        learner_thread = reference()
+        if lacks_batch and learner_thread is not None:
+            learner_thread._idle_s += time.perf_counter() - started
+        del learner_thread

@@ -17,7 +17,7 @@ from typing import Any
 from flowrl.iter import LocalIterator, Source, Stage
 from flowrl.iter.gather import Gather
 from flowrl.iter.stage import walk
-from flowrl.iter.stages.function_stage import is_own
+from flowrl.iter.stages.function_stage import is_user_defined
 from flowrl.iter.stages.tasks import ForEachConcurrent
 from flowrl.ops.concurrency import DequeueStage, Enqueue
 from flowrl.ops.plan_metrics import PlanMetrics
@@ -246,7 +246,7 @@ def take_snapshot(
     stages = plan.stats()
     for row, stage in zip(stages, walk(plan.stage), strict=True):
         row["kind"] = kind_of(stage)
-        row["is_own"] = is_own(getattr(stage, "fn", stage))
+        row["is_own"] = is_user_defined(getattr(stage, "fn", stage))
     plan_metrics = PlanMetrics.of(plan.metrics)
     reports: dict[int, dict[str, Any]] = {}
     is_remote = workers.num_workers > 0
@@ -256,7 +256,10 @@ def take_snapshot(
             has_left = shard.status in ("left", "failed")
             # other shards are not rollout workers
             if source is not None and "sampled" in source.tags and not has_left:
-                reports[source.shard + is_remote] = _report_of(source, shard.step_stats)
+                report = _report_of(source, shard.step_stats)
+                before = reports.get(source.shard + is_remote)
+                if before is None or before["until"] <= report["until"]:
+                    reports[source.shard + is_remote] = report  # the newest of several streams
     runners = result.get("env_runners", {})
     timers = plan.metrics.timers
     return Snapshot(

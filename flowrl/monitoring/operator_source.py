@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from flowrl.iter.stages.function_stage import is_own
+from flowrl.iter.stages.function_stage import is_user_defined
 
 _CHANGING_METHODS = {
     "append", "clear", "extend", "fill", "insert", "pop", "popitem", "remove", "reverse", "sort",
@@ -19,7 +19,7 @@ def mentions(operator: Any, text: str) -> bool:
     """Return whether the source of an operator of the user contains a text; False if the source is
     unknown."""
     function = operator if inspect.isroutine(operator) else type(operator)
-    if not is_own(function):
+    if not is_user_defined(function):
         return False
     try:
         return text in inspect.getsource(function)
@@ -120,7 +120,7 @@ def _first_argument(definition: ast.FunctionDef | ast.Lambda) -> str | None:
 def _own_definition(operator: Any) -> ast.FunctionDef | ast.Lambda | None:
     """Return the parsed definition of an operator of the user, or None."""
     function = operator if inspect.isroutine(operator) else type(operator).__call__
-    return _definition_of(function) if is_own(function) else None
+    return _definition_of(function) if is_user_defined(function) else None
 
 
 def _definition_of(function: Any) -> ast.FunctionDef | ast.Lambda | None:

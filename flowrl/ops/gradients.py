@@ -20,7 +20,7 @@ from flowrl.ops.rollout import CountRollouts, DropStale, check_lag
 from flowrl.ops.staleness import StalenessLimit
 from flowrl.ops.weights import contributors
 from flowrl.sampling.rollout_worker import RolloutWorker
-from flowrl.sampling.worker_set import WorkerSet
+from flowrl.sampling.worker_set import WorkerSet, check_workers
 
 
 class ComputeGradients:
@@ -40,6 +40,7 @@ class ComputeGradients:
     chained_with: ClassVar[str] = "for_each"
 
     def __init__(self, workers: WorkerSet, policies: Collection[str] | None = None):
+        check_workers(workers, type(self).__name__)
         check_policy_ids(policies)
         self.workers = workers
         self.policies = policies
@@ -121,6 +122,7 @@ class AsyncGradients(LocalIterator[Gradients]):
         max_policy_lag: int | None = None,
         stale_policy: Literal["drop", "wait"] = "drop",
     ):
+        check_workers(workers, type(self).__name__)
         check_policy_ids(policies)
         check_lag(max_policy_lag)
         if stale_policy not in ("drop", "wait"):
@@ -215,6 +217,7 @@ class ApplyGradients:
         policies: Collection[str] | None = None,
         update_all: bool = True,
     ):
+        check_workers(workers, type(self).__name__)
         self.learner = LocalLearner(workers, policies)
         self.policies = policies
         self.update_all = update_all

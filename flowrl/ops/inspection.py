@@ -174,13 +174,16 @@ def _batch_summary(
 ) -> str:
     steps = f"{batch.env_steps()} env steps, {batch.agent_steps()} agent steps"
     lines = [f"{steps}{_origin(batch.sources, batch.policy_batches, workers)}"]
-    several = len(batch.policy_batches) > 1
+    all_rows = batch.policy_batches.values()
+    several = len(all_rows) > 1
     for policy_id, rows in batch.policy_batches.items():
         if several:
             lines.append(f"  policy {policy_id}: {rows.count} rows")
         names = columns
         if names is None:
             names = [name for name, _ in rows.stored() if not rows.is_lazy(name)]
+        elif several:  # policies of other classes have other columns
+            names = [n for n in names if n in rows or not any(n in other for other in all_rows)]
         width = max(map(len, names), default=0)
         indent = "    " if several else "  "
         lines += [f"{indent}{name:{width}}  {_column_summary(rows[name])}" for name in names]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,10 @@ from flowrl.iter.metrics import Timer
 from flowrl.learners.learner import Updates
 from flowrl.state_schema import Fields, Natural, check_state
 
+log = logging.getLogger("flowrl")
+
 MAX_EPISODES = 10_000  # finished episodes kept for the next report
+MANY_UNUSED = 10  # batches in a row without rows to train on, before a warning
 MAX_LAGS = 10_000  # policy lags kept for the next report, per training operator
 
 Info = dict[str, Any]
@@ -67,6 +71,7 @@ class TrainerMetrics:
         num_env_steps_trained: env steps trained on since the last report.
         policy_lags: per fragment since the last report, its age in updates when trained on.
         info: the newest entry of each policy.
+        num_unused: batches since the last one that the operator trained on.
     """
 
     policies: Collection[str] | None
@@ -74,6 +79,17 @@ class TrainerMetrics:
     num_env_steps_trained: int = 0
     policy_lags: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_LAGS))
     info: Info = field(default_factory=dict)
+    num_unused: int = 0
+
+    def note_batch(self, operator: Any, is_used: bool) -> None:
+        """Note whether a batch had rows to train on; warn once about many without."""
+        self.num_unused = 0 if is_used else self.num_unused + 1
+        if self.num_unused == MANY_UNUSED:
+            log.warning(
+                "%r had nothing to train on in %d batches in a row: they are empty, or have no "
+                "rows of the policies that it trains (its `policies`, or the setting "
+                "policies_to_train)", operator, MANY_UNUSED,
+            )  # fmt: skip
 
 
 @dataclass
@@ -249,14 +265,16 @@ def record_updates(
         context: the plan's metrics.
         operator: the training operator.
         updates: policy id -> PolicyUpdate, from the learner.
-        env_steps: env steps of the batch.
+        env_steps: env steps of the batch; they do not count if no policy was updated.
         learn_s: duration of the update [s]; None if unknown.
     """
     counters = context.counters
     _ = context.timers["update"]  # WeightSync adds the durations
     trainer = PlanMetrics.of(context).trainer(operator, context.operators)
+    env_steps = env_steps if updates else 0
     counters["num_env_steps_trained"] += env_steps
     trainer.num_env_steps_trained += env_steps
+    trainer.note_batch(operator, is_used=bool(updates))
     if learn_s is not None:
         trainer.learn.push(learn_s)
         trainer.learn.push_units_processed(sum(update.rows for update in updates.values()))

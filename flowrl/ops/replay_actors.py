@@ -247,6 +247,7 @@ class ReplayActors:
         if self._reruns_journal:
             batch = BatchRef([batch], 0, {}).get()
         shard = self.shards[index]
+        ray_health.check_ray()
         shard.pending_adds.append(_PendingAdd(shard.actor.add.remote(batch, node), batch, node))
 
     def _process_stored(self, purpose: str) -> None:

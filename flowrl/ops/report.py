@@ -15,6 +15,7 @@ from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
 from flowrl.iter.metrics import Timer, current_journal
 from flowrl.iter.stage import operator_of, walk
+from flowrl.iter.stages.function_stage import is_user_defined
 from flowrl.ops.plan_metrics import (
     MAX_EPISODES,
     Info,
@@ -139,6 +140,10 @@ def check_trained_policies(stage: Stage, config: WorkerConfig) -> None:
     """
     known = config.policies or (DEFAULT_POLICY_ID,)
     for node, operator in operators_of(stage):
+        if is_user_defined(operator):
+            if not getattr(operator, "trains", False):
+                continue  # these attributes may be something else
+            _check_policies_of(operator, node)
         for attribute in ("policies", "policy_ids"):
             ids = getattr(operator, attribute, None)
             if not isinstance(ids, Collection) or isinstance(ids, str):
@@ -157,6 +162,20 @@ def check_trained_policies(stage: Stage, config: WorkerConfig) -> None:
         raise ValueError(
             f"policies_to_train names {untrained[0]!r}, but the plan only trains "
             f"{sorted(trained)}: add a branch that trains it, or remove it"
+        )
+
+
+def _check_policies_of(operator: Any, node: Stage) -> None:
+    """Raise TypeError if an operator of the user that trains does not say which policies."""
+    ids = getattr(operator, "policies", "")
+    if isinstance(ids, str) or not isinstance(ids, Collection | None):
+        raise TypeError(
+            f"{node}, chained at {node.line}: an operator with trains = True needs the attribute "
+            "policies, the ids of the policies that it trains in a list, or None for all, got "
+            f"{ids!r}"
+            if hasattr(operator, "policies")
+            else f"{node}, chained at {node.line}: an operator with trains = True needs the "
+            "attribute policies, the ids of the policies that it trains; None for all"
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
-from contextlib import nullcontext
 from typing import Any, ClassVar
 
 from flowrl.data import DEFAULT_POLICY_ID, Batch
@@ -19,7 +18,7 @@ from flowrl.learners.learner import (
     check_policy_ids,
 )
 from flowrl.ops.plan_metrics import Info, record_updates
-from flowrl.sampling.worker_set import WorkerSet
+from flowrl.sampling.worker_set import WorkerSet, check_workers
 from flowrl.setting_values import check_int
 from flowrl.state_schema import Fields, Natural
 
@@ -63,6 +62,7 @@ class TrainOneStep:
         num_sgd_iter: int | None = None,
         sgd_minibatch_size: int | None = None,
     ):
+        check_workers(workers, type(self).__name__)
         self._set_learner(LocalLearner(workers, policies, num_sgd_iter, sgd_minibatch_size))
 
     def _set_learner(self, learner: Learner) -> None:
@@ -165,6 +165,7 @@ class MultiGPUTrainOneStep(TrainOneStep):
         sgd_minibatch_size: int | None = None,
         policies: Collection[str] | None = None,
     ):
+        check_workers(workers, type(self).__name__)
         self._options = {"num_gpus": num_gpus, "num_learners": num_learners}
         self._set_learner(
             make_learner(workers, policies, num_sgd_iter, sgd_minibatch_size, **self._options)
@@ -215,6 +216,7 @@ class UpdateTargetNetwork:
         by_steps_trained: bool = False,
         policies: Collection[str] | None = None,
     ):
+        check_workers(workers, type(self).__name__)
         check_policy_ids(policies)
         check_int("target_update_freq", target_update_freq, 0)
         self.workers = workers
@@ -231,11 +233,17 @@ class UpdateTargetNetwork:
             for policy_id in (info if self.policies is None else self.policies)
             if self._count_and_check(policy_id, info.get(policy_id, {}))
         ]
+        num_updates = self._update(due) if due else 0
+        _get_shared_metrics().counters["num_target_updates"] += num_updates
+        return item
+
+    def _update(self, policy_ids: Collection[str]) -> int:
+        """Update the target networks of policies; return how many were updated."""
         worker, num_updates = self.workers.local_worker(), 0
-        with worker.lock if due else nullcontext():
-            if due:  # records at which step of the learner the target networks are updated
-                self.workers.weight_sync.observe_learner()
-            for policy_id in due:
+        with worker.lock:
+            # records at which step of the learner the target networks are updated
+            self.workers.weight_sync.observe_learner()
+            for policy_id in policy_ids:
                 policy: Any = worker.policy_map[policy_id]
                 if not hasattr(policy, "update_target"):
                     raise TypeError(
@@ -245,8 +253,7 @@ class UpdateTargetNetwork:
                 if policy.update_target() is not False:
                     self._last_update[policy_id] = self._steps(policy_id)
                     num_updates += 1
-        _get_shared_metrics().counters["num_target_updates"] += num_updates
-        return item
+        return num_updates
 
     def _count_and_check(self, policy_id: str, entry: dict[str, Any]) -> bool:
         """Count the rows of a training; return whether the interval has passed for a policy."""

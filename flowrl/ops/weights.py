@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from flowrl.data.item_checks import check_batch
 from flowrl.iter import Source, _get_shared_metrics
 from flowrl.ops.replay_actors import REPLAY_ORIGIN
-from flowrl.sampling.worker_set import WorkerSet
+from flowrl.sampling.worker_set import WorkerSet, check_workers
 from flowrl.setting_values import check_int
 from flowrl.state_schema import Fields, Natural
 
@@ -36,6 +36,7 @@ class BroadcastUpdateLearnerWeights:
     chained_with: ClassVar[str] = "for_each"
 
     def __init__(self, workers: WorkerSet, broadcast_interval: int = 1):
+        check_workers(workers, type(self).__name__)
         check_int("broadcast_interval", broadcast_interval)
         self.workers = workers
         self.broadcast_interval = broadcast_interval
@@ -83,6 +84,7 @@ class UpdateWorkerWeights:
     chained_with: ClassVar[str] = "for_each"
 
     def __init__(self, workers: WorkerSet, max_weight_sync_delay: int):
+        check_workers(workers, type(self).__name__)
         check_int("max_weight_sync_delay", max_weight_sync_delay, 0)
         self.workers = workers
         self.max_weight_sync_delay = max_weight_sync_delay

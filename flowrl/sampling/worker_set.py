@@ -29,6 +29,7 @@ from flowrl.sampling.weight_sync import WeightSync, load_weights
 from flowrl.sampling.worker_calls import CALL_TIMEOUT_S, WorkerCalls, stop_workers
 from flowrl.sampling.worker_config import WorkerConfig, unsendable_setting_named
 from flowrl.sampling.worker_states import check_worker_states, highest, send_states
+from flowrl.settings import Settings
 
 T = TypeVar("T")
 
@@ -446,3 +447,16 @@ def _check_removal(number: Any, num_workers: int) -> None:
     _check_resize(number, num_workers)
     if number >= num_workers:
         raise ValueError(f"cannot remove {number} of {num_workers} workers: one must remain")
+
+
+def check_workers(workers: Any, operator: str) -> None:
+    """Check the argument `workers` of an operator.
+
+    Raises:
+        TypeError: it is the config, the other argument of a plan.
+    """
+    if isinstance(workers, Settings):
+        raise TypeError(
+            f"{operator} takes the WorkerSet, the first argument of a plan, got a "
+            f"{type(workers).__name__}"
+        )

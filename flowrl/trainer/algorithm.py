@@ -389,7 +389,10 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
             "operators": {f"{name}_s": seconds for name, seconds in operator_s.items()},
         }
         if self.iteration == 1 and self.config.samples:
-            policy_ids = self.workers.local_worker().policy_map
+            policy_ids: Any = self.workers.local_worker().policy_map
+            to_train = self.config.policies_to_train
+            if to_train is not None and not callable(to_train):  # others may be in reserve
+                policy_ids = [policy_id for policy_id in policy_ids if policy_id in to_train]
             warn_of_unused_policies(self.plan.metrics.counters, policy_ids)
         self.monitor.update(result)
         result["diagnosis"] = self.diagnose().text

@@ -13,7 +13,7 @@ from flowrl.data.serialization import ArrayStore, encode
 from flowrl.data.spaces import is_image, leaf_spaces
 from flowrl.errors import ConfigError
 from flowrl.iter import Stage
-from flowrl.iter.stages.function_stage import is_own
+from flowrl.iter.stages.function_stage import is_user_defined
 from flowrl.monitoring.plan_check import check_plan
 from flowrl.monitoring.plan_rules.wiring import one_report
 from flowrl.ops import WriteParquet
@@ -105,7 +105,7 @@ def warn_of_unused_policies(counters: Mapping[str, float], policy_ids: Collectio
 
     Args:
         counters: of the plan.
-        policy_ids: ids of all policies.
+        policy_ids: ids of the policies that are to be trained.
     """
     name = "num_agent_steps_sampled"
     unused = [policy_id for policy_id in policy_ids if not counters.get(f"{name}/{policy_id}")]
@@ -121,7 +121,7 @@ def _check_states(stage: Stage) -> None:
     """Check that the states of the user's operators can be saved, before the first checkpoint."""
     for node, operator in operators_of(stage):
         for part in (operator, node.shared_state):
-            if is_own(part) and hasattr(part, "state_dict"):
+            if is_user_defined(part) and hasattr(part, "state_dict"):
                 try:
                     encode(part.state_dict(), "state_dict()", ArrayStore())
                 except TypeError as error:

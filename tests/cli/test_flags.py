@@ -277,3 +277,10 @@ def test_every_flag_in_the_help_is_accepted(plan):
         name = entry.name.rstrip("_").replace("_", "-")
         if not name.startswith("policies."):
             assert name in accepted
+
+
+@pytest.mark.parametrize("name", ["policies", "policies-to-train"])
+def test_settings_without_flags_name_the_option_config(cli, name):
+    code, _, err = cli("train", "ppo", f"--{name}", '["a"]')
+    assert code == 2
+    assert f"""--{name}: pass this setting as --config '{{"{name.replace("-", "_")}": …}}'""" in err

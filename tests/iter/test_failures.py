@@ -14,6 +14,7 @@ import pytest
 
 from flowrl.errors import ConfigError
 from flowrl.iter import (
+    LocalIterator,
     ParallelIteratorWorker,
     Recovery,
     Retry,
@@ -23,6 +24,7 @@ from flowrl.iter import (
     from_items,
     from_iterators,
     from_range,
+    ray_health,
     ray_runtime,
 )
 from flowrl.iter.recovery import ConstructorError, is_death, original_error
@@ -672,3 +674,88 @@ def test_statistics_that_raise_on_a_shard_lose_no_items(monkeypatch):
     monkeypatch.setattr("flowrl.iter.shard_stream.STATS_INTERVAL_S", 0.0)
     plan = from_range(6, 1, in_process=True).for_each(Counts()).gather_sync()
     assert list(plan) == list(range(6))
+
+
+def test_items_of_a_failed_shard_are_requested_again_after_a_resume(ray_session, tmp_path):
+    marker = tmp_path / "works"
+
+    def dies():
+        for i in range(6):
+            if i == 2 and not marker.exists():
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield 10 + i
+
+    def plan():
+        recovery = Recovery(backoff_s=0, max_identical_deaths=1)
+        return from_iterators([lambda: range(6), dies], recovery=recovery).gather_async()
+
+    found = []
+    with plan() as stream:
+        while True:
+            try:
+                found.append(next(stream))
+            except ShardFailedError:
+                break
+        state = stream.state_dict()
+    marker.touch()
+    with plan() as stream:
+        stream.load_state_dict(state)
+        found += list(stream)
+    assert sorted(found) == [*range(6), *range(10, 16)]
+
+
+def test_number_of_requests_may_change_at_a_resume():
+    first = from_items(list(range(20)), 2, in_process=True).gather_async(num_async=1)
+    first.take(3)
+    second = from_items(list(range(20)), 2, in_process=True).gather_async(num_async=4)
+    second.load_state_dict(first.state_dict())
+    next(second)
+    assert second.stats()[-1]["in_flight"] + len(second.stage._to_request) == 8
+    assert sorted(second) == list(range(4, 20))
+
+
+@pytest.mark.parametrize("kind", ["gather_async", "gather_sync", "tasks"])
+def test_interrupted_fetch_loses_no_item(ray_session, monkeypatch, kind):
+    import ray
+
+    if kind == "tasks":
+        stream = LocalIterator(range(10)).for_each(lambda x: x, max_concurrency=2)
+    else:
+        stream = getattr(from_range(10, 2), kind)()
+    found, calls, real = [next(stream)], itertools.count(1), ray.get
+
+    def interrupted(*args, **kwargs):
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(ray, "get", interrupted)
+    with stream:
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                found.append(next(stream))
+        monkeypatch.undo()
+        found += stream
+    assert sorted(found) == list(range(10))
+
+
+def test_gathers_of_actors_watch_ray(ray_session, monkeypatch):
+    monkeypatch.setattr(ray_health, "_watch", None)
+    with from_range(4, 2).gather_async() as stream:
+        assert sorted(stream) == [0, 1, 2, 3]
+    assert ray_health._watch is not None
+
+
+def test_first_skipped_item_and_many_in_a_row_are_reported(caplog, monkeypatch):
+    monkeypatch.setattr("flowrl.iter.errors.MANY_DROPPED", 5)
+
+    def fails(x):
+        if x < 20:
+            raise ValueError(f"item {x}")
+        return x
+
+    with caplog.at_level(logging.WARNING, "flowrl"):
+        assert list(LocalIterator(range(22)).for_each(fails, on_error=Skip())) == [20, 21]
+    first, many = (record.getMessage() for record in caplog.records)
+    assert "Skip drops an item because of ValueError('item 0')" in first
+    assert "dropped 5 items in a row, the last one because of ValueError('item 4')" in many

@@ -741,3 +741,35 @@ def test_sequences_that_cannot_be_sliced_are_distributed_and_restored():
 def test_invalid_ranges_are_rejected(n):
     with pytest.raises(ValueError, match="n must be an int of at least 0"):
         from_range(n)
+
+
+def test_tasks_need_no_free_processor(ray_session):
+    import ray
+
+    @ray.remote(num_cpus=4)
+    class Occupied:
+        def ready(self):
+            return True
+
+    actor = Occupied.remote()
+    ray.get(actor.ready.remote())
+    with LocalIterator(range(3)).for_each(lambda x: x + 1, max_concurrency=2) as stream:
+        assert sorted(stream) == [1, 2, 3]
+    ray.kill(actor)
+
+
+def test_generator_of_a_task_is_rejected(ray_session):
+    def two(x):
+        yield x
+        yield 10 * x
+
+    stream = LocalIterator([1]).for_each(two, max_concurrency=2)
+    with stream, pytest.raises(TypeError, match=r"returned a generator: return a list"):
+        next(stream)
+
+
+def test_options_of_tasks_that_ray_rejects_name_the_stage(ray_session):
+    stream = LocalIterator([1]).for_each(str, max_concurrency=2, resources={"processors": 1})
+    with stream, pytest.raises(ValueError, match="processors") as caught:
+        next(stream)
+    assert "chained at" in "".join(caught.value.__notes__)

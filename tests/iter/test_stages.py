@@ -1,5 +1,6 @@
 """Conformance checks for every stage; chains are equal to operations on lists."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray import cloudpickle
 
-from flowrl.data import SampleBatch
+from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.data.indexed_columns import IndexedColumn
 from flowrl.data.lazy_columns import LazyColumn
 from flowrl.iter import NOT_READY, LocalIterator, Retry, Skip, Stage, from_items, metrics_scope
@@ -745,3 +746,33 @@ def test_error_in_extra_stats_is_a_value_of_the_stats():
     (text,) = [one["extra_stats"] for one in stream.stats() if "extra_stats" in one]
     assert text == "raised TypeError: 'int' object is not iterable"
     assert text in stream.explain()
+
+
+@dataclasses.dataclass
+class Remembers:
+    values: list
+
+    def __call__(self, item):
+        self.values.append(item)
+        return item
+
+
+def test_title_of_an_operator_with_a_long_state_is_short():
+    stream = LocalIterator(range(1000)).for_each(Remembers([]))
+    assert list(stream) == list(range(1000))
+    assert len(stream.stats()[0]["stage"]) < 300
+
+
+def test_combine_names_a_batch_that_is_not_in_a_list():
+    batch = MultiAgentBatch({"a": SampleBatch(obs=np.zeros(2))}, 2)
+    with pytest.raises(TypeError, match="it returned a MultiAgentBatch: put it in a list"):
+        LocalIterator([1]).combine(lambda x: batch).take(1)
+    with pytest.raises(TypeError, match=r"flatten\(\) takes lists"):
+        LocalIterator([batch]).flatten().take(1)
+
+
+def test_type_error_names_the_stage_before():
+    stream = LocalIterator([1]).for_each(lambda x: None).for_each(len)
+    with pytest.raises(TypeError) as caught:
+        next(stream)
+    assert any("its items come from for_each(<lambda>)" in note for note in caught.value.__notes__)

@@ -1,5 +1,6 @@
 """Learner thread: equality to TrainOneStep, errors, stopping, checkpoints."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from flowrl.ops import (
     TrainOneStep,
 )
 from flowrl.ops.plan_metrics import PlanMetrics
+from flowrl.trainer.plan_settings import plan_config
 from tests.learner_threads import held_batches, learner_of
 
 ROOT = Path(__file__).parents[2]
@@ -495,3 +497,19 @@ def test_workers_get_the_weights_of_operators_beside_the_thread():
             np.testing.assert_array_equal(payload[0]["default_policy"][name], weight)
         assert payload[1] == {"default_policy": workers.local_worker().policy.version}
         plan.stop()
+
+
+def test_dropped_algorithm_ends_its_thread():
+    algorithm = plan_config("impala").updated(train_batch_size=100).build()
+    algorithm.train()
+    thread = algorithm_thread()
+    assert thread is not None
+    del algorithm
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def algorithm_thread():
+    threads = [t for t in threading.enumerate() if t.name == "flowrl-learner"]
+    return threads[-1] if threads else None

@@ -172,3 +172,15 @@ def test_lazy_columns_are_not_computed_unless_they_are_named():
     assert "infos" not in summary(batch)
     with pytest.raises(AssertionError):
         summary(batch, ["infos"])
+
+
+def test_columns_that_one_policy_lacks_are_left_out():
+    batch = MultiAgentBatch(
+        {"a": SampleBatch(obs=np.zeros(2), vf_preds=np.ones(2)), "b": SampleBatch(obs=np.zeros(2))},
+        2,
+    )
+    text = summary(batch, ["obs", "vf_preds"])
+    assert text.count("obs") == 2
+    assert text.count("vf_preds") == 1
+    with pytest.raises(KeyError, match="no column 'values'"):
+        summary(batch, ["values"])

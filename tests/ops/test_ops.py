@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from flowrl.algorithms.a2c import A2CConfig, A2CTorchPolicy
+from flowrl.algorithms.ppo import PPOConfig
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.data.serialization import ArrayStore, decode, encode
+from flowrl.envs import make_multi_agent
 from flowrl.iter import (
     LocalIterator,
     ParallelIterator,
@@ -25,16 +27,22 @@ from flowrl.iter.metrics import MetricsContext
 from flowrl.learners.learner import PolicyUpdate
 from flowrl.ops import (
     AggregateBatches,
+    ApplyGradients,
+    AsyncGradients,
     BatchRef,
+    BroadcastUpdateLearnerWeights,
+    ComputeGradients,
     ConcatBatches,
     Concurrently,
     CountRollouts,
+    LearnerThread,
     MixInReplay,
     ParallelRollouts,
     SelectExperiences,
     StandardizeFields,
     StandardMetricsReporting,
     TrainOneStep,
+    UpdateTargetNetwork,
     record_training,
 )
 from flowrl.ops.plan_metrics import MAX_EPISODES, PlanMetrics, record_updates
@@ -748,3 +756,59 @@ def test_invalid_statistics_of_own_training_operators_are_rejected(stats, error,
     config = A2CConfig(env="CartPole-v1", rollout_fragment_length=8, seed=0)
     with config.build(plan=plan) as algorithm, pytest.raises(error, match=message):
         algorithm.train()
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        TrainOneStep, ComputeGradients, ApplyGradients, AsyncGradients, LearnerThread,
+        BroadcastUpdateLearnerWeights, lambda workers: UpdateTargetNetwork(workers, 10),
+    ],
+)  # fmt: skip
+def test_config_in_place_of_workers_is_rejected(operator):
+    with pytest.raises(TypeError, match="takes the WorkerSet, the first argument of a plan, got a"):
+        operator(PPOConfig())
+
+
+def test_batches_without_rows_of_the_trained_policies_are_reported(caplog):
+    batch = MultiAgentBatch({"other": SampleBatch(obs=np.zeros((3, 4), np.float32))}, 3)
+    policies = {name: PolicySpec() for name in ("default_policy", "other")}
+    config = A2CConfig(env=make_multi_agent("CartPole-v1"), policies=policies)
+    with config.build() as algorithm:
+        train = TrainOneStep(algorithm.workers, policies=["default_policy"])
+        stream = LocalIterator([batch] * 12).for_each(train)
+        for _ in stream:
+            pass
+        assert stream.metrics.counters["num_env_steps_trained"] == 0
+    assert caplog.text.count("had nothing to train on in 10 batches in a row") == 1
+
+
+class HasPolicies:
+    policies = ["mine"]
+
+    def __call__(self, item):
+        return item
+
+
+@pytest.mark.parametrize("attributes", [{"policies": "default_policy"}, {"policies": 3}, {}])
+def test_training_operator_of_the_user_must_name_its_policies(attributes):
+    trains = type("Trains", (), {"__call__": lambda self, x: x, "trains": True, **attributes})
+    with A2CConfig(env="CartPole-v1").build() as algorithm:
+        stream = LocalIterator([1]).for_each(trains())
+        with pytest.raises(TypeError, match="an operator with trains = True needs the attribute"):
+            StandardMetricsReporting(stream, algorithm.workers, algorithm.config)
+
+
+def test_attribute_policies_of_an_operator_that_does_not_train_may_be_anything():
+    with A2CConfig(env="CartPole-v1").build() as algorithm:
+        stream = LocalIterator([1]).for_each(HasPolicies())
+        StandardMetricsReporting(stream, algorithm.workers, algorithm.config)
+
+
+def test_multi_agent_batch_says_where_columns_and_methods_are():
+    batch = MultiAgentBatch({"a": SampleBatch(obs=np.zeros(2))}, 2)
+    with pytest.raises(AttributeError, match="policy_batches has a SampleBatch for each policy"):
+        batch.with_columns(obs=1)
+    with pytest.raises(KeyError, match="this is a column of the batches in policy_batches"):
+        batch["obs"]
+    assert not hasattr(batch, "keys")

@@ -14,7 +14,7 @@ from flowrl.envs.validation import InvalidStepError
 from flowrl.policies import ConfigError, PolicySpec, ViewRequirement
 from flowrl.sampling import DefaultCallbacks, RolloutWorker, SimpleListCollector
 
-from .fakes import CountEnv, Idle, ObservedValue
+from .fakes import CountEnv, Idle, ObservedValue, WrongEnv
 
 COLLECTORS = {"columns": None, "rows": SimpleListCollector}
 
@@ -887,4 +887,11 @@ def test_observations_of_vector_environments_have_the_shape_of_the_space(shape):
 
     worker = RolloutWorker(lambda context: Wrong(), ObservedValue, {})
     with pytest.raises(ConfigError, match=r"expected an array of shape \(4, 3\)"):
+        worker.sample()
+
+
+@pytest.mark.parametrize(("wrong", "found"), [(None, "obs is None"), ({"x": 1}, "obs is a dict")])
+def test_observations_that_are_no_arrays_are_named(wrong, found):
+    worker = RolloutWorker(lambda context: WrongEnv(obs=wrong), PPOTorchPolicy)
+    with pytest.raises(ConfigError, match=found):
         worker.sample()

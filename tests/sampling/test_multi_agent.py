@@ -963,3 +963,25 @@ def test_restored_infos_belong_to_their_rows_if_views_read_more_rows(fragment):
         assert rows["t"].tolist() == expected["t"].tolist()
         assert rows["infos"].tolist() == expected["infos"].tolist()
         assert [info["step"] for info in rows["infos"]] == (rows["t"] + 1).tolist()
+
+
+@pytest.mark.parametrize("method", ["reset", "step"])
+def test_observation_of_all_is_rejected(method):
+    class Wrong(MultiAgentEnv):
+        possible_agents = ["a"]
+        observation_space = gym.spaces.Box(-1, 1, (1,))
+        action_space = gym.spaces.Discrete(2)
+
+        def observe(self, is_wrong):
+            observations = {"a": np.zeros(1, np.float32)}
+            return {**observations, "__all__": observations["a"]} if is_wrong else observations
+
+        def reset(self, *, seed=None, options=None):
+            return self.observe(method == "reset"), {}
+
+        def step(self, action_dict):
+            flags = {"__all__": False}
+            return self.observe(method == "step"), {"a": 0.0}, flags, flags, {}
+
+    with pytest.raises(ConfigError, match=rf'{method}\(\) returned an observation of "__all__"'):
+        RolloutWorker(lambda context: Wrong(), PPOTorchPolicy).sample()

@@ -13,6 +13,7 @@ from flowrl.iter.errors import (
     Skip,
     check_on_error,
     note_origin,
+    warn_of_skipped,
     without_stop_iteration,
 )
 from flowrl.iter.metrics import current_metrics
@@ -60,7 +61,7 @@ def _check_state_methods(fn: Any) -> None:
         )
 
 
-def is_own(operator: Any) -> bool:
+def is_user_defined(operator: Any) -> bool:
     """Return whether an operator is the user's, not one of flowrl's."""
     operator = operator.func if isinstance(operator, functools.partial) else operator
     module = getattr(operator, "__module__", None) or type(operator).__module__
@@ -100,6 +101,7 @@ class FunctionStage(Stage):
         self.fn = fn
         self.on_error = check_on_error(on_error)
         self.skipped = 0
+        self._skipped_in_a_row = self._items_at_skip = 0
         self._title: str | None = None
 
     @property
@@ -143,6 +145,10 @@ class FunctionStage(Stage):
             elif isinstance(policy, Skip):
                 if policy.max is None or self.skipped < policy.max:
                     self.skipped += 1
+                    is_next = self.items == self._items_at_skip
+                    self._skipped_in_a_row = self._skipped_in_a_row + 1 if is_next else 1
+                    self._items_at_skip = self.items
+                    warn_of_skipped(self, self.skipped, self._skipped_in_a_row, error)
                     return
                 add_note(error, f"Skip(max={policy.max}): {self.skipped} items were skipped before")
         raise without_stop_iteration(error)
@@ -190,7 +196,7 @@ class FunctionStage(Stage):
             try:
                 self.fn.load_state_dict(state["operator"])  # type: ignore[attr-defined]
             except Exception as error:
-                if not is_own(self.fn):
+                if not is_user_defined(self.fn):
                     raise  # its message names it
                 raise ValueError(
                     f"{self}, chained at {self.line}: load_state_dict() of the operator raised "

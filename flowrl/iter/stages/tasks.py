@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 from flowrl.iter import ray_health
-from flowrl.iter.errors import OnError, Retry, note_origin
+from flowrl.iter.errors import OnError, Retry, note_origin, noting_origin
 from flowrl.iter.ray_runtime import register_modules
 from flowrl.iter.recovery import original_error
 from flowrl.iter.stage import NOT_READY, Stage, function_title
@@ -33,7 +34,8 @@ class ForEachConcurrent(FunctionStage):
 
     Args:
         max_concurrency: maximum number of tasks in flight; 0 for MAX_TASKS.
-        resources: options of a task for `ray.remote` (`num_cpus`, `num_gpus`, `resources`, …).
+        resources: options of a task for `ray.remote` (`num_cpus`, `num_gpus`, `resources`, …);
+            without them, a task reserves nothing.
     """
 
     state_fields: ClassVar[Fields] = {"in_flight": list[list[Any]]}
@@ -74,9 +76,14 @@ class ForEachConcurrent(FunctionStage):
             import ray
 
             register_modules()
+            ray_health.watch_ray()
             remote_fn: Any = ray.remote(_call)
-            self._fn_ref = ray.put(self.fn)
-            self._remote_fn = remote_fn.options(max_retries=0, **self._resources)
+            with noting_origin(self):
+                self._fn_ref = ray.put(self.fn)
+                # no CPU: otherwise tasks would wait forever if the workers have all of them
+                options = {"num_cpus": 0, **self._resources}
+                self._remote_fn = remote_fn.options(max_retries=0, **options)
+        ray_health.check_ray()
         try:
             ref = self._remote_fn.remote(self._fn_ref, task.item)
         except ray_health.RayLostError:
@@ -122,9 +129,12 @@ class ForEachConcurrent(FunctionStage):
             except ray_health.RayLostError:
                 self._in_flight[ref] = task  # a checkpoint still contains its item
                 raise
-            except BaseException as error:
+            except Exception as error:
                 self._retry_or_drop(error, task)
                 continue
+            except BaseException:  # Ctrl-C: read the result later
+                self._in_flight[ref] = task
+                raise
             self._item_sources = task.sources
             self.items += 1
             return result
@@ -141,14 +151,14 @@ class ForEachConcurrent(FunctionStage):
                 self._done.extend(ready_refs(refs))
         return self._done.popleft() if self._done else None
 
-    def _retry_or_drop(self, error: BaseException, task: _Task) -> None:
+    def _retry_or_drop(self, error: Exception, task: _Task) -> None:
         """Apply the error policy to a failed task: submit its item again, drop it, or raise."""
         import ray
 
         is_remote = isinstance(error, ray.exceptions.RayTaskError)
         task_error = original_error(error) if is_remote else error
         max_retries = self.on_error.times if isinstance(self.on_error, Retry) else 0
-        if task.retries < max_retries and isinstance(task_error, Exception):
+        if task.retries < max_retries:
             self._to_submit.append(_Task(task.item, task.sources, task.retries + 1))
             return
         note_origin(task_error, self, task.item)
@@ -185,4 +195,10 @@ class ForEachConcurrent(FunctionStage):
 
 
 def _call(fn: Callable[[Any], Any], item: Any) -> Any:
-    return fn(item)
+    result = fn(item)
+    if inspect.isgenerator(result):  # Ray would return its first item only
+        raise TypeError(
+            "for_each(max_concurrency=…): the function returned a generator: return a list, and "
+            "chain flatten()"
+        )
+    return result

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
-from flowrl.iter.errors import OnError, call_in_stage, note_origin
+from flowrl.iter.errors import MANY_DROPPED, OnError, call_in_stage, note_origin
 from flowrl.iter.stage import (
     NOT_READY,
     Stage,
@@ -17,7 +17,7 @@ from flowrl.iter.stage import (
     function_title,
     walk,
 )
-from flowrl.iter.stages.function_stage import DROPPED, FunctionStage, is_own
+from flowrl.iter.stages.function_stage import DROPPED, FunctionStage, is_user_defined
 from flowrl.iter.waiting import Waiter
 from flowrl.source import Source, sources_from_list, sources_to_list
 from flowrl.state_schema import Fields
@@ -25,7 +25,6 @@ from flowrl.state_schema import Fields
 log = logging.getLogger("flowrl")
 
 MAX_SOURCES = 10_000  # of one item of `combine`
-MANY_DROPPED = 1000  # items in a row, after which `filter` and `combine` warn
 
 
 class ForEach(FunctionStage):
@@ -209,7 +208,7 @@ def _warn_of_dropped(stage: FunctionStage) -> None:
 
     flowrl's own operators, such as ReportDue and ConcatBatches, may drop or collect many items.
     """
-    if is_own(stage.fn):
+    if is_user_defined(stage.fn):
         log.warning(
             "%s, chained at %s, has returned nothing for %d items in a row; a plan without items "
             "has no result and does not end", stage, stage.line, MANY_DROPPED,
@@ -242,8 +241,7 @@ class Combine(FunctionStage):
 
     def _call(self, item: Any) -> Any:
         elements = self.fn(item)
-        # iterating over a batch or a mapping gives its keys
-        if isinstance(elements, (str, bytes)) or hasattr(elements, "keys"):
+        if _is_one_item(elements):
             raise TypeError(
                 f"the function must return a list of items, it returned a "
                 f"{type(elements).__name__}: put it in a list, or use for_each"
@@ -333,11 +331,17 @@ class Flatten(Combine):
 
 def _elements(item: Any) -> Iterable[Any]:
     """Return an item of `flatten`, which must be a list or another iterable of items."""
-    # iterating over a batch or a mapping gives its keys
-    if isinstance(item, (str, bytes)) or hasattr(item, "keys"):
+    if _is_one_item(item):
         raise TypeError(f"flatten() takes lists, got {describe(item)}")
     elements: Iterable[Any] = item
     return elements
+
+
+def _is_one_item(value: Any) -> bool:
+    """Return whether a value is not a list of items, although Python can iterate over it: text, a
+    mapping or a batch."""
+    is_batch_or_mapping = hasattr(value, "keys") or hasattr(value, "policy_batches")
+    return isinstance(value, (str, bytes)) or is_batch_or_mapping
 
 
 class Transform(Stage):

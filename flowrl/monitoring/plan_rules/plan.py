@@ -10,7 +10,7 @@ from typing import Any
 
 from flowrl.iter import Stage
 from flowrl.iter.stage import walk
-from flowrl.iter.stages.function_stage import is_own
+from flowrl.iter.stages.function_stage import is_user_defined
 from flowrl.learners.thread import LearnerThread
 from flowrl.ops.concurrency import Enqueue
 from flowrl.ops.report import operators_of
@@ -78,7 +78,7 @@ class CheckedPlan:
 
     def refers_to(self, value: Any) -> bool:
         """Return whether an operator of the user refers to an object, such as a buffer."""
-        own = [operator for _, operator in self.operators if is_own(operator)]
+        own = [operator for _, operator in self.operators if is_user_defined(operator)]
         return any(found is value for operator in own for found in _references(operator))
 
 

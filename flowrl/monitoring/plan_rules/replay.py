@@ -8,7 +8,7 @@ from typing import Any
 from flowrl.iter.gather import Gather
 from flowrl.iter.stage import walk
 from flowrl.iter.stages.branches import Union
-from flowrl.iter.stages.function_stage import is_own
+from flowrl.iter.stages.function_stage import is_user_defined
 from flowrl.monitoring.plan_rules.plan import CheckedPlan, PlanProblem
 from flowrl.ops.replay import ReplayStage, StoreToReplayBuffer, UpdateReplayPriorities
 from flowrl.ops.replay_actors import ReplayActors
@@ -54,7 +54,8 @@ def rows_that_a_buffer_rejects(plan: CheckedPlan) -> Iterator[PlanProblem]:
         feeding = set(walk(stage))
         before = [operator for one, operator in plan.operators if one in feeding]
         gathers = [one for one in feeding if isinstance(one, Gather)]
-        if any(gather.shards.has_steps() for gather in gathers) or any(map(is_own, before)):
+        has_own = any(map(is_user_defined, before))
+        if has_own or any(gather.shards.has_steps() for gather in gathers):
             continue  # they may select rows
         selections = [op.policy_ids for op in before if isinstance(op, SelectExperiences)]
         stored = set(plan.policies).intersection(*selections)

@@ -13,7 +13,7 @@ from functools import lru_cache
 from types import FunctionType
 from typing import Any
 
-from flowrl.iter.stages.function_stage import is_own
+from flowrl.iter.stages.function_stage import is_user_defined
 from flowrl.learners.thread import LearnerThread
 from flowrl.monitoring.plan_rules.plan import CheckedPlan, PlanProblem
 from flowrl.ops.training_step import TrainingStepsStage
@@ -300,7 +300,7 @@ def _modules(plan: CheckedPlan) -> list[str]:
     for _, operator in plan.operators:
         if isinstance(operator, LearnerThread):
             readers += [operator, *vars(operator).values()]
-        elif is_own(operator):
+        elif is_user_defined(operator):
             readers.append(operator)
     modules = (cls.__module__ for reader in readers for cls in type(reader).__mro__)
     return list(dict.fromkeys(modules))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from flowrl.iter.gather_async import GatherAsync
-from flowrl.iter.stages.function_stage import is_own
+from flowrl.iter.stages.function_stage import is_user_defined
 from flowrl.monitoring.plan_rules.plan import CheckedPlan, PlanProblem
 from flowrl.ops import UpdateTargetNetwork, WriteParquet
 from flowrl.ops.gradients import ApplyGradients
@@ -84,7 +84,7 @@ def replay_for_on_policy(plan: CheckedPlan) -> Iterator[PlanProblem]:
         on_policy = _on_policy(plan, operator)
         if len(on_policy) < len(plan.trained_by(operator)) or isinstance(operator, ApplyGradients):
             continue  # the buffer may have only the rows of the other policies
-        if is_own(operator) and not hasattr(operator, "learner"):
+        if is_user_defined(operator) and not hasattr(operator, "learner"):
             continue  # its loss may be off-policy
         for stage in feeding:
             if isinstance(stage, ReplayStage) and not isinstance(stage.buffer, SimpleReplayBuffer):

@@ -8,7 +8,7 @@ from flowrl.iter import Stage
 from flowrl.iter.gather import Gather
 from flowrl.iter.stage import walk
 from flowrl.iter.stages.branches import Duplicate, Union
-from flowrl.iter.stages.function_stage import is_own
+from flowrl.iter.stages.function_stage import is_user_defined
 from flowrl.iter.stages.unary import ZipWithSource
 from flowrl.monitoring.operator_source import mentions
 from flowrl.monitoring.plan_rules.plan import CheckedPlan, PlanProblem
@@ -43,7 +43,7 @@ def one_report(plan: CheckedPlan) -> Iterator[PlanProblem]:
             f"the plan has {len(reports)} StandardMetricsReporting, and each would report a part "
             "of the episodes and steps: join the streams first, and report once, at the end",
         )
-    if not reports and not is_own(getattr(plan.end, "fn", plan.end)):
+    if not reports and not is_user_defined(getattr(plan.end, "fn", plan.end)):
         yield PlanProblem(
             "one_report",
             plan.end.line,
@@ -55,7 +55,7 @@ def one_report(plan: CheckedPlan) -> Iterator[PlanProblem]:
 def wrong_order(plan: CheckedPlan) -> Iterator[PlanProblem]:
     """Operators that take batches, after one that returns something else."""
     reports = {stage for stage, _ in plan.stages_with(CollectMetrics)}
-    trainers = {stage for stage, one in plan.stages_with(TrainOneStep) if not is_own(one)}
+    trainers = {stage for stage, one in plan.stages_with(TrainOneStep) if not is_user_defined(one)}
     for stage, operator in plan.operators:
         if type(operator) not in _TAKE_BATCHES:  # a subclass may take something else
             continue
@@ -188,7 +188,11 @@ def unread_child(plan: CheckedPlan) -> Iterator[PlanProblem]:
     for duplicate in plan.stages:
         if not isinstance(duplicate, Duplicate):
             continue
-        unread = [i for i, child in enumerate(duplicate.children) if child not in plan.stages]
+        unread = [
+            i
+            for i, child in enumerate(duplicate.children)
+            if child not in plan.stages and duplicate.when_full[i] == "block"
+        ]
         if unread:
             yield PlanProblem(
                 "unread_duplicate",
