@@ -30,6 +30,8 @@ class MultiAgentEnv:
         possible_agents: ids of all agents that may appear.
         observation_spaces, action_spaces: by agent id. Agents without an entry use
             `observation_space` and `action_space`.
+        np_random: generator for the random numbers of the environment, seeded by `reset`; resumed
+            runs restore it.
     """
 
     possible_agents: list[Any] = []
@@ -37,16 +39,21 @@ class MultiAgentEnv:
     action_spaces: dict[Any, spaces.Space] | None = None
     observation_space: spaces.Space | None = None
     action_space: spaces.Space | None = None
+    np_random: Any = None
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[Any, Any], dict[Any, dict[str, Any]]]:
-        """Start an episode.
+        """Start an episode. A subclass calls this method first, which seeds `np_random`.
 
         Returns:
             observations of the agents that act first, and infos, each by agent id.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no reset()")
+        if type(self).reset is MultiAgentEnv.reset:
+            raise NotImplementedError(f"{type(self).__name__} has no reset()")
+        if seed is not None or self.np_random is None:
+            self.np_random = np.random.default_rng(seed)
+        return {}, {}
 
     def step(self, action_dict: dict[Any, Any]) -> StepResult:
         """Step the environment with the actions of the observed agents.
@@ -129,7 +136,6 @@ class IndependentAgents(MultiAgentEnv):
         for name, value in (("num_agents", count), ("episode_steps", steps)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"env_config: {name} must be a positive integer, got {value!r}")
-        self.np_random: np.random.Generator | None = None
         self._envs = [creator(EnvContext(dict(env_config), **attributes)) for _ in range(count)]
         self.possible_agents = list(range(count))
         self.observation_space = self._envs[0].observation_space
@@ -138,9 +144,8 @@ class IndependentAgents(MultiAgentEnv):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[Any, Any], dict[Any, dict[str, Any]]]:
+        super().reset(seed=seed)
         count = len(self._envs)
-        if seed is not None or self.np_random is None:
-            self.np_random = np.random.default_rng(seed)
         self._steps = 0
         self._finished: set[int] = set()
         # the copies are seeded from one generator, whose state therefore restores all of them

@@ -121,7 +121,8 @@ class MetricsContext:
         if name not in self._records:
             record: Any = cls()
             if name in self._record_states:
-                record.load_state_dict(self._record_states.pop(name))
+                record.load_state_dict(self._record_states[name])
+                del self._record_states[name]
             self._records[name] = record
         found: R = self._records[name]
         return found

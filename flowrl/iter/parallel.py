@@ -415,6 +415,12 @@ def from_actors(
     """
     if not actors:
         raise ValueError("from_actors: at least one actor is needed")
+    for actor in actors:
+        if not hasattr(actor, "apply"):
+            raise TypeError(
+                "from_actors takes handles of actors whose class has apply(fn, *args) and items(), "
+                f"such as a subclass of ParallelIteratorWorker, got {actor!r}"
+            )
     pool = ActorPool(recreate, len(actors), handles=actors)
     return ParallelIterator(
         _shards_of(pool), name or f"from_actors[shards={len(actors)}]", recovery

@@ -194,7 +194,10 @@ class ActorPool(Pool):
             return False
         self.kill(index)
         assert self._handles is not None
-        self._handles[index] = self._make_one(index)
+        actor = self._make_one(index)
+        if not hasattr(actor, "apply"):
+            raise TypeError(f"recreate({index}) must return the handle of an actor, got {actor!r}")
+        self._handles[index] = actor
         self._owned.add(index)
         self._incarnations[index] += 1
         return True

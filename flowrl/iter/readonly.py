@@ -18,6 +18,10 @@ def read_only_copy(item: Any) -> Any:
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")  # None: no such items exist
     if numpy is not None and isinstance(item, numpy.ndarray):
         view = item.view()
+        if item.dtype.hasobject and item.dtype.fields is None:
+            view = numpy.empty_like(item)
+            for index, value in numpy.ndenumerate(item):
+                view[index] = read_only_copy(value)
         view.flags.writeable = False
         return view
     if torch is not None and isinstance(item, torch.Tensor):
@@ -36,7 +40,9 @@ def read_only_copy(item: Any) -> Any:
         return sequence
     if isinstance(item, tuple):
         values = [read_only_copy(value) for value in item]
-        return item._make(values) if hasattr(item, "_make") else tuple(values)
+        if hasattr(item, "_make"):
+            return item._make(values)
+        return tuple(values) if type(item) is tuple else item  # others cannot be created anew
     if isinstance(item, (set, bytearray)):
         return copy.copy(item)
     return item

@@ -15,6 +15,8 @@ RULES: list[Callable[[CheckedPlan], Iterator[PlanProblem]]] = [
     training.unlimited_lag,
     training.replay_for_on_policy,
     training.untrained_workers,
+    training.rows_that_nothing_trains,
+    training.env_steps_of_selected_rows,
     training.trained_although_frozen,
     wiring.one_report,
     wiring.wrong_order,

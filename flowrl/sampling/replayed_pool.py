@@ -61,6 +61,11 @@ class ReplayedPool(Pool):
         return list(self._workers or ())
 
     def submit(self, index: int, request: ShardRequest) -> Any:
+        if request.steps is not None:  # each worker has a copy of the operators, as actors have
+            from ray import cloudpickle
+
+            steps = cloudpickle.loads(cloudpickle.dumps(request.steps))
+            request = request._replace(steps=steps)
         sent = _Request(self.handle(index), self._set.take_weights(index), request)
         self._requests.append(sent)
         return sent

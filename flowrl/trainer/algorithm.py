@@ -98,7 +98,8 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         try:
             config = self._config_from(env_or_config, settings)
         except ConfigError as error:
-            raise ConfigError(f"{type(self).__name__}: {error}") from None
+            hint = self._hint_at_config_class(settings)
+            raise ConfigError(f"{type(self).__name__}: {error}{hint}") from None
         config.check()
         self.config = config = config.completed().frozen()
         limit_threads(config.num_threads_per_process)
@@ -137,6 +138,16 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         env = getattr(self.config.env, "__qualname__", None) or repr(self.config.env)
         name = type(self).__name__
         return f"{name}(env={env}, iteration={self.iteration}, env_steps={self.env_steps})"
+
+    @classmethod
+    def _hint_at_config_class(cls, settings: Mapping[str, Any]) -> str:
+        """Return a hint if only the config class of the policy has one of these settings."""
+        of_policy = getattr(cls.policy_class, "config_class", None)
+        known = getattr(of_policy, "model_fields", {}).keys() - cls.config_class.model_fields.keys()
+        if of_policy is None or known.isdisjoint(settings):
+            return ""
+        name, of_policy = of_policy.__name__, getattr(cls.policy_class, "__name__", "its policy")
+        return f" {of_policy} has the config_class {name}: set it on {cls.__name__}, too"
 
     @classmethod
     def _config_from(cls, config: Any, settings: Mapping[str, Any]) -> AlgorithmConfig:

@@ -860,3 +860,49 @@ def test_settings_that_methods_of_the_config_read_are_used():
     assert problems_of(plan, DQNConfig(**settings)) == {}
     found = problems_of(plan, DQNConfig(**settings, target_network_update_freq=64))
     assert list(found) == ["unused_setting"]
+
+
+def two_policies(**settings):
+    return A2CConfig(
+        **{**SMALL, "env": make_multi_agent("CartPole-v1")},
+        env_config={"num_agents": 2},
+        policies={"a": PolicySpec(), "b": PolicySpec()},
+        policy_mapping_fn=lambda agent_id: "ab"[agent_id],
+        **settings,
+    )
+
+
+@pytest.mark.parametrize(("trained", "is_problem"), [(["a"], False), (["b"], True), (None, False)])
+def test_selected_rows_must_be_of_the_trained_policies(trained, is_problem):
+    def plan(workers, config):
+        rows = ParallelRollouts(workers, mode="bulk_sync").for_each(SelectExperiences(["a"]))
+        train = rows.for_each(TrainOneStep(workers, policies=trained))
+        return report(train, workers, config)
+
+    found = problems_of(plan, two_policies())
+    assert ("rows_that_nothing_trains" in found) == is_problem
+
+
+@pytest.mark.parametrize("count_steps_by", ["env_steps", "agent_steps"])
+@pytest.mark.parametrize("selects", [True, False])
+def test_selected_rows_are_counted_in_agent_steps(selects, count_steps_by):
+    def plan(workers, config):
+        rollouts = ParallelRollouts(workers, mode="bulk_sync")
+        rows = rollouts.for_each(SelectExperiences(["a"])) if selects else rollouts
+        batches = rows.combine(ConcatBatches(100, count_steps_by=count_steps_by))
+        return report(batches.for_each(TrainOneStep(workers)), workers, config)
+
+    found = problems_of(plan, two_policies())
+    is_problem = selects and count_steps_by == "env_steps"
+    assert ("env_steps_of_selected_rows" in found) == is_problem
+
+
+def test_duplicate_whose_full_buffer_drops_items_needs_no_reader():
+    def plan(workers, config, when_full):
+        rollouts = ParallelRollouts(workers, mode="bulk_sync")
+        first, _ = rollouts.duplicate(2, when_full=["block", when_full])
+        return report(first.for_each(TrainOneStep(workers)), workers, config)
+
+    for when_full, is_problem in (("block", True), ("drop_oldest", False)):
+        found = problems_of(lambda w, c, one=when_full: plan(w, c, one))
+        assert ("unread_duplicate" in found) == is_problem

@@ -985,3 +985,21 @@ def test_observation_of_all_is_rejected(method):
 
     with pytest.raises(ConfigError, match=rf'{method}\(\) returned an observation of "__all__"'):
         RolloutWorker(lambda context: Wrong(), PPOTorchPolicy).sample()
+
+
+def test_environment_draws_from_the_generator_of_its_base_class():
+    class Draws(MultiAgentEnv):
+        possible_agents = ["a"]
+        observation_space = gym.spaces.Box(0, 1, (1,))
+        action_space = gym.spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            return {"a": self.np_random.random(1, np.float32)}, {}
+
+    first, second = Draws(), Draws()
+    assert first.reset(seed=3) == second.reset(seed=3)
+    assert first.reset() == second.reset()
+    assert first.reset(seed=4) != second.reset(seed=5)
+    with pytest.raises(NotImplementedError, match=r"MultiAgentEnv has no reset\(\)"):
+        MultiAgentEnv().reset(seed=1)

@@ -17,7 +17,7 @@ from flowrl.algorithms.ddppo import DDPPOConfig
 from flowrl.algorithms.dqn import DQN, DQNConfig, DQNTorchPolicy
 from flowrl.algorithms.impala import IMPALAConfig
 from flowrl.algorithms.marwil import BCConfig, MARWILConfig
-from flowrl.algorithms.ppo import PPOConfig
+from flowrl.algorithms.ppo import PPO, PPOConfig, PPOTorchPolicy
 from flowrl.algorithms.r2d2 import R2D2Config
 from flowrl.algorithms.sac import SACConfig
 from flowrl.algorithms.simple_q import SimpleQConfig
@@ -591,3 +591,20 @@ def test_assignment_accepts_the_same_forms_as_the_constructor():
 )
 def test_values_that_resemble_encoded_ones_are_restored(value):
     assert decode(json.loads(json.dumps(encode(value))), CodeResolver(False)) == value
+
+
+def test_config_class_of_a_policy_is_suggested_for_its_algorithm():
+    class WithAux(PPOConfig):
+        aux: float = 0.0
+
+    class AuxPolicy(PPOTorchPolicy):
+        config_class = WithAux
+
+    class AuxPPO(PPO):
+        policy_class = AuxPolicy
+
+    with pytest.raises(ConfigError, match="has the config_class WithAux: set it on AuxPPO, too"):
+        AuxPPO("CartPole-v1", aux=0.5)
+    with pytest.raises(ConfigError) as caught:
+        AuxPPO("CartPole-v1", nonsense=0.5)
+    assert "WithAux" not in str(caught.value)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from flowrl.iter.gather_async import GatherAsync
+from flowrl.iter.stage import Stage, walk
 from flowrl.iter.stages.function_stage import is_user_defined
 from flowrl.monitoring.plan_rules.plan import CheckedPlan, PlanProblem
-from flowrl.ops import UpdateTargetNetwork, WriteParquet
+from flowrl.ops import (
+    ConcatBatches,
+    SelectExperiences,
+    TrainOneStep,
+    UpdateTargetNetwork,
+    WriteParquet,
+)
 from flowrl.ops.gradients import ApplyGradients
 from flowrl.ops.replay import ReplayStage, SimpleReplayBuffer
 from flowrl.ops.report import training_operators
@@ -95,6 +102,45 @@ def replay_for_on_policy(plan: CheckedPlan) -> Iterator[PlanProblem]:
                     "rows of a replay buffer: train it with the rollouts, set "
                     "allow_off_policy=True, or use an off-policy algorithm",
                 )
+
+
+def rows_that_nothing_trains(plan: CheckedPlan) -> Iterator[PlanProblem]:
+    """Selected rows of other policies than those that an operator trains."""
+    for stage, operator in plan.stages_with(TrainOneStep):
+        selections = _selections(plan, stage)
+        trained = set(plan.policies if operator.policies is None else operator.policies)
+        selected = set(plan.policies).intersection(*selections)
+        if selections and not trained & selected:
+            yield PlanProblem(
+                "rows_that_nothing_trains",
+                stage.line,
+                f"{operator!r} trains {sorted(trained)}, but SelectExperiences keeps only rows of "
+                f"{sorted(selected)}: name the same policies in both",
+            )
+
+
+def env_steps_of_selected_rows(plan: CheckedPlan) -> Iterator[PlanProblem]:
+    """Train batches that are filled by env steps, although rows of some policies are left out."""
+    for stage, operator in plan.stages_with(ConcatBatches):
+        by_env_steps = operator.count_steps_by == "env_steps" and operator.min_batch_size > 1
+        if by_env_steps and len(plan.policies) > 1 and _selections(plan, stage):
+            yield PlanProblem(
+                "env_steps_of_selected_rows",
+                stage.line,
+                "ConcatBatches counts the env steps of all policies, but SelectExperiences leaves "
+                "out rows of some, so batches are smaller than min_batch_size: set "
+                'count_steps_by="agent_steps"',
+            )
+
+
+def _selections(plan: CheckedPlan, stage: Stage) -> list[Collection[str]]:
+    """Return the policies that each SelectExperiences before a stage keeps; none if operators of
+    the user may add rows."""
+    feeding = set(walk(stage))
+    before = [operator for one, operator in plan.operators if one in feeding and one is not stage]
+    if any(map(is_user_defined, before)):
+        return []
+    return [operator.policy_ids for operator in before if isinstance(operator, SelectExperiences)]
 
 
 def _on_policy(plan: CheckedPlan, operator: Any) -> list[str]:
