@@ -167,15 +167,13 @@ def check_trained_policies(stage: Stage, config: WorkerConfig) -> None:
 
 def _check_policies_of(operator: Any, node: Stage) -> None:
     """Raise TypeError if an operator of the user that trains does not say which policies."""
-    ids = getattr(operator, "policies", "")
+    is_given = hasattr(operator, "policies")
+    ids = operator.policies if is_given else ""
     if isinstance(ids, str) or not isinstance(ids, Collection | None):
         raise TypeError(
             f"{node}, chained at {node.line}: an operator with trains = True needs the attribute "
-            "policies, the ids of the policies that it trains in a list, or None for all, got "
-            f"{ids!r}"
-            if hasattr(operator, "policies")
-            else f"{node}, chained at {node.line}: an operator with trains = True needs the "
-            "attribute policies, the ids of the policies that it trains; None for all"
+            "policies, a list with the ids of the policies that it trains, or None for all, got "
+            f"{repr(ids) if is_given else 'none'}"
         )
 
 

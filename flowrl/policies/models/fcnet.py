@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -29,10 +29,12 @@ from flowrl.policies.models.matrix_products import matmul_for
 MAX_BUFFERS = 4  # buffers that are kept, one set per number of rows
 MIN_TORCH_RELU_SIZE = 4096  # elements
 
-# methods that compute outputs or values; the network acts with torch if one is replaced
+# methods of the forward pass with torch: if one is replaced, numpy does not compute the same
+_WITH_TORCH = ("forward", "value_function", "_flatten", "_run")
+# all methods that compute outputs or values
 _COMPUTING = (
-    "forward", "value_function", "from_batch", "compute_outputs", "compute_values",
-    "forward_numpy", "outputs_numpy", "values_numpy", "features_numpy", "_flatten", "_run",
+    *_WITH_TORCH, "from_batch", "compute_outputs", "compute_values", "forward_numpy",
+    "outputs_numpy", "values_numpy", "features_numpy",
 )  # fmt: skip
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
@@ -140,8 +142,8 @@ class FullyConnectedNetwork(ModelV2):
         self._policy_layers, self._value_layers = [list(map(_layer, m)) for m in (policy, value)]
         self._hooks = hooks_of(self)
         self._numpy: dict[str, list[NumpyLayer]] | None = None
-        base = FullyConnectedNetwork
-        is_own = all(getattr(type(self), name) is getattr(base, name) for name in _COMPUTING)
+        self._has_own_methods = _has_methods_of_base(type(self), _COMPUTING)
+        is_own = _has_methods_of_base(type(self), _WITH_TORCH)
         is_plain = all(map(is_plain_linear, (*policy, *value)))
         # both networks use the same buffers
         is_plain = is_plain and [m.in_features for m in policy] == [m.in_features for m in value]
@@ -194,21 +196,26 @@ class FullyConnectedNetwork(ModelV2):
 
     @property
     def uses_numpy(self) -> bool:
-        """Whether the network acts with numpy, so that the `..._numpy` methods can be called: its
-        layers and methods are flowrl's, and the user has registered no hooks."""
-        is_replaced = not vars(self).keys().isdisjoint(_COMPUTING)
-        return self._numpy is not None and not is_replaced and not any(self._hooks)
+        """Whether the `..._numpy` methods can be called in place of all others that compute outputs
+        or values: layers and methods are flowrl's, and the user has registered no hooks."""
+        is_own = self._has_own_methods and vars(self).keys().isdisjoint(_COMPUTING)
+        return self._numpy is not None and is_own and not any(self._hooks)
+
+    @property
+    def _acts_with_torch(self) -> bool:
+        is_replaced = not vars(self).keys().isdisjoint(_WITH_TORCH)
+        return self._numpy is None or is_replaced or any(self._hooks)
 
     def compute_outputs(
         self, inputs: Mapping[str, Any]
     ) -> tuple[np.ndarray, np.ndarray | None, list[np.ndarray]]:
-        if not self.uses_numpy:
+        if self._acts_with_torch:
             return super().compute_outputs(inputs)
         outputs, values = self.forward_numpy(inputs["obs"])
         return outputs, values, []
 
     def compute_values(self, inputs: Mapping[str, Any]) -> np.ndarray | None:
-        if not self.uses_numpy:
+        if self._acts_with_torch:
             return super().compute_values(inputs)
         return self.values_numpy(inputs["obs"])
 
@@ -275,6 +282,11 @@ class FullyConnectedNetwork(ModelV2):
 def uses_numpy(model: Any) -> TypeGuard[FullyConnectedNetwork]:
     """Return whether a model is a FullyConnectedNetwork that acts with numpy."""
     return isinstance(model, FullyConnectedNetwork) and model.uses_numpy
+
+
+def _has_methods_of_base(cls: type, names: Sequence[str]) -> bool:
+    """Return whether a subclass of FullyConnectedNetwork overrides none of these methods."""
+    return all(getattr(cls, name) is getattr(FullyConnectedNetwork, name) for name in names)
 
 
 def is_plain_linear(module: Any) -> bool:
