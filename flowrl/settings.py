@@ -521,7 +521,6 @@ MAX_INT = 2**63 - 1  # of a signed 64-bit integer
 _NUMBER = BeforeValidator(_not_bool)
 Finite = Annotated[float, _NUMBER, Field(allow_inf_nan=False)]
 Fraction = Annotated[float, _NUMBER, Field(ge=0, le=1)]
-PositiveFraction = Annotated[float, _NUMBER, Field(gt=0, le=1)]
 NonNegative = Annotated[float, _NUMBER, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, _NUMBER, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, _NUMBER, Field(ge=1, le=MAX_INT)]

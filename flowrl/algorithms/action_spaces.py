@@ -18,8 +18,8 @@ def wrong_action_space(algorithm: str, supported: str, space: spaces.Space) -> C
     others = "PPO"
     if isinstance(space, spaces.Box) and space.dtype.kind != "f":
         return ConfigError(
-            f"{algorithm} is for {supported} actions, not {space}: let the environment have a "
-            "Discrete or MultiDiscrete space"
+            f"{algorithm} is for {supported} actions, not {space}: describe the integers by "
+            "another space, Discrete or MultiDiscrete, in the environment"
         )
     if algorithm == "CQL":
         others = "BC or MARWIL"

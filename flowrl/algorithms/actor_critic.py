@@ -22,7 +22,7 @@ from flowrl.policies.schedules import Schedule, initial_value
 from flowrl.policies.target_network import TargetNetworkPolicy
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.seeding import random_stream
-from flowrl.settings import Count, NonNegativeInt, Positive, PositiveFraction
+from flowrl.settings import Count, Fraction, NonNegativeInt, Positive
 from flowrl.trainer.config import AlgorithmConfig
 
 ACTOR = 0  # index of the actor's parameter group in the optimizer
@@ -45,7 +45,7 @@ class ActorCriticSettings(AlgorithmConfig):
     """Learning rate of the critics; None uses `lr`."""
     twin_q: bool = True
     """Train two critics and use the smaller value (Fujimoto et al. 2018, section 4.2)."""
-    tau: PositiveFraction = 0.005
+    tau: Fraction = 0.005
     """Polyak coefficient of target updates: target = tau * online + (1 - tau) * target."""
     target_network_update_freq: NonNegativeInt = 0
     """Env steps sampled between updates of the target networks; 0 updates them after every train

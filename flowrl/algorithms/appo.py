@@ -15,7 +15,7 @@ from flowrl.algorithms.vtrace import VTraceConfig, VTracePolicy
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.target_network import TargetNetworkPolicy
 from flowrl.policies.torch_policy import TensorBatch
-from flowrl.settings import Needs, NonNegativeInt, Positive, PositiveFraction, check_of_settings
+from flowrl.settings import Fraction, Needs, NonNegativeInt, Positive, check_of_settings
 from flowrl.trainer.algorithm import Algorithm, PolicyClass
 from flowrl.trainer.config import PlanSetting, PlanSource
 
@@ -41,7 +41,7 @@ class APPOConfig(VTraceConfig):
     target_network_update_freq: NonNegativeInt = 0
     """Rows trained on between updates of the target network; 0 updates it after every train
     batch."""
-    tau: PositiveFraction = 1.0
+    tau: Fraction = 1.0
     """Polyak coefficient of target updates, target = tau * online + (1 - tau) * target; 1
     copies the online weights."""
 

@@ -35,9 +35,9 @@ from flowrl.policies.torch_policy import TensorBatch
 from flowrl.policies.views import find_input_problem
 from flowrl.settings import (
     Count,
+    Fraction,
     NonNegativeInt,
     Positive,
-    PositiveFraction,
     check_of_settings,
 )
 from flowrl.state_schema import check_state
@@ -75,7 +75,7 @@ class DQNConfig(OffPolicyConfig):
     target_network_update_freq: NonNegativeInt = 500
     """Env steps sampled between updates of the target network; 0 updates it after every train
     batch."""
-    tau: PositiveFraction = 1.0
+    tau: Fraction = 1.0
     """Polyak coefficient of target updates, target = tau * online + (1 - tau) * target: 1 copies
     (hard updates), 0.01 after every train batch gives soft updates."""
     exploration_config: ExplorationConfig = ExplorationConfig(type="EpsilonGreedy")

@@ -64,7 +64,7 @@ class OffPolicyConfig(AlgorithmConfig):
     prioritized_replay_beta: LinearSchedule = 0.4
     """Exponent beta of the importance weights: a number, or points [(rows stored, value), …]; 1
     corrects the bias of prioritization fully. Rows may be percentages of `total_timesteps`."""
-    prioritized_replay_eps: Positive = 1e-6
+    prioritized_replay_eps: NonNegative = 1e-6
     """Added to absolute TD errors, so that every row can be drawn."""
     min_sample_timesteps_per_iteration: NonNegativeInt = 1000
 

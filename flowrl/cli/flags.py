@@ -63,8 +63,11 @@ def _flatten_list(value: str, annotation: Any) -> list[str]:
         annotation: type of the setting.
     """
     lists = [part for part in _parts(annotation) if get_origin(part) is list]
-    if _NUMBERS.fullmatch(value) and any(_leaves(part) == {int} for part in lists):
-        return value.strip("[]").replace(",", " ").split()
+    if _NUMBERS.fullmatch(value) and lists:
+        numbers = value.strip("[]").replace(",", " ").split()
+        # two numbers of a schedule may be one with a decimal comma
+        if any(_leaves(part) == {int} for part in lists) or len(numbers) > 3:
+            return numbers
     if value.startswith("[[") and lists:
         try:
             return [str(number) for point in json.loads(value) for number in point]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import gymnasium.vector
@@ -100,20 +100,7 @@ class GymnasiumVectorEnv:
         self._is_seeded = True
         self._resetting = ()
         self._failed = False
-        return self._start_infos(infos, range(self.num_envs))
-
-    def _start_infos(self, infos: dict[str, Any], indices: Iterable[int]) -> StartInfos:
-        """Return the infos of environments that have been reset."""
-        self._check_infos("reset", infos)
-        infos = _copied({key: value for key, value in infos.items() if key not in _FINAL_KEYS})
-        return {int(i): _info_of(infos, int(i), self.num_envs) for i in indices}
-
-    def _check_infos(self, method: str, infos: Any) -> None:
-        if not isinstance(infos, dict):
-            raise ConfigError(
-                f"env: {method}() of the {type(self.env).__name__} returned infos as a "
-                f"{type(infos).__name__}, expected a dict: remove the wrapper DictInfoToList"
-            )
+        return _StartInfos(_copied(infos), self.num_envs, range(self.num_envs))
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the vector environment; its errors get a note."""
@@ -181,7 +168,11 @@ class GymnasiumVectorEnv:
         rewards[:] = self._one_per_env("rewards", new_rewards, "fiub")
         terminateds[:] = self._one_per_env("terminateds", new_terminateds, "biu")
         truncateds[:] = self._one_per_env("truncateds", new_truncateds, "biu")
-        self._check_infos("step", infos)
+        if not isinstance(infos, dict):
+            raise ConfigError(
+                f"env: step() of the {type(self.env).__name__} returned infos as a "
+                f"{type(infos).__name__}, expected a dict: remove the wrapper DictInfoToList"
+            )
         next_obs = self._by_env(stepped)
         done = np.logical_or(terminateds, truncateds)
         (ended,) = done.nonzero()
@@ -199,17 +190,19 @@ class GymnasiumVectorEnv:
             else:
                 final = infos["final_obs"] if same_step else next_obs
                 result.final = [self._check.copy(final[i]) for i in ended]
-            if same_step:
-                result.start_infos = self._start_infos(infos, ended)
+        started, start_infos = ended, None
         if self.autoreset_mode is AutoresetMode.DISABLED and len(result.ended):
-            reset, reset_infos = self._call("reset", options={"reset_mask": done})
-            next_obs = self._by_env(reset)
-            result.start_infos = self._start_infos(reset_infos, ended)
+            reset, start_infos = self._call("reset", options={"reset_mask": done})
+            next_obs, start_infos = self._by_env(reset), _copied(start_infos)
         if self.resets_in_next_step:
-            result.skipped, self._resetting = self._resetting, ended
-            result.start_infos = self._start_infos(infos, result.skipped)
+            started = result.skipped = self._resetting
+            self._resetting = ended
         observations[:] = next_obs
-        result.infos = _Infos(infos, self.num_envs, set(map(int, result.ended))) if infos else []
+        if infos:
+            by_env = _Infos(infos, self.num_envs, set(map(int, result.ended)))
+            result.infos, start_infos = by_env, start_infos or by_env.infos
+        if len(started) and start_infos:
+            result.start_infos = _StartInfos(start_infos, self.num_envs, started)
         self._failed = False
         return result
 
@@ -240,10 +233,14 @@ _FINAL_KEYS = ("final_obs", "_final_obs", "final_info", "_final_info")
 
 
 class _Infos(Sequence[dict[str, Any]]):
-    """Info dicts of a vector environment, one per sub-environment, extracted on access."""
+    """Info dicts of a vector environment, one per sub-environment, extracted on access.
+
+    Attributes:
+        infos: a copy of the infos, without those of the last step of an episode.
+    """
 
     def __init__(self, infos: dict[str, Any], num_envs: int, ended: set[int]):
-        self._infos = _copied({k: v for k, v in infos.items() if k not in _FINAL_KEYS})
+        self.infos = _copied({k: v for k, v in infos.items() if k not in _FINAL_KEYS})
         self._num_envs = num_envs
         # in SAME_STEP mode the infos of an episode's last step are in final_info
         self._ended = ended if "final_info" in infos else set()
@@ -256,7 +253,32 @@ class _Infos(Sequence[dict[str, Any]]):
         index = range(self._num_envs)[index]  # an IndexError ends an iteration
         if index in self._ended and isinstance(self._final_infos, dict):
             return _info_of(self._final_infos, index, self._num_envs)
+        return _info_of(self.infos, index, self._num_envs)
+
+
+class _StartInfos(Mapping[int, dict[str, Any]]):
+    """Infos of the environments that were reset, by index, extracted on access.
+
+    Args:
+        infos: of the vector environment; anything but a dict counts as no infos.
+        num_envs: number of environments.
+        indices: of the environments that were reset.
+    """
+
+    def __init__(self, infos: Any, num_envs: int, indices: Collection[int]):
+        self._infos = infos if isinstance(infos, dict) else {}
+        self._num_envs, self._indices = num_envs, indices
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index not in self._indices:
+            raise KeyError(index)
         return _info_of(self._infos, index, self._num_envs)
+
+    def __iter__(self) -> Iterator[int]:
+        return map(int, self._indices)
+
+    def __len__(self) -> int:
+        return len(self._indices)
 
 
 def _copied(infos: Any) -> Any:
@@ -271,8 +293,9 @@ def _info_of(infos: dict[str, Any], index: int, num_envs: int) -> dict[str, Any]
     as a whole for each environment."""
     found = {}
     for key, value in infos.items():
-        has_value = infos.get(f"_{key}")
-        if key.startswith("_") or (has_value is not None and not has_value[index]):
+        has_value: Any = infos.get(f"_{key}")
+        is_mask = isinstance(has_value, np.ndarray) and has_value.shape == (num_envs,)
+        if str(key).startswith("_") or (is_mask and not has_value[index]):
             continue
         if isinstance(value, dict):
             value = _info_of(value, index, num_envs)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -233,7 +234,7 @@ class ProcessVectorEnv:
         self._write(nested, observations)
         return infos
 
-    def _reset(self, indices: Iterable[int]) -> tuple[dict[int, Any], StartInfos]:
+    def _reset(self, indices: Iterable[int]) -> tuple[dict[int, Any], dict[int, Any]]:
         """Reset environments; return the first observations if they are nested, and the infos."""
         replies = self._call_or_replace("reset", dict.fromkeys(indices, ()))
         nested = {i: observation for i, (observation, _) in replies.items()}
@@ -248,7 +249,8 @@ class ProcessVectorEnv:
         replies = self._call_each("step", args)
         result = VectorStep()
         infos: list[dict[str, Any]] = [{} for _ in env_actions]
-        nested, result.start_infos = self._reset(replaced)
+        nested, start_infos = self._reset(replaced)
+        result.start_infos = start_infos
         result.failed += replaced.items()
         self._to_reset.clear()
         for i, reply in replies.items():
@@ -256,13 +258,13 @@ class ProcessVectorEnv:
                 self._replace(i, reply)
                 first, first_infos = self._reset([i])
                 nested |= first
-                result.start_infos |= first_infos
+                start_infos |= first_infos
                 result.failed.append((i, reply))
             elif reply is not None:
                 stepped, nested[i] = reply
                 infos[i] = stepped.infos[0]
                 if stepped.start_infos:
-                    result.start_infos[i] = stepped.start_infos[0]
+                    start_infos[i] = stepped.start_infos[0]
                 result.failed += [(i, error) for _, error in stepped.failed]
                 if stepped.ended:
                     result.ended.append(i)
@@ -393,7 +395,7 @@ class _EnvInProcess:
         """Start an episode; return the first observation if it is nested, and the info."""
         self._clear()
         infos = self._env.reset(self._observations)
-        return self._finish(), infos[0]
+        return self._finish(), _sendable(infos[0])
 
     def step(self, action: Any) -> tuple[VectorStep, Any] | None:
         """Step the environment.
@@ -411,6 +413,7 @@ class _EnvInProcess:
         if not (self._is_nested or result.ended or result.failed or result.infos[0]):
             return None
         result.failed = [(index, portable(error)) for index, error in result.failed]
+        result.start_infos = {i: _sendable(info) for i, info in result.start_infos.items()}
         return result, self._finish()
 
     def call(self, pickled: CloudpickleWrapper) -> Any:
@@ -442,11 +445,19 @@ class _EnvInProcess:
         self._clear()
         self._observations[0] = observation
         restarted = self._env.load_state_dict(state, self._observations)
-        return restarted.get(0), self._finish()
+        return (_sendable(restarted[0]) if restarted else None), self._finish()
 
     def close(self) -> None:
         """Close the environment."""
         self._env.close()
+
+
+def _sendable(info: dict[str, Any]) -> dict[str, Any]:
+    """Return the info of a reset, or none if it cannot be pickled."""
+    try:
+        return info if not info or pickle.dumps(info) else {}
+    except Exception:
+        return {}
 
 
 def _row_type(space: Space) -> np.dtype:

@@ -10,7 +10,7 @@ failed and were recreated.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -32,7 +32,7 @@ from flowrl.envs.validation import (
 )
 from flowrl.errors import ConfigError, add_note
 
-StartInfos = dict[int, dict[str, Any]]
+StartInfos = Mapping[int, dict[str, Any]]
 """Infos that environments returned with the first observation of an episode, by index."""
 
 
@@ -198,21 +198,18 @@ class DirectVectorEnv(DirectEnvs):
         return self._envs.envs
 
     def reset(self, observations: Any) -> StartInfos:
-        infos: StartInfos = {}
+        infos: dict[int, dict[str, Any]] = {}
         for i in range(self.num_envs):
             observations[i] = self._reset(i, infos)
         return infos
 
-    def _reset(self, index: int, infos: StartInfos) -> Any:
+    def _reset(self, index: int, infos: dict[int, dict[str, Any]]) -> Any:
         """Return the first observation of an environment, or of the one that replaces it; add its
-        info to `infos`."""
+        info to `infos`. Anything but a mapping counts as no info."""
         while True:
             observation, info = self._envs.reset(index)
-            if info.__class__ is not dict and not isinstance(info, dict):
-                error = ConfigError(f"env: reset() returned the info {info!r}: infos are dicts")
-                add_note(error, f"raised by {self._envs.label(index)}")
-                raise error
-            infos[index] = info.copy()  # an environment may reuse its dict
+            # a copy: an environment may reuse its dict
+            infos[index] = dict(info) if isinstance(info, Mapping) else {}
             if self._unchecked[index]:
                 self._check_reset(index, observation)
             if not self._drop_invalid:
@@ -243,6 +240,8 @@ class DirectVectorEnv(DirectEnvs):
         self, actions: Any, observations: Any, rewards: Any, terminateds: Any, truncateds: Any
     ) -> VectorStep:
         result = VectorStep()
+        start_infos: dict[int, dict[str, Any]] = {}
+        result.start_infos = start_infos
         infos: list[dict[str, Any]] = []
         ended, final, unchecked = [], [], self._unchecked
         shape, dtype, scalar_types = self._shape, self._check.dtype, self._scalar_types
@@ -296,7 +295,7 @@ class DirectVectorEnv(DirectEnvs):
                 result.failed.append((i, error))
                 infos.append({})
                 rewards[i] = 0.0
-                observations[i] = self._reset(i, result.start_infos)
+                observations[i] = self._reset(i, start_infos)
                 continue
             infos.append(info.copy() if info else info)  # an environment may reuse its dict
             if terminated or truncated:
@@ -305,7 +304,7 @@ class DirectVectorEnv(DirectEnvs):
                 ended.append(i)
                 final.append(self._check.copy(observation))
                 self._envs.mark_finished(i)
-                observation = self._reset(i, result.start_infos)
+                observation = self._reset(i, start_infos)
             observations[i] = observation
         result.ended, result.final, result.infos = ended, final, infos
         return result
@@ -319,7 +318,7 @@ class DirectVectorEnv(DirectEnvs):
 
     def load_state_dict(self, state: dict[str, Any], observations: Any) -> StartInfos:
         self._envs.load_state_dict(state)
-        restarted: StartInfos = {}
+        restarted: dict[int, dict[str, Any]] = {}
         for i in range(self.num_envs):
             self._unchecked[i] = True
             if not self._envs.replay(i, state, partial(self._check.equals_saved, observations[i])):

@@ -214,6 +214,7 @@ class Gather(Stage):
                 self._in_flight = {ref: request, **self._in_flight}
                 shard.requests.insert(0, ref)
                 self._on_interrupted(shard)
+                self._end_journal("a fetch was interrupted")
                 raise
             if self.shards.remote and is_death(error):
                 self._handle_death(shard, request.incarnation, error)

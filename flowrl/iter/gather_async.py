@@ -56,6 +56,8 @@ class GatherAsync(Gather):
         self._ready: deque[Any] = deque()
         # shards to request; a shard appears once per request that it lacks
         self._to_request: deque[ShardState] | None = None
+        # requests that a shard has beyond num_async, by its index, after interrupted fetches
+        self._num_extra: Counter[int] = Counter()
 
     def _send_requests(self) -> None:
         if self._to_request is None:
@@ -100,7 +102,10 @@ class GatherAsync(Gather):
                 continue
             request = self._in_flight[ref]
             assert self._to_request is not None
-            self._to_request.append(request.shard)
+            if self._num_extra[request.shard.index] > 0:  # it has its next request already
+                self._num_extra[request.shard.index] -= 1
+            else:
+                self._to_request.append(request.shard)
             try:
                 if self._requests_before_item:
                     self._send_requests()  # the shard works while its reply is fetched
@@ -161,6 +166,8 @@ class GatherAsync(Gather):
     def _on_interrupted(self, shard: ShardState) -> None:
         if self._to_request is not None and shard in self._to_request:
             self._to_request.remove(shard)
+        else:
+            self._num_extra[shard.index] += 1
 
     def _on_cancelled(self, shard: ShardState, num_requests: int) -> None:
         assert self._to_request is not None

@@ -285,7 +285,11 @@ def function_title(fn: Any) -> str:
     name = getattr(fn, "__name__", None)
     if name is not None:
         return name
-    text = repr(fn)
+    try:
+        text = repr(fn)
+    except Exception:
+        return type(fn).__name__
     if text.startswith("<"):
         return type(fn).__name__
-    return text if len(text) <= MAX_TITLE else text[: MAX_TITLE - 1] + "…"
+    half = MAX_TITLE // 2
+    return text if len(text) <= MAX_TITLE else f"{text[:half]}…{text[-half:]}"

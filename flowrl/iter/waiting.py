@@ -25,7 +25,8 @@ class Signal:
 
     def __init__(self) -> None:
         self._events: weakref.WeakSet[threading.Event] = weakref.WeakSet()
-        self._lock = threading.Lock()  # threads fire while plans subscribe
+        # threads fire while plans subscribe; garbage collection may fire inside of a method
+        self._lock = threading.RLock()
 
     def subscribe(self, event: threading.Event) -> bool:
         """Set `event` whenever the signal fires; return whether it was not subscribed before."""

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Collection
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple
 
 from flowrl.data import Batch
@@ -181,6 +182,7 @@ class LearnerThread:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._stop_signal = Signal()
+        weakref.finalize(self, self._stop_signal.fire).atexit = False
         self._learn_s = self._idle_s = 0.0  # since the last result
         self._update_since: float | None = None  # start of the running update
         self._has_learned = False  # waiting for the first batch does not count as idle
@@ -217,11 +219,10 @@ class LearnerThread:
                 if journal.replays:
                     return
             signals = [queue_signal(self.inqueue), queue_signal(self.outqueue), self._stop_signal]
-            arguments = weakref.ref(self), signals
+            arguments = weakref.ref(self), self.workers.local_worker().lock, signals
             self._thread = threading.Thread(
                 target=_run, args=arguments, name="flowrl-learner", daemon=True
             )
-            weakref.finalize(self, self._stop_signal.fire).atexit = False
             self._thread.start()
         elif journal is not None and journal is not self._journal:
             journal.end("its learner thread was started before the plan")
@@ -250,11 +251,11 @@ class LearnerThread:
                 self._thread = None
                 self.workers.weight_sync.unpublish()
 
-    def _learn(self) -> bool | None:
+    def _learn(self, lock: AbstractContextManager[Any]) -> bool | None:
         """Train on the next batch; return whether there was one, None if the thread must end."""
         if self._stopping:
             return None
-        with self.workers.local_worker().lock:  # so that a checkpoint contains the batch in use
+        with lock:  # so that a checkpoint contains the batch in use
             return self._step()
 
     def _lacks_batch(self) -> bool:
@@ -440,21 +441,24 @@ class _LearnerQueue(queue.Queue[Any]):
 
     def __init__(self, maxsize: int, learner_thread: LearnerThread):
         super().__init__(maxsize)
-        self.learner_thread = weakref.ref(learner_thread)
+        self.learner_thread = learner_thread
 
 
 def learner_thread_of(value: Any) -> LearnerThread | None:
     """Return a LearnerThread, or the one that a queue belongs to; None for other queues."""
     if isinstance(value, _LearnerQueue):
-        return value.learner_thread()
+        return value.learner_thread
     return value if isinstance(value, LearnerThread) else None
 
 
-def _run(reference: weakref.ref[LearnerThread], signals: list[Any]) -> None:
+def _run(
+    reference: weakref.ref[LearnerThread], lock: AbstractContextManager[Any], signals: list[Any]
+) -> None:
     """Train on the batches of a LearnerThread until it is stopped or dropped.
 
     Args:
         reference: weak, so that waiting does not keep a dropped algorithm and its workers.
+        lock: of the local worker.
         signals: fire when there may be something to do.
     """
     limit_this_thread()
@@ -462,7 +466,7 @@ def _run(reference: weakref.ref[LearnerThread], signals: list[Any]) -> None:
     while True:
         waiter.clear()
         learner_thread = reference()
-        progressed = None if learner_thread is None else learner_thread._learn()
+        progressed = None if learner_thread is None else learner_thread._learn(lock)
         if learner_thread is None or progressed is None:
             return
         lacks_batch = learner_thread._lacks_batch()

@@ -72,6 +72,7 @@ class TrainerMetrics:
         policy_lags: per fragment since the last report, its age in updates when trained on.
         info: the newest entry of each policy.
         num_unused: batches since the last one that the operator trained on.
+        has_warned: whether a warning has named many such batches.
     """
 
     policies: Collection[str] | None
@@ -80,11 +81,13 @@ class TrainerMetrics:
     policy_lags: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_LAGS))
     info: Info = field(default_factory=dict)
     num_unused: int = 0
+    has_warned: bool = False
 
     def note_batch(self, operator: Any, is_used: bool) -> None:
         """Note whether a batch had rows to train on; warn once about many without."""
         self.num_unused = 0 if is_used else self.num_unused + 1
-        if self.num_unused == MANY_UNUSED:
+        if self.num_unused == MANY_UNUSED and not self.has_warned:
+            self.has_warned = True
             log.warning(
                 "%r had nothing to train on in %d batches in a row: they are empty, or have no "
                 "rows of the policies that it trains (its `policies`, or the setting "
@@ -265,16 +268,17 @@ def record_updates(
         context: the plan's metrics.
         operator: the training operator.
         updates: policy id -> PolicyUpdate, from the learner.
-        env_steps: env steps of the batch; they do not count if no policy was updated.
+        env_steps: env steps of the batch; they do not count if the learner updated no policy.
         learn_s: duration of the update [s]; None if unknown.
     """
     counters = context.counters
     _ = context.timers["update"]  # WeightSync adds the durations
     trainer = PlanMetrics.of(context).trainer(operator, context.operators)
-    env_steps = env_steps if updates else 0
+    is_used = bool(updates) or learn_s is None  # None: the user's operator may have no statistics
+    env_steps = env_steps if is_used else 0
     counters["num_env_steps_trained"] += env_steps
     trainer.num_env_steps_trained += env_steps
-    trainer.note_batch(operator, is_used=bool(updates))
+    trainer.note_batch(operator, is_used)
     if learn_s is not None:
         trainer.learn.push(learn_s)
         trainer.learn.push_units_processed(sum(update.rows for update in updates.values()))

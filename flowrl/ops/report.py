@@ -140,7 +140,8 @@ def check_trained_policies(stage: Stage, config: WorkerConfig) -> None:
     """
     known = config.policies or (DEFAULT_POLICY_ID,)
     for node, operator in operators_of(stage):
-        if is_user_defined(operator):
+        bases = type(operator).__mro__
+        if is_user_defined(operator) and all(map(is_user_defined, bases)):
             if not getattr(operator, "trains", False):
                 continue  # these attributes may be something else
             _check_policies_of(operator, node)

@@ -122,8 +122,6 @@ class ModelConfig(Settings):
         self._require(self.use_lstm, "use_lstm=True", *of_lstm)
         self._require(self.use_attention, "use_attention=True", *of_attention)
         self._require(has_custom, "a custom_model", "custom_model_config")
-        has_memory = self.use_lstm or self.use_attention or has_custom
-        self._require(has_memory, "use_lstm=True or use_attention=True", "max_seq_len")
         if self.conv_type == "resnet" and self.conv_filters is not None:
             raise ValueError("conv_filters: must be None if conv_type is 'resnet'")
         return self

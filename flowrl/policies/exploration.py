@@ -62,6 +62,8 @@ class Exploration:
         self._ou_noise: dict[str, np.ndarray] = {}  # by the number of rows
         # fraction of random actions, and the policy's counters that it is for
         self._random_fraction: float | None = None
+        # id of a space of the policy -> see `_uniform_bounds`
+        self._bounds_of_spaces: dict[int, tuple[Any, Any, float]] = {}
         self._random_fraction_at: tuple[int | None, ...] | None = None
         self._has_own_epsilon = type(self).epsilon is not Exploration.epsilon
         self._samples_only = config.type == "StochasticSampling" and not config.random_timesteps
@@ -195,14 +197,12 @@ class Exploration:
             actions = rng.standard_normal(shape)
             logp = -0.5 * (actions**2 + np.log(2 * np.pi)).reshape(count, -1).sum(1)
             return actions.astype(np.float32), logp.astype(np.float32)
-        low: Any = -1.0 if self._normalize_actions else space.low
-        high: Any = 1.0 if self._normalize_actions else space.high
-        # half of the bounds: the width of a Box may be larger than the largest number
-        low, high = (np.multiply(bound, 0.5, dtype=np.float64) for bound in (low, high))
-        widths = np.broadcast_to(high - low, space.shape)
-        widths = widths[widths > 0]  # other dimensions have a single value
-        logp = np.full(count, -(np.log(widths) + np.log(2)).sum(), np.float32)
-        return (2 * rng.uniform(low, high, shape)).astype(np.float32), logp
+        if id(space) not in self._bounds_of_spaces:
+            bounds = _uniform_bounds(space, self._normalize_actions)
+            self._bounds_of_spaces[id(space)] = bounds
+        low, high, logp = self._bounds_of_spaces[id(space)]
+        actions = 2 * rng.uniform(low, high, shape)
+        return actions.astype(np.float32), np.full(count, logp, np.float32)
 
     def _epsilon_greedy(
         self, best: np.ndarray, inputs: np.ndarray, rng: np.random.Generator, epsilon: float
@@ -225,3 +225,15 @@ class Exploration:
         if self._bounds is not None:
             noisy = noisy.clip(*self._bounds)
         return noisy.astype(np.float32)
+
+
+def _uniform_bounds(space: spaces.Box, is_normalized: bool) -> tuple[Any, Any, float]:
+    """Return half of the bounds of uniform actions, and their log-density.
+
+    Half, because the width of a Box may be larger than the largest number.
+    """
+    bounds: Any = (-1.0, 1.0) if is_normalized else (space.low, space.high)
+    low, high = (np.multiply(bound, 0.5, dtype=np.float64) for bound in bounds)
+    widths = np.broadcast_to(high - low, space.shape or ())
+    widths = widths[widths > 0]  # other dimensions have a single value
+    return low, high, -float((np.log(widths) + np.log(2)).sum())

@@ -173,7 +173,11 @@ def encode(value: Any) -> Any:
     if isinstance(value, tuple):
         return {_TUPLE: [encode(part) for part in value]}
     if isinstance(value, (set, frozenset)):
-        return {_SET: sorted((encode(part) for part in value), key=json.dumps)}
+        parts = [encode(part) for part in value]
+        try:
+            return {_SET: sorted(parts)}
+        except TypeError:  # some are encoded as dicts
+            return {_SET: sorted(parts, key=json.dumps)}
     if isinstance(value, dict) and all(isinstance(k, str) and k not in _MARKS for k in value):
         return {key: _encode_setting(key, part) for key, part in value.items()}
     if isinstance(value, dict):

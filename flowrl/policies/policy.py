@@ -145,7 +145,8 @@ class Policy(ActsOnObservations):
         overrides one of them."""
         names = "compute_actions_from_input_dict", "compute_values_from_input_dict"
         methods = [vars(self).get(name, getattr(type(self), name)) for name in names]
-        return not all(method.__module__.startswith("flowrl.") for method in methods)
+        modules = [getattr(method, "__module__", None) or "" for method in methods]
+        return not all(module.startswith("flowrl.") for module in modules)
 
     @property
     def defers_values(self) -> bool:

@@ -63,7 +63,7 @@ class TorchPolicy(Policy):
 
     learner_class: ClassVar[type[TorchLearner]] = TorchLearner
     scalar_columns: ClassVar[tuple[str, ...]] = ()
-    """Columns of which the loss needs one number per row."""
+    """Columns of which flowrl's losses need one number per row."""
 
     def __init__(self, observation_space: spaces.Space, action_space: spaces.Space, config: Any):
         super().__init__(observation_space, action_space, config)

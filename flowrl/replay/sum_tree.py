@@ -73,7 +73,9 @@ class SumTree:
         np.cumsum(self._roots, out=self._root_starts[1:])
         total = self._root_starts[-1]
         if not total > 0:
-            raise ValueError("cannot draw: all weights are 0")
+            raise ValueError(
+                "cannot draw: all priorities are 0; prioritized_replay_eps keeps them above 0"
+            )
         values = rng.random(count)
         values += np.arange(count)
         values *= total / count

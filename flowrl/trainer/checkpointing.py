@@ -150,7 +150,8 @@ class Checkpointing:
         metadata = dict(metadata or {})
         if in_run:
             with suppress(CheckpointError):  # there is none at this iteration
-                metadata = {"score": read_manifest(in_run).get("score"), **metadata}
+                score = read_manifest(in_run).get("score")
+                metadata = metadata if score is None else {"score": score, **metadata}
         if taken := sorted(metadata.keys() & (manifest.keys() | RESERVED)):
             raise ConfigError(
                 f"save: metadata has names that the manifest uses: {taken}; rename them"

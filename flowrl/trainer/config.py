@@ -191,7 +191,9 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
         specs = {} if self.policies is None else specs_of(self.policies)
         if not specs or not all(isinstance(s.config, PolicyConfig) for s in specs.values()):
             return None
-        own = PolicyConfig.model_fields.keys() - {"seed", "total_timesteps"}
+        # plans pass the last two to their operators
+        of_run = {"seed", "total_timesteps", "num_sgd_iter", "sgd_minibatch_size"}
+        own = PolicyConfig.model_fields.keys() - of_run
         return next((name for name in names if name in own), None)
 
     def check_changes(self, before: Mapping[str, Any]) -> None:

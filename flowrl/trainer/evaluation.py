@@ -244,6 +244,7 @@ class EvaluationWorkers:
         self._config = config
         self._policy_class = policy_class
         self._workers = self._new_workers()
+        self._has_stopped = False
         self._requests: list[Any] = []  # ray.ObjectRef of each worker's episodes
         self._started_at = 0.0  # time.monotonic() of the running evaluation
         self._started: list[Any] = []  # ray.ObjectRef of each worker's first reply
@@ -269,6 +270,8 @@ class EvaluationWorkers:
 
     def prepare(self) -> None:
         """Start the processes of the workers, unless they run."""
+        if self._has_stopped:
+            self._workers, self._has_stopped = self._new_workers(), False
         if not self._started:
             workers = self._workers.remote_workers()
             self._started = [worker.apply.remote(_has_started) for worker in workers]
@@ -348,7 +351,7 @@ class EvaluationWorkers:
         if not self._wait(0.0):
             self._wait_for_start(math.inf)
         if limit is not None and not self._wait(max(0.0, self._seconds_left())):
-            self._replace_workers(f"it took longer than evaluation_timeout_s={limit:g}")
+            self._lose(f"it took longer than evaluation_timeout_s={limit:g}")
             return None
         if limit is None and not self._wait(LONG_WAIT_S):
             log.warning(
@@ -367,10 +370,10 @@ class EvaluationWorkers:
                     "evaluation_num_workers",
                 )
             if num_lost == MAX_LOST or not self._config.recreate_failed_workers:
-                self._restart()
+                self.stop()
                 raise
             self._num_lost = num_lost
-            self._replace_workers(f"a worker died: {error!r}")
+            self._lose(f"a worker died: {error!r}")
             return None
         except RayTaskError as error:
             raise original_error(error) from None
@@ -385,25 +388,22 @@ class EvaluationWorkers:
         metrics = summarize_episodes(played, self._policies)
         return NamedMetrics({**metrics, "training_iteration": self._iteration})
 
-    def _replace_workers(self, reason: str) -> None:
+    def _lose(self, reason: str) -> None:
+        """Stop the workers of an evaluation that is lost."""
         log.warning("the evaluation is lost because %s", reason)
-        self._restart()
-
-    def _restart(self) -> None:
-        """Stop the workers; the next evaluation starts new ones."""
         self.stop()
-        self._workers = self._new_workers()
 
     def discard(self) -> None:
         """Ignore the running evaluation, and stop the workers that play it."""
         if self._requests and not self._wait(0.0):
-            self._restart()
+            self.stop()
         self._requests = []
 
     def stop(self) -> None:
-        """Stop the workers."""
+        """Stop the workers; another evaluation starts new ones."""
         self._requests, self._started, self._have_started = [], [], False
         self._workers.stop()
+        self._has_stopped = True
 
 
 def _has_started(worker: RolloutWorker) -> None:

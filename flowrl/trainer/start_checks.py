@@ -91,7 +91,13 @@ def _warn_about_settings_without_effect(config: AlgorithmConfig) -> None:
     """Warn about settings of policies that the algorithm's config has, but no policy."""
     defaults = type(config).model_fields
     changed = (n for n in config.model_fields_set if not equal(config[n], defaults[n].default))
-    names = sorted(name for name in changed if config.without_effect([name]))
+    specs = {} if config.policies is None else specs_of(config.policies)
+    names = sorted(
+        name
+        for name in changed
+        if config.without_effect([name])
+        and not all(equal(spec.config[name], config[name]) for spec in specs.values())
+    )
     if names:
         log.warning(
             "%s: no effect, because every policy has its own settings: policies={%r: {'config': "

@@ -91,6 +91,13 @@ def test_list_of_numbers_may_be_one_argument(cli, tmp_path, value):
     assert read_settings(tmp_path / "r")["model"]["fcnet_hiddens"] == [8, 4]
 
 
+def test_schedule_of_integers_may_have_commas(cli, tmp_path):
+    flags = ["--entropy-coeff", "0,1,5000,0", "--run-dir", "r", *TWO_ITERATIONS]
+    code, _, err = cli("train", "ppo", *flags)
+    assert code == 0, err
+    assert read_settings(tmp_path / "r")["entropy_coeff"] == [[0, 1.0], [5000, 0.0]]
+
+
 def test_schedule_may_be_a_list_or_numbers(cli, tmp_path):
     for name, values in (("a", ["[[0, 0.001], [1000, 0]]"]), ("b", ["0", "0.001", "1000", "0"])):
         code, _, err = cli("train", "ppo", "--run-dir", name, "--lr", *values, *TWO_ITERATIONS)

@@ -63,6 +63,18 @@ def test_environments_that_are_classes_are_other_curves(tmp_path):
     assert [curve.name for curve in learning_curves(runs)] == ["ppo First", "ppo Second"]
 
 
+def test_seeds_of_policies_belong_to_one_run(tmp_path):
+    runs = [
+        write_run(
+            tmp_path / str(seed), [1.0, 2.0], seed, env={"__code__": "functools:partial(f, 'a:b')"},
+            policies={"a": {"__code__": f":PolicySpec(config=PPOConfig(seed={seed}, lr=0.1))"}},
+        )
+        for seed in (1, 2)
+    ]  # fmt: skip
+    (curve,) = learning_curves(runs)
+    assert (curve.name, len(curve.runs)) == ("ppo", 2)
+
+
 def test_runs_of_several_processes_with_the_same_object_are_one_curve(tmp_path):
     runs = [
         write_run(tmp_path / str(seed), [1.0, 2.0], seed, callbacks_class={"__code__": f":{text}"})

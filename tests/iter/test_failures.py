@@ -1,6 +1,7 @@
 """Recovery: dead or hanging shards are replaced, other shards keep their items."""
 
 import dataclasses
+import functools
 import itertools
 import logging
 import os
@@ -687,21 +688,26 @@ def test_items_of_a_failed_shard_are_requested_again_after_a_resume(ray_session,
 
     def plan():
         recovery = Recovery(backoff_s=0, max_identical_deaths=1)
-        return from_iterators([lambda: range(6), dies], recovery=recovery).gather_async()
+        endless = functools.partial(itertools.count, 100)
+        return from_iterators([endless, dies], recovery=recovery).gather_async()
 
-    found = []
+    found, has_failed = [], False
     with plan() as stream:
-        while True:
+        while not has_failed:
             try:
                 found.append(next(stream))
             except ShardFailedError:
-                break
+                has_failed = True
+        found.append(next(stream))  # the failed shard gets no further request
         state = stream.state_dict()
     marker.touch()
     with plan() as stream:
         stream.load_state_dict(state)
-        found += list(stream)
-    assert sorted(found) == [*range(6), *range(10, 16)]
+        while not set(range(10, 16)) <= set(found):
+            found.append(next(stream))
+    assert sorted(item for item in found if item < 100) == list(range(10, 16))
+    others = [item for item in found if item >= 100]
+    assert others == list(range(100, 100 + len(others)))
 
 
 def test_number_of_requests_may_change_at_a_resume():
@@ -714,14 +720,17 @@ def test_number_of_requests_may_change_at_a_resume():
     assert sorted(second) == list(range(4, 20))
 
 
-@pytest.mark.parametrize("kind", ["gather_async", "gather_sync", "tasks"])
+@pytest.mark.parametrize("kind", ["after_item", "before_item", "gather_sync", "tasks"])
 def test_interrupted_fetch_loses_no_item(ray_session, monkeypatch, kind):
     import ray
 
+    shards = from_iterators([range(0, 10, 2), range(1, 10, 2)], recovery=Recovery(timeout_s=60))
     if kind == "tasks":
         stream = LocalIterator(range(10)).for_each(lambda x: x, max_concurrency=2)
+    elif kind == "gather_sync":
+        stream = shards.gather_sync()
     else:
-        stream = getattr(from_range(10, 2), kind)()
+        stream = shards.gather_async(next_request=kind)
     found, calls, real = [next(stream)], itertools.count(1), ray.get
 
     def interrupted(*args, **kwargs):
@@ -730,14 +739,16 @@ def test_interrupted_fetch_loses_no_item(ray_session, monkeypatch, kind):
         return real(*args, **kwargs)
 
     monkeypatch.setattr(ray, "get", interrupted)
-    interruptions = 0
+    interruptions = in_flight = 0
     with stream:
         while len(found) < 10:
             try:
                 found.append(next(stream))
             except KeyboardInterrupt:
                 interruptions += 1
+            in_flight = max(in_flight, stream.stats()[-1].get("in_flight", 0))
     assert interruptions == 1
+    assert in_flight <= 2 + (kind == "before_item")  # whose next request is sent before
     assert sorted(found) == list(range(10))
 
 
@@ -759,8 +770,9 @@ def test_first_skipped_item_and_many_in_a_row_are_reported(caplog, monkeypatch):
     with caplog.at_level(logging.WARNING, "flowrl"):
         assert list(LocalIterator(range(22)).for_each(fails, on_error=Skip())) == [20, 21]
     first, many = (record.getMessage() for record in caplog.records)
-    assert "Skip drops an item because of ValueError('item 0')" in first
-    assert "dropped 5 items in a row, the last one because of ValueError('item 4')" in many
+    assert "Skip drops an item because of a ValueError ValueError('item 0')" in first
+    assert "dropped 5 items since the last one" in many
+    assert "ValueError('item 4')" in many
 
 
 def test_handles_of_actors_are_checked():

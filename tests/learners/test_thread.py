@@ -513,3 +513,17 @@ def test_dropped_algorithm_ends_its_thread():
 def algorithm_thread():
     threads = [t for t in threading.enumerate() if t.name == "flowrl-learner"]
     return threads[-1] if threads else None
+
+
+def test_queues_keep_a_running_thread():
+    algorithm = A2CConfig(env="CartPole-v1", train_batch_size=32).build()
+    learner = LearnerThread(algorithm.workers)
+    learner.start()
+    queues, thread = (learner.inqueue, learner.outqueue), learner._thread
+    del learner
+    gc.collect()
+    queues[0].put(algorithm.workers.local_worker().sample())
+    assert queues[1].get(timeout=10).updates
+    queues[0].learner_thread.stop()
+    assert not thread.is_alive()
+    algorithm.stop()

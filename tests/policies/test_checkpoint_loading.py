@@ -166,9 +166,9 @@ def test_changes_of_a_nested_record_keep_its_other_settings(tmp_path, load):
     exploration = {"type": "EpsilonGreedy", "epsilon": 0.3, "random_timesteps": 10}
     model = {"fcnet_hiddens": [8], "fcnet_activation": "relu"}
     path, policies = train_and_save(tmp_path, model=model, exploration_config=exploration)
-    changes = {"model": {"matrix_products": "numpy"}, "exploration_config": {"epsilon": 0.1}}
+    changes = {"model": {"max_seq_len": 7}, "exploration_config": {"epsilon": 0.1}}
     policy = load(path, config=changes)
-    assert policy.config.model == ModelConfig(**model, matrix_products="numpy")
+    assert policy.config.model == ModelConfig(**model, max_seq_len=7)
     assert policy.config.exploration_config.random_timesteps == 10
     assert policy.config.exploration_config.epsilon == 0.1
     obs = np.ones((3, 4), np.float32)

@@ -1,7 +1,9 @@
 """Callbacks: order of calls, arguments, and effects on batches and results."""
 
 import re
+import threading
 from functools import partial, partialmethod
+from types import MappingProxyType
 
 import gymnasium as gym
 import numpy as np
@@ -552,11 +554,38 @@ def test_episode_shows_the_info_of_the_reset_after_a_failure(mode):
     assert infos[0][:4] == [1, 2, 3, 1]
 
 
-def test_info_of_a_reset_that_is_no_dict_is_an_error():
-    class ReturnsNone(CountEnv):
+@pytest.mark.parametrize("info", [None, [], MappingProxyType({"episode": 1})])
+def test_other_infos_of_a_reset_are_accepted(info):
+    class Returns(CountEnv):
         def reset(self, *, seed=None, options=None):
-            return super().reset(seed=seed)[0], None
+            return super().reset(seed=seed)[0], info
 
-    worker = RolloutWorker(lambda context: ReturnsNone(3), Idle)
-    with pytest.raises(ConfigError, match=r"env: reset\(\) returned the info None: infos are d"):
-        worker.sample()
+    settings = {"callbacks_class": ReadsFirstInfo, "num_envs_per_worker": 1}
+    worker = RolloutWorker(lambda context: Returns(3), Idle, settings)
+    worker.sample()
+    assert worker.callbacks.infos[0][0] == dict(info or {})
+
+
+@pytest.mark.parametrize("mode", ["flowrl", "async"])
+def test_infos_of_a_reset_need_not_be_sent_to_other_processes(mode):
+    class Returns(CountEnv):
+        def reset(self, *, seed=None, options=None):
+            return super().reset(seed=seed)[0], {"lock": threading.Lock()}
+
+    worker = RolloutWorker(lambda context: Returns(3), Idle, {"vectorization_mode": mode})
+    assert worker.sample().count > 0
+    worker.stop()
+
+
+@pytest.mark.parametrize("mode", gym.vector.AutoresetMode)
+def test_infos_of_a_vector_environment_may_have_any_keys(mode):
+    class Returns(CountEnv):
+        def reset(self, *, seed=None, options=None):
+            return super().reset(seed=seed)[0], {"by_number": {0: 1.0}, "_flag": True, "flag": 2}
+
+    def make(context):
+        return gym.vector.SyncVectorEnv([lambda: Returns(3)] * 2, autoreset_mode=mode)
+
+    worker = RolloutWorker(make, Idle, {"callbacks_class": ReadsFirstInfo})
+    worker.sample()
+    assert all(infos[1]["flag"] == 2 for infos in worker.callbacks.infos.values())

@@ -186,12 +186,6 @@ MODELS = {
 }
 
 
-def network(model, max_seq_len):
-    """Return the settings of a network; only those with memory have sequences."""
-    settings = {**SMALL, **MODELS[model]}
-    return settings if model == "plain" else {**settings, "max_seq_len": max_seq_len}
-
-
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("env", [Uneven, Nested])
 @given(
@@ -212,7 +206,7 @@ def test_memory_and_nested_spaces_equal_columns(
         env=env,
         horizon=soft,
         soft_horizon=soft is not None,
-        model=network(model, max_seq_len),
+        model={**SMALL, **MODELS[model], "max_seq_len": max_seq_len},
     )
     for _ in range(3):
         assert_same(columns.sample(), rows.sample())
@@ -236,7 +230,7 @@ def test_whole_episodes_equal_columns(model, length, fragment, envs, normalize):
         batch_mode="complete_episodes",
         normalize_rewards=normalize,
         explore=False,
-        model=network(model, 3),
+        model={**SMALL, **MODELS[model], "max_seq_len": 3},
     )
     episodes = []
     for worker in (columns, rows):
@@ -361,7 +355,7 @@ def test_restored_sampler_continues_exactly(model, batch_mode, env, soft):
         "seed": 1,
         "normalize_rewards": True,
         "callbacks_class": CountingCallbacks,
-        "model": network(model, 3),
+        "model": {**SMALL, **MODELS[model], "max_seq_len": 3},
     }
 
     class Random(env):  # its episodes depend on its random generator alone

@@ -572,8 +572,10 @@ def test_settings_that_no_policy_has_are_reported(caplog):
     policies = {"default_policy": PolicySpec(config=own)}
     settings = {"train_batch_size": 128, "rollout_fragment_length": 128, "seed": 0}
     message = "gamma, lr: no effect, because every policy has its own settings"
-    for changes, is_reported in (({"lr": 0.5, "gamma": 0.1}, True), ({}, False)):
+    same = {"lr": own.lr, "num_sgd_iter": 2, "sgd_minibatch_size": 64}  # plans use the others
+    cases = ({"lr": 0.5, "gamma": 0.1}, True), ({}, False), (same, False)
+    for changes, is_reported in cases:
         caplog.clear()
         with PPO("CartPole-v1", policies=policies, **changes, **settings) as algorithm:
             algorithm.train()
-        assert (message in caplog.text) == is_reported
+        assert (message in caplog.text) == ("no effect" in caplog.text) == is_reported

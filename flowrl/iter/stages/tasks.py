@@ -34,8 +34,8 @@ class ForEachConcurrent(FunctionStage):
 
     Args:
         max_concurrency: maximum number of tasks in flight; 0 for MAX_TASKS.
-        resources: options of a task for `ray.remote` (`num_cpus`, `num_gpus`, `resources`, …);
-            without them, a task reserves nothing.
+        resources: options of a task for `ray.remote` (`num_cpus`, `num_gpus`, `resources`, …).
+            Without `num_cpus`, a task reserves no CPU, and at most as many run as the cluster has.
     """
 
     state_fields: ClassVar[Fields] = {"in_flight": list[list[Any]]}
@@ -56,7 +56,7 @@ class ForEachConcurrent(FunctionStage):
             raise ValueError(
                 "for_each: resources cannot contain max_retries: use on_error=Retry(times)"
             )
-        self.max_concurrency = max_concurrency or MAX_TASKS
+        self.max_concurrency = self._limit = max_concurrency or MAX_TASKS
         self.title = f"for_each({function_title(fn)}, max_concurrency={self.max_concurrency})"
         self._resources = dict(resources or {})
         self._remote_fn: Any = None
@@ -76,12 +76,16 @@ class ForEachConcurrent(FunctionStage):
             import ray
 
             register_modules()
-            ray_health.watch_ray()
             remote_fn: Any = ray.remote(_call)
             with noting_origin(self):
                 self._fn_ref = ray.put(self.fn)
-                # no CPU: otherwise tasks would wait forever if the workers have all of them
-                options = {"num_cpus": 0, **self._resources}
+                ray_health.watch_ray()
+                options = dict(self._resources)
+                if "num_cpus" not in options:
+                    # tasks that reserve a CPU would wait forever if workers have reserved all
+                    options["num_cpus"] = 0
+                    num_cpus = int(ray.cluster_resources().get("CPU", 1))
+                    self._limit = max(1, min(self.max_concurrency, num_cpus))
                 self._remote_fn = remote_fn.options(max_retries=0, **options)
         ray_health.check_ray()
         try:
@@ -104,7 +108,7 @@ class ForEachConcurrent(FunctionStage):
         while True:
             while self._to_submit:
                 self._submit(self._to_submit[0])
-            if self._ended or len(self._in_flight) >= self.max_concurrency:
+            if self._ended or len(self._in_flight) >= self._limit:
                 return
             try:
                 item = self._pull_up(block and not self._in_flight)
@@ -144,7 +148,7 @@ class ForEachConcurrent(FunctionStage):
         if not self._done and self._in_flight:
             refs = list(self._in_flight)
             self._done.extend(ready_refs(refs))
-            full = self._ended or len(refs) >= self.max_concurrency
+            full = self._ended or len(refs) >= self._limit
             if not self._done and block and (full or not self.parents[0].can_return_not_ready()):
                 with self.waiting():
                     wait_for_any(refs)
@@ -165,7 +169,7 @@ class ForEachConcurrent(FunctionStage):
         self._drop_or_raise(task_error, task.item)
 
     def waits(self) -> list[Any]:
-        full = self._ended or len(self._in_flight) >= self.max_concurrency
+        full = self._ended or len(self._in_flight) >= self._limit
         return list(self._in_flight) + ([] if full else self.parents[0].waits())
 
     def can_return_not_ready(self) -> bool:

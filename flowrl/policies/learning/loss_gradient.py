@@ -184,7 +184,10 @@ class LossGradient:
         self._uses_kernel = self._kernel is not None and (
             not has_replaced_methods(policy)
             and all(network.uses_numpy for network in self._kernel.networks)
-            and all(p.requires_grad and not _has_hooks(p) for p in policy.flat.parameters)
+            and all(
+                p.requires_grad and not (p._backward_hooks or p._post_accumulate_grad_hooks)
+                for p in policy.flat.parameters
+            )
         )
 
     def differentiate(self, batch: TensorBatch) -> dict[str, Any]:
@@ -289,8 +292,3 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.dim() == 0
     return isinstance(value, (bool, int, float, np.number))
-
-
-def _has_hooks(parameter: Any) -> bool:
-    """Return whether a hook changes the gradient of a parameter."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)

@@ -95,6 +95,8 @@ class TorchLearner:
         if len(set(ids)) < len(ids):
             raise ConfigError(f"{type(policy).__name__}: two optimizers have the same parameters")
         self._initial_lrs = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
+        is_own_loss = getattr(type(policy).loss, "__module__", "").startswith("flowrl.")
+        self._scalar_columns = policy.scalar_columns if is_own_loss else ()
         self._model = policy.model
         self._buffers = list(policy.model.buffers())
         self.draws_from_torch = any(_may_draw(module) for module in policy.model.modules())
@@ -141,7 +143,7 @@ class TorchLearner:
     def _begin(self, batch: Any) -> None:
         """Check a batch, and whether the user has changed the policy, before the first update."""
         self.gradient.choose_kernel()
-        check_batch(batch, type(self.policy).__name__, self.policy.scalar_columns)
+        check_batch(batch, type(self.policy).__name__, self._scalar_columns)
 
     def minibatches(self, batch: SampleBatch, size: int) -> Iterator[SampleBatch]:
         """Yield the rows of a batch in random order, `size` at a time; the last may be smaller.

@@ -133,6 +133,8 @@ class FullyConnectedNetwork(ModelV2):
         self.log_std = nn.Parameter(torch.zeros(num_means)) if free_log_std else None
         self._features: torch.Tensor | None = None
         self.matmul = matmul_for(model_config.matrix_products)
+        self._buffers_numpy: dict[int, list[np.ndarray]] = {}
+        self._numpy_log_std: np.ndarray | None = None
         self.bind_numpy_views()
 
     def bind_numpy_views(self) -> None:
@@ -147,10 +149,12 @@ class FullyConnectedNetwork(ModelV2):
         is_plain = all(map(is_plain_linear, (*policy, *value)))
         # both networks use the same buffers
         is_plain = is_plain and [m.in_features for m in policy] == [m.in_features for m in value]
+        self._num_attributes = 0
+        self._num_attributes = len(vars(self)) - sum(n in vars(self) for n in _COMPUTING)
         if self._numpy_activation is None or not (is_float32_on_cpu(self) and is_own and is_plain):
             return
         # outputs of the hidden layers, by the number of rows
-        self._buffers_numpy: dict[int, list[np.ndarray]] = {}
+        self._buffers_numpy = {}
         self._numpy = {"policy": numpy_views(policy), "value": numpy_views(value)}
         self._numpy_log_std = None if self.log_std is None else self.log_std.detach().numpy()
 
@@ -198,13 +202,17 @@ class FullyConnectedNetwork(ModelV2):
     def uses_numpy(self) -> bool:
         """Whether the `..._numpy` methods can be called in place of all others that compute outputs
         or values: layers and methods are flowrl's, and the user has registered no hooks."""
-        is_own = self._has_own_methods and vars(self).keys().isdisjoint(_COMPUTING)
-        return self._numpy is not None and is_own and not any(self._hooks)
+        has_own = self._has_own_methods and not self._replaces(_COMPUTING)
+        return self._numpy is not None and has_own and not any(self._hooks)
+
+    def _replaces(self, names: Sequence[str]) -> bool:
+        """Return whether one of these methods was replaced by assigning to the network."""
+        attributes = vars(self)  # of the same number, unless one was added
+        return len(attributes) != self._num_attributes and not attributes.keys().isdisjoint(names)
 
     @property
     def _acts_with_torch(self) -> bool:
-        is_replaced = not vars(self).keys().isdisjoint(_WITH_TORCH)
-        return self._numpy is None or is_replaced or any(self._hooks)
+        return self._numpy is None or self._replaces(_WITH_TORCH) or any(self._hooks)
 
     def compute_outputs(
         self, inputs: Mapping[str, Any]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ log = logging.getLogger("flowrl")
 
 NUM_POINTS = 200  # of the mean curve of a group
 MAX_NAMED = 3  # settings in the name of a curve
+MAX_LENGTH = 60  # characters of each
 NUM_RESAMPLES = 1000  # of the bootstrap
 _OF_ONE_RUN = ("seed", "run_dir", "log_config")  # settings in which runs of one group may differ
 
@@ -105,7 +107,9 @@ def learning_curves(run_dirs: Sequence[Path], metric: str = "episode_reward_mean
         settings = read_config(run_dir)
         key = {name: value for name, value in settings.items() if name not in _OF_ONE_RUN}
         key["plan of the run"] = _plan_of(run_dir, settings)
-        groups.setdefault(json.dumps(key, sort_keys=True), []).append((run_dir, key))
+        # seeds in the texts of PolicySpecs are those of one run, too
+        text = re.sub(r"\bseed=\d+,? ?", "", json.dumps(key, sort_keys=True))
+        groups.setdefault(text, []).append((run_dir, key))
     all_settings = [runs[0][1] for runs in groups.values()]
     curves = []
     for runs in groups.values():
@@ -144,7 +148,9 @@ def _plan_of(run_dir: Path, settings: dict[str, Any]) -> str:
 def _name(settings: dict[str, Any], others: list[dict[str, Any]], run_dir: Path) -> str:
     """Return plan and environment of a group, and its settings that other groups do not have; if
     these are many, the folder of its first run."""
-    env = str(settings.get("env") or "").rpartition(":")[2]  # without the module of a class
+    env = str(settings.get("env") or "")
+    is_path = re.fullmatch(r"[\w.]+:[\w.<>-]+|[\w./-]+", env) is not None  # else text of an object
+    env = env.rpartition(":")[2] if is_path else ""  # without the module of a class
     name = " ".join(filter(None, (settings["plan of the run"], env)))
     differing = [
         f"{key}={value}"
@@ -152,7 +158,8 @@ def _name(settings: dict[str, Any], others: list[dict[str, Any]], run_dir: Path)
         if key not in ("plan of the run", "env", "plan")
         and any(other.get(key) != value for other in others)
     ]
-    shown = ", ".join(differing) if len(differing) <= MAX_NAMED else run_dir.name
+    is_short = len(differing) <= MAX_NAMED and max(map(len, differing), default=0) <= MAX_LENGTH
+    shown = ", ".join(differing) if is_short else run_dir.name
     return f"{name or 'run'}{', ' * bool(shown)}{shown}"
 
 

@@ -41,8 +41,8 @@ class ActorCriticKernel:
     @property
     def networks(self) -> list[Any]:
         """See Kernel."""
-        models = self._policy.model, self._policy.target_model
-        return [n for model in models for n in (model.actor, *model.critic_list)]
+        model = self._policy.model
+        return [model.actor, *model.critic_list]
 
     def __call__(self, batch: TensorBatch) -> float:
         policy = self._policy

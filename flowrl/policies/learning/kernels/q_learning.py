@@ -28,7 +28,7 @@ class QLearningKernel:
     @property
     def networks(self) -> list[Any]:
         """See Kernel."""
-        return [self._policy.model, self._policy.target_model]
+        return [self._policy.model]
 
     def __call__(self, batch: TensorBatch) -> float:
         policy, q_function = self._policy, self._policy.q_function

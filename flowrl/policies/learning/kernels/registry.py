@@ -17,7 +17,8 @@ class Kernel(Protocol):
 
     @property
     def networks(self) -> Sequence[Any]:
-        """The networks that it computes, which must all act with numpy (`uses_numpy`)."""
+        """The networks whose gradients it computes, which must all act with numpy
+        (`uses_numpy`)."""
 
     def __call__(self, batch: TensorBatch) -> float: ...
 
