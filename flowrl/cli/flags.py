@@ -65,8 +65,9 @@ def _flatten_list(value: str, annotation: Any) -> list[str]:
     lists = [part for part in _parts(annotation) if get_origin(part) is list]
     if _NUMBERS.fullmatch(value) and lists:
         numbers = value.strip("[]").replace(",", " ").split()
-        # two numbers of a schedule may be one with a decimal comma
-        if any(_leaves(part) == {int} for part in lists) or len(numbers) > 3:
+        # a schedule has at least two points; 0,001 is a number with a decimal comma
+        is_schedule = len(numbers) >= 4 and len(numbers) % 2 == 0
+        if is_schedule or any(_leaves(part) == {int} for part in lists):
             return numbers
     if value.startswith("[[") and lists:
         try:

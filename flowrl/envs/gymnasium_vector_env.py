@@ -200,8 +200,9 @@ class GymnasiumVectorEnv:
         observations[:] = next_obs
         if infos:
             by_env = _Infos(infos, self.num_envs, set(map(int, result.ended)))
-            result.infos, start_infos = by_env, start_infos or by_env.infos
-        if len(started) and start_infos:
+            result.infos = by_env
+            start_infos = by_env.infos if start_infos is None else start_infos
+        if len(started) and start_infos is not None:
             result.start_infos = _StartInfos(start_infos, self.num_envs, started)
         self._failed = False
         return result

@@ -290,7 +290,7 @@ def _check_agents(method: str, observations: dict[Any, Any]) -> None:
     if "__all__" in observations:
         raise ConfigError(
             f'env: {method}() returned an observation of "__all__": only the flags terminateds and '
-            "truncateds have this entry, the observations are by agent id"
+            "truncateds have this entry; observations are by agent id"
         )
 
 

@@ -16,6 +16,7 @@ import mmap
 import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
@@ -453,11 +454,12 @@ class _EnvInProcess:
 
 
 def _sendable(info: dict[str, Any]) -> dict[str, Any]:
-    """Return the info of a reset, or none if it cannot be pickled."""
-    try:
-        return info if not info or pickle.dumps(info) else {}
-    except Exception:
-        return {}
+    """Return the info of a reset; an empty one if it cannot be pickled, because few callbacks read
+    it."""
+    with suppress(Exception):
+        pickle.dumps(info)
+        return info
+    return {}
 
 
 def _row_type(space: Space) -> np.dtype:

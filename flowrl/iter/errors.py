@@ -112,7 +112,7 @@ def warn_of_skipped(stage: Stage, skipped: int, in_a_row: int, error: Exception)
     Args:
         stage: the stage that has dropped it.
         skipped: number of items that the stage has dropped.
-        in_a_row: number of these items since the stage returned an item.
+        in_a_row: number of these items since the stage, or the shard of a gather, returned an item.
         error: the error of the newest one.
     """
     if skipped == 1:
@@ -122,8 +122,8 @@ def warn_of_skipped(stage: Stage, skipped: int, in_a_row: int, error: Exception)
         )  # fmt: skip
     if in_a_row == MANY_DROPPED:
         log.warning(
-            "%s (chained at %s): Skip has dropped %d items since the last one that the stage "
-            "returned, the newest because of a %s", stage, stage.line, in_a_row, describe(error),
+            "%s (chained at %s): Skip has dropped %d items without a result in between, the newest "
+            "because of a %s", stage, stage.line, in_a_row, describe(error),
         )  # fmt: skip
 
 
@@ -174,7 +174,7 @@ def annotate(error: BaseException, root: Stage) -> None:
     add_note(error, note + (f", on {item}" if item else ""))
     if isinstance(error, TypeError) and len(stage.parents) == 1:
         parent = stage.parents[0]
-        add_note(error, f"its items come from {parent}, chained at {parent.line}")
+        add_note(error, f"the items of this stage come from {parent}, chained at {parent.line}")
     if isinstance(error, ValueError) and "read-only" in str(error):
         add_note(
             error,

@@ -23,6 +23,7 @@ from flowrl.iter.errors import (
     check_on_error,
     is_permanent,
     note_origin,
+    noting_origin,
     warn_of_skipped,
     without_stop_iteration,
 )
@@ -158,11 +159,8 @@ class Gather(Stage):
         """Send a request to a shard; return False during its back-off."""
         if shard.dead_incarnation is not None and not self._replace(shard):
             return False
-        try:
+        with noting_origin(self):  # an operator may be impossible to pickle
             ref = self.shards.submit(shard.index, self._batch_ms, shard.num_received, shard.errors)
-        except Exception as error:  # such as an operator that cannot be pickled
-            note_origin(error, self, None)
-            raise
         incarnation = self.shards.incarnation(shard.index)
         mark = None if self._limit is None else self._limit.mark()
         self._in_flight[ref] = PendingRequest(shard, incarnation, time.monotonic(), mark)

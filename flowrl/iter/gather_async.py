@@ -84,6 +84,8 @@ class GatherAsync(Gather):
     def pull(self, block: bool) -> Any:
         if self.shards.num_membership_changes() != self._num_membership_changes:
             joined = self._update_members()
+            for shard in joined:
+                self._num_extra.pop(shard.index, None)
             if self._to_request is not None:
                 self._to_request.extend(joined * self.num_async)
         while not self._queue:
@@ -197,6 +199,7 @@ class GatherAsync(Gather):
     def stop(self) -> None:
         super().stop()
         self._ready.clear()
+        self._num_extra.clear()
 
 
 class GatherShard(GatherAsync):

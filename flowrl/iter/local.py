@@ -96,7 +96,8 @@ class LocalIterator(Generic[T]):
                 at most this many at a time, with results in order of completion; 0 allows 1,000.
                 Tasks that were sent finish after `stop()`, too.
             resources: options of each Ray task (`num_cpus`, `num_gpus`, …); if set, fn runs as a
-                task even with `max_concurrency=1`.
+                task even with `max_concurrency=1`. Without `num_cpus`, tasks reserve no CPU, and
+                the number of running tasks is at most the number of CPUs of the cluster.
             on_error: "raise", Skip(max) or Retry(times).
         """
         if max_concurrency == 1 and resources is None:

@@ -25,7 +25,8 @@ class Signal:
 
     def __init__(self) -> None:
         self._events: weakref.WeakSet[threading.Event] = weakref.WeakSet()
-        # threads fire while plans subscribe; garbage collection may fire inside of a method
+        # threads fire while plans subscribe; reentrant, because garbage collection may fire inside
+        # of `subscribe`
         self._lock = threading.RLock()
 
     def subscribe(self, event: threading.Event) -> bool:

@@ -72,7 +72,7 @@ class TrainerMetrics:
         policy_lags: per fragment since the last report, its age in updates when trained on.
         info: the newest entry of each policy.
         num_unused: batches since the last one that the operator trained on.
-        has_warned: whether a warning has named many such batches.
+        has_warned: whether the warning about many such batches was logged.
     """
 
     policies: Collection[str] | None

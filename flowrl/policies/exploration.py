@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
 
 import numpy as np
@@ -62,8 +63,6 @@ class Exploration:
         self._ou_noise: dict[str, np.ndarray] = {}  # by the number of rows
         # fraction of random actions, and the policy's counters that it is for
         self._random_fraction: float | None = None
-        # id of a space of the policy -> see `_uniform_bounds`
-        self._bounds_of_spaces: dict[int, tuple[Any, Any, float]] = {}
         self._random_fraction_at: tuple[int | None, ...] | None = None
         self._has_own_epsilon = type(self).epsilon is not Exploration.epsilon
         self._samples_only = config.type == "StochasticSampling" and not config.random_timesteps
@@ -197,10 +196,7 @@ class Exploration:
             actions = rng.standard_normal(shape)
             logp = -0.5 * (actions**2 + np.log(2 * np.pi)).reshape(count, -1).sum(1)
             return actions.astype(np.float32), logp.astype(np.float32)
-        if id(space) not in self._bounds_of_spaces:
-            bounds = _uniform_bounds(space, self._normalize_actions)
-            self._bounds_of_spaces[id(space)] = bounds
-        low, high, logp = self._bounds_of_spaces[id(space)]
+        low, high, logp = _uniform_bounds(space, self._normalize_actions)
         actions = 2 * rng.uniform(low, high, shape)
         return actions.astype(np.float32), np.full(count, logp, np.float32)
 
@@ -232,7 +228,9 @@ def _uniform_bounds(space: spaces.Box, is_normalized: bool) -> tuple[Any, Any, f
 
     Half, because the width of a Box may be larger than the largest number.
     """
-    bounds: Any = (-1.0, 1.0) if is_normalized else (space.low, space.high)
+    if is_normalized:
+        return -0.5, 0.5, -math.log(2.0) * math.prod(space.shape or ())
+    bounds: Any = space.low, space.high
     low, high = (np.multiply(bound, 0.5, dtype=np.float64) for bound in bounds)
     widths = np.broadcast_to(high - low, space.shape or ())
     widths = widths[widths > 0]  # other dimensions have a single value

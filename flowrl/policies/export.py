@@ -24,6 +24,7 @@ from flowrl.policies.filters import ObservationFilter
 from flowrl.policies.models.base import ModelV2
 from flowrl.policies.models.noisy import resample_noise
 from flowrl.policies.models.tensor_batch import InputDict
+from flowrl.policies.overrides import is_flowrls_method
 from flowrl.policies.views import ViewRequirement, acting_views
 
 FORMATS = ("torch", "onnx")
@@ -180,11 +181,11 @@ def export_policy(policy: ExportablePolicy, path: Path | str, format: str | None
         format = "onnx" if Path(path).suffix == ".onnx" else "torch"
     if format not in FORMATS:
         raise ConfigError(f"export: format must be one of {', '.join(FORMATS)}, got {format!r}")
-    policy_class, exploration = type(policy), type(policy.exploration)
-    for cls, name in [(exploration, "act"), *((policy_class, name) for name in _ACTING_METHODS)]:
-        if not getattr(cls, name).__module__.startswith("flowrl."):
+    methods = [(policy.exploration, "act"), *((policy, name) for name in _ACTING_METHODS)]
+    for owner, name in methods:
+        if not is_flowrls_method(owner, name):
             raise ConfigError(
-                f"export: {cls.__name__} overrides {name}(), which cannot be exported"
+                f"export: {type(owner).__name__} overrides {name}(), which cannot be exported"
             )
     if format == "onnx":
         check_installed("onnxscript", "export: the format onnx", extra="onnx")

@@ -14,6 +14,7 @@ from flowrl.policies import action_scaling
 from flowrl.policies.config import PolicyConfig
 from flowrl.policies.filters import ObservationFilter, RewardScaler
 from flowrl.policies.learning.epochs import run_epochs, shuffled_minibatches
+from flowrl.policies.overrides import is_flowrls_method
 from flowrl.policies.prediction import ActsOnObservations
 from flowrl.policies.schedules import value_at
 from flowrl.policies.views import ViewRequirement, find_masked, find_mismatch, find_out_of_range
@@ -144,9 +145,7 @@ class Policy(ActsOnObservations):
         `compute_values_from_input_dict` even if observations are the only view: the user's class
         overrides one of them."""
         names = "compute_actions_from_input_dict", "compute_values_from_input_dict"
-        methods = [vars(self).get(name, getattr(type(self), name)) for name in names]
-        modules = [getattr(method, "__module__", None) or "" for method in methods]
-        return not all(module.startswith("flowrl.") for module in modules)
+        return not all(is_flowrls_method(self, name) for name in names)
 
     @property
     def defers_values(self) -> bool:

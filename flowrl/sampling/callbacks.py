@@ -67,7 +67,8 @@ class DefaultCallbacks:
     ) -> None:
         """Called when an episode starts: after its first observations, before any action.
 
-        `episode.last_info_for()` returns the info of the reset.
+        `episode.last_info_for(agent_id)` returns the info of the reset. With
+        `vectorization_mode="async"`, it is empty if it cannot be pickled.
         """
 
     def on_episode_step(

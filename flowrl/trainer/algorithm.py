@@ -98,7 +98,8 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         try:
             config = self._config_from(env_or_config, settings)
         except ConfigError as error:
-            hint = self._hint_at_config_class(settings)
+            given = env_or_config if isinstance(env_or_config, Mapping) else {}
+            hint = self._hint_at_config_class({**given, **settings})
             raise ConfigError(f"{type(self).__name__}: {error}{hint}") from None
         config.check()
         self.config = config = config.completed().frozen()
@@ -146,8 +147,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         known = getattr(of_policy, "model_fields", {}).keys() - cls.config_class.model_fields.keys()
         if of_policy is None or known.isdisjoint(settings):
             return ""
-        name, of_policy = of_policy.__name__, getattr(cls.policy_class, "__name__", "its policy")
-        return f" {of_policy} has the config_class {name}: set it on {cls.__name__}, too"
+        return f" Set config_class = {of_policy.__name__} on {cls.__name__}: its policy has it"
 
     @classmethod
     def _config_from(cls, config: Any, settings: Mapping[str, Any]) -> AlgorithmConfig:

@@ -351,7 +351,7 @@ class EvaluationWorkers:
         if not self._wait(0.0):
             self._wait_for_start(math.inf)
         if limit is not None and not self._wait(max(0.0, self._seconds_left())):
-            self._lose(f"it took longer than evaluation_timeout_s={limit:g}")
+            self._stop_lost(f"it took longer than evaluation_timeout_s={limit:g}")
             return None
         if limit is None and not self._wait(LONG_WAIT_S):
             log.warning(
@@ -373,7 +373,7 @@ class EvaluationWorkers:
                 self.stop()
                 raise
             self._num_lost = num_lost
-            self._lose(f"a worker died: {error!r}")
+            self._stop_lost(f"a worker died: {error!r}")
             return None
         except RayTaskError as error:
             raise original_error(error) from None
@@ -388,7 +388,7 @@ class EvaluationWorkers:
         metrics = summarize_episodes(played, self._policies)
         return NamedMetrics({**metrics, "training_iteration": self._iteration})
 
-    def _lose(self, reason: str) -> None:
+    def _stop_lost(self, reason: str) -> None:
         """Stop the workers of an evaluation that is lost."""
         log.warning("the evaluation is lost because %s", reason)
         self.stop()

@@ -88,9 +88,11 @@ def check_start(config: AlgorithmConfig, workers: WorkerSet, stage: Stage) -> No
 
 
 def _warn_about_settings_without_effect(config: AlgorithmConfig) -> None:
-    """Warn about settings of policies that the algorithm's config has, but no policy."""
+    """Warn about settings of the algorithm's config that no policy uses."""
     defaults = type(config).model_fields
-    changed = (n for n in config.model_fields_set if not equal(config[n], defaults[n].default))
+    # for Atari, `completed` adds `model`
+    chosen = config.model_fields_set - {"model"}
+    changed = (n for n in chosen if not equal(config[n], defaults[n].default))
     specs = {} if config.policies is None else specs_of(config.policies)
     names = sorted(
         name
@@ -100,9 +102,8 @@ def _warn_about_settings_without_effect(config: AlgorithmConfig) -> None:
     )
     if names:
         log.warning(
-            "%s: no effect, because every policy has its own settings: policies={%r: {'config': "
-            "{%r: …}}}",
-            ", ".join(names), next(iter(specs_of(config.policies))), names[0],
+            "%s: no effect, because every policy has its own settings. Set it there: policies={%r: "
+            "{'config': {%r: …}}}", ", ".join(names), next(iter(specs)), names[0],
         )  # fmt: skip
 
 

@@ -775,4 +775,5 @@ def test_type_error_names_the_stage_before():
     stream = LocalIterator([1]).for_each(lambda x: None).for_each(len)
     with pytest.raises(TypeError) as caught:
         next(stream)
-    assert any("its items come from for_each(<lambda>)" in note for note in caught.value.__notes__)
+    notes = "".join(caught.value.__notes__)
+    assert "the items of this stage come from for_each(<lambda>)" in notes

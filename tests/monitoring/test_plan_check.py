@@ -906,3 +906,16 @@ def test_duplicate_whose_full_buffer_drops_items_needs_no_reader():
     for when_full, is_problem in (("block", True), ("drop_oldest", False)):
         found = problems_of(lambda w, c, one=when_full: plan(w, c, one))
         assert ("unread_duplicate" in found) == is_problem
+
+
+def test_rows_of_joined_branches_are_those_of_all_of_them():
+    def plan(workers, config):
+        first, second = ParallelRollouts(workers, mode="bulk_sync").duplicate(2)
+        both = first.for_each(SelectExperiences(["a"])).union(
+            second.for_each(SelectExperiences(["b"])), deterministic=True
+        )
+        batches = both.combine(ConcatBatches(100))
+        return report(batches.for_each(TrainOneStep(workers)), workers, config)
+
+    found = problems_of(plan, two_policies())
+    assert not {"rows_that_nothing_trains", "env_steps_of_selected_rows"} & found.keys()

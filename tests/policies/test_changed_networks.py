@@ -374,7 +374,7 @@ def test_columns_with_another_axis_are_rejected(policy_class, space, column):
 def test_actions_of_another_size_are_rejected(numpy_gradients, shape):
     policy = A2CTorchPolicy(OBS, BOX, {**SMALL, "numpy_gradients": numpy_gradients})
     batch = rows(policy, actions=np.zeros(shape, np.float32))
-    with pytest.raises(ValueError, match=r"actions: each has the size \d, expected 2"):
+    with pytest.raises(ValueError, match=r"actions have size \d, expected 2"):
         policy.learn_on_batch(batch)
 
 

@@ -603,7 +603,7 @@ def test_config_class_of_a_policy_is_suggested_for_its_algorithm():
     class AuxPPO(PPO):
         policy_class = AuxPolicy
 
-    with pytest.raises(ConfigError, match="has the config_class WithAux: set it on AuxPPO, too"):
+    with pytest.raises(ConfigError, match="Set config_class = WithAux on AuxPPO"):
         AuxPPO("CartPole-v1", aux=0.5)
     with pytest.raises(ConfigError) as caught:
         AuxPPO("CartPole-v1", nonsense=0.5)

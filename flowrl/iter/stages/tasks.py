@@ -35,7 +35,8 @@ class ForEachConcurrent(FunctionStage):
     Args:
         max_concurrency: maximum number of tasks in flight; 0 for MAX_TASKS.
         resources: options of a task for `ray.remote` (`num_cpus`, `num_gpus`, `resources`, …).
-            Without `num_cpus`, a task reserves no CPU, and at most as many run as the cluster has.
+            Without `num_cpus`, tasks reserve no CPU, and the number of running tasks is at most the
+            number of CPUs of the cluster.
     """
 
     state_fields: ClassVar[Fields] = {"in_flight": list[list[Any]]}

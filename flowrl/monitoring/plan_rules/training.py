@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from flowrl.iter.gather_async import GatherAsync
-from flowrl.iter.stage import Stage, walk
+from flowrl.iter.stage import Stage
 from flowrl.iter.stages.function_stage import is_user_defined
 from flowrl.monitoring.plan_rules.plan import CheckedPlan, PlanProblem
 from flowrl.ops import (
@@ -107,10 +107,9 @@ def replay_for_on_policy(plan: CheckedPlan) -> Iterator[PlanProblem]:
 def rows_that_nothing_trains(plan: CheckedPlan) -> Iterator[PlanProblem]:
     """Selected rows of other policies than those that an operator trains."""
     for stage, operator in plan.stages_with(TrainOneStep):
-        selections = _selections(plan, stage)
         trained = set(plan.policies if operator.policies is None else operator.policies)
-        selected = set(plan.policies).intersection(*selections)
-        if selections and not trained & selected:
+        selected = _selected(plan, stage)
+        if not trained & selected:
             yield PlanProblem(
                 "rows_that_nothing_trains",
                 stage.line,
@@ -123,24 +122,28 @@ def env_steps_of_selected_rows(plan: CheckedPlan) -> Iterator[PlanProblem]:
     """Train batches that are filled by env steps, although rows of some policies are left out."""
     for stage, operator in plan.stages_with(ConcatBatches):
         by_env_steps = operator.count_steps_by == "env_steps" and operator.min_batch_size > 1
-        if by_env_steps and len(plan.policies) > 1 and _selections(plan, stage):
+        if by_env_steps and set(plan.policies) - _selected(plan, stage):
             yield PlanProblem(
                 "env_steps_of_selected_rows",
                 stage.line,
                 "ConcatBatches counts the env steps of all policies, but SelectExperiences leaves "
-                "out rows of some, so batches are smaller than min_batch_size: set "
+                "out rows of some, so batches may have fewer rows than min_batch_size: set "
                 'count_steps_by="agent_steps"',
             )
 
 
-def _selections(plan: CheckedPlan, stage: Stage) -> list[Collection[str]]:
-    """Return the policies that each SelectExperiences before a stage keeps; none if operators of
-    the user may add rows."""
-    feeding = set(walk(stage))
-    before = [operator for one, operator in plan.operators if one in feeding and one is not stage]
-    if any(map(is_user_defined, before)):
-        return []
-    return [operator.policy_ids for operator in before if isinstance(operator, SelectExperiences)]
+def _selected(plan: CheckedPlan, stage: Stage) -> set[str]:
+    """Return the policies whose rows SelectExperiences operators before a stage keep; all if
+    branches are joined before it, or operators of the user may add rows."""
+    operators, selected = dict(plan.operators), set(plan.policies)
+    while len(stage.parents) == 1:
+        (stage,) = stage.parents
+        operator = operators.get(stage)
+        if operator is not None and is_user_defined(operator):
+            return set(plan.policies)
+        if isinstance(operator, SelectExperiences):
+            selected &= set(operator.policy_ids)
+    return selected if not stage.parents else set(plan.policies)
 
 
 def _on_policy(plan: CheckedPlan, operator: Any) -> list[str]:

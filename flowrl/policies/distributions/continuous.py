@@ -47,8 +47,8 @@ def check_action_size(size: int, expected: int) -> None:
     and numpy would broadcast a single one."""
     if size != expected:
         raise ValueError(
-            f"actions: each has the size {size}, expected {expected}: is the batch of another "
-            "action space?"
+            f"actions have size {size}, expected {expected}; the batch may be of another action "
+            "space"
         )
 
 

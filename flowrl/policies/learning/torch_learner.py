@@ -28,6 +28,7 @@ from flowrl.policies.learning.kernels.registry import find_kernel
 from flowrl.policies.learning.loss_gradient import LossGradient
 from flowrl.policies.learning.protocols import ProcessGroup, TrainablePolicy
 from flowrl.policies.learning.tracked_batch import TrackedBatch
+from flowrl.policies.overrides import is_flowrls_method
 from flowrl.policies.schedules import initial_value
 from flowrl.policies.torch_random import torch_seed
 from flowrl.seeding import RowNoise, random_stream, restore_stream, stream_state
@@ -95,8 +96,8 @@ class TorchLearner:
         if len(set(ids)) < len(ids):
             raise ConfigError(f"{type(policy).__name__}: two optimizers have the same parameters")
         self._initial_lrs = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
-        is_own_loss = getattr(type(policy).loss, "__module__", "").startswith("flowrl.")
-        self._scalar_columns = policy.scalar_columns if is_own_loss else ()
+        has_flowrls_loss = is_flowrls_method(policy, "loss")
+        self._scalar_columns = policy.scalar_columns if has_flowrls_loss else ()
         self._model = policy.model
         self._buffers = list(policy.model.buffers())
         self.draws_from_torch = any(_may_draw(module) for module in policy.model.modules())

@@ -292,8 +292,9 @@ class ModelV2(nn.Module):
         return type(self).__name__
 
     def checked_values(self, rows: int) -> torch.Tensor:
-        """Return the values [rows] of the last `forward` call, for losses of policies that have not
-        acted: acting checks the values, too.
+        """Return the values [rows] of the last `forward` call, checked.
+
+        Call it in losses of policies that do not act, such as MARWIL; acting makes the same check.
 
         Raises:
             ConfigError: `value_function` returned something else.

@@ -22,7 +22,7 @@ log = logging.getLogger("flowrl")
 
 NUM_POINTS = 200  # of the mean curve of a group
 MAX_NAMED = 3  # settings in the name of a curve
-MAX_LENGTH = 60  # characters of each
+MAX_LENGTH = 60  # characters of a setting in the name of a curve
 NUM_RESAMPLES = 1000  # of the bootstrap
 _OF_ONE_RUN = ("seed", "run_dir", "log_config")  # settings in which runs of one group may differ
 
@@ -108,7 +108,8 @@ def learning_curves(run_dirs: Sequence[Path], metric: str = "episode_reward_mean
         key = {name: value for name, value in settings.items() if name not in _OF_ONE_RUN}
         key["plan of the run"] = _plan_of(run_dir, settings)
         # seeds in the texts of PolicySpecs are those of one run, too
-        text = re.sub(r"\bseed=\d+,? ?", "", json.dumps(key, sort_keys=True))
+        policies = re.sub(r"\bseed=\d+,? ?", "", json.dumps(key.pop("policies", None)))
+        text = json.dumps({**key, "policies": policies}, sort_keys=True)
         groups.setdefault(text, []).append((run_dir, key))
     all_settings = [runs[0][1] for runs in groups.values()]
     curves = []
@@ -149,8 +150,9 @@ def _name(settings: dict[str, Any], others: list[dict[str, Any]], run_dir: Path)
     """Return plan and environment of a group, and its settings that other groups do not have; if
     these are many, the folder of its first run."""
     env = str(settings.get("env") or "")
-    is_path = re.fullmatch(r"[\w.]+:[\w.<>-]+|[\w./-]+", env) is not None  # else text of an object
-    env = env.rpartition(":")[2] if is_path else ""  # without the module of a class
+    if re.fullmatch(r"[\w.]+:[\w.<>-]+", env):
+        env = env.rpartition(":")[2]  # without the module of a class
+    env = env if len(env) <= MAX_LENGTH else ""  # the text of an object
     name = " ".join(filter(None, (settings["plan of the run"], env)))
     differing = [
         f"{key}={value}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -157,11 +157,20 @@ class StopRules:
             return format_count(result["training_iteration"], "iteration")
         if self.time_s and seconds >= self.time_s:
             return f"the time limit of {self.time_s:g} s"
+        for name, value, relation, limit in self._reached_metrics(result):
+            return f"{name} {value:g} {relation} {limit:g}"
+        return None
+
+    def _reached_metrics(self, result: dict[str, Any]) -> Iterator[tuple[str, Any, str, float]]:
+        """Yield (name, value, relation, limit) of the rules on metrics that a result reaches."""
         for name, relation, limit in self.metrics:
             value = metric_value(result, name)
             if value is not None and (value >= limit if relation == ">=" else value <= limit):
-                return f"{name} {value:g} {relation} {limit:g}"
-        return None
+                yield name, value, relation, limit
+
+    def is_reached_by_evaluation(self, result: dict[str, Any]) -> bool:
+        """Return whether the evaluation in a result reaches a limit; it is then the last one."""
+        return any(name.startswith("evaluation/") for name, *_ in self._reached_metrics(result))
 
 
 def _reward_threshold(env: Any) -> float | None:

@@ -141,8 +141,7 @@ class _TrainingLoop:
         self.result = result = _train_once(algorithm, signals)
         now = time.perf_counter()
         reason = self.reached(result, now - self.started)
-        # an evaluation that reached the limit is the last one
-        if reason is not None and not reason.startswith("evaluation/"):
+        if reason is not None and not self._stop.is_reached_by_evaluation(result):
             _finish_evaluation(algorithm, signals, result)
         if run is not None:
             run.write(result)

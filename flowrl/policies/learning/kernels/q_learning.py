@@ -76,14 +76,18 @@ def action_indexes(actions: np.ndarray, num_actions: int) -> np.ndarray:
     """Return actions [B] as indexes, int64 [B].
 
     Raises:
+        ValueError: the actions have another axis.
         IndexError: an action is not in [0, num_actions); numpy would count from the end.
     """
+    if actions.ndim != 1:
+        raise ValueError(f"actions have shape {list(actions.shape)}, expected [B]")
     indexes: np.ndarray = actions.astype(np.int64, copy=False)  # bool would be a mask
     numbers = indexes.view(np.uint64)  # negative ones are large
     if numbers.max(initial=0) >= num_actions:
         wrong = indexes[numbers >= num_actions][0]
         raise IndexError(
-            f"actions: {wrong} is not in [0, {num_actions}): is the batch of another action space?"
+            f"actions: {wrong} is not in [0, {num_actions}); the batch may be of another action "
+            "space"
         )
     return indexes
 

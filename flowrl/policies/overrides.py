@@ -1,0 +1,15 @@
+"""Find methods that the user has overridden or replaced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def is_flowrls_method(owner: Any, name: str) -> bool:
+    """Return whether a method or property of an object is flowrl's: the user's class does not
+    override it, and the user has not replaced it by assigning to the object."""
+    method = vars(owner).get(name, getattr(type(owner), name))
+    function = method.fget if isinstance(method, property) else method
+    # not `__module__`, which functools.wraps copies
+    module = getattr(function, "__globals__", {}).get("__name__", "")
+    return bool(module.startswith("flowrl."))
