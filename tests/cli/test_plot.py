@@ -66,7 +66,8 @@ def test_environments_that_are_classes_are_other_curves(tmp_path):
 def test_seeds_of_policies_belong_to_one_run(tmp_path):
     runs = [
         write_run(
-            tmp_path / str(seed), [1.0, 2.0], seed, env={"__code__": f"functools:partial({'f' * 60}, 'a:b')"},
+            tmp_path / str(seed), [1.0, 2.0], seed,
+            env={"__code__": f"functools:partial({'f' * 60}, 'a:b')"},
             policies={"a": {"__code__": f":PolicySpec(config=PPOConfig(seed={seed}, lr=0.1))"}},
         )
         for seed in (1, 2)
