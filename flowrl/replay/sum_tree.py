@@ -74,7 +74,7 @@ class SumTree:
         total = self._root_starts[-1]
         if not total > 0:
             raise ValueError(
-                "cannot draw: all priorities are 0; prioritized_replay_eps keeps them above 0"
+                "cannot draw: all weights are 0; prioritized_replay_eps keeps priorities above 0"
             )
         values = rng.random(count)
         values += np.arange(count)
