@@ -42,7 +42,8 @@ def read_only_copy(item: Any) -> Any:
         values = [read_only_copy(value) for value in item]
         if hasattr(item, "_make"):
             return item._make(values)
-        return tuple(values) if type(item) is tuple else item  # others cannot be created anew
+        # a subclass may have a constructor with other arguments
+        return tuple(values) if type(item) is tuple else item
     if isinstance(item, (set, bytearray)):
         return copy.copy(item)
     return item

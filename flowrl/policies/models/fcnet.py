@@ -149,7 +149,7 @@ class FullyConnectedNetwork(ModelV2):
         is_plain = all(map(is_plain_linear, (*policy, *value)))
         # both networks use the same buffers
         is_plain = is_plain and [m.in_features for m in policy] == [m.in_features for m in value]
-        self._num_attributes = 0
+        self._num_attributes = 0  # so that the number below includes this attribute
         self._num_attributes = len(vars(self)) - sum(n in vars(self) for n in _COMPUTING)
         if self._numpy_activation is None or not (is_float32_on_cpu(self) and is_own and is_plain):
             return

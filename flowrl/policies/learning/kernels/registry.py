@@ -10,6 +10,7 @@ from flowrl.policies.learning.kernels.actor_critic import sac_kernel, td3_kernel
 from flowrl.policies.learning.kernels.policy_gradient import a2c_kernel, ppo_kernel
 from flowrl.policies.learning.kernels.q_learning import q_learning_kernel
 from flowrl.policies.models.tensor_batch import TensorBatch
+from flowrl.policies.overrides import is_defined_by_flowrl
 
 
 class Kernel(Protocol):
@@ -69,10 +70,7 @@ def _is_shipped(cls: type[Any], base: type[Any], name: str) -> bool:
     """Return whether a method or property is that of a shipped class, neither overridden nor
     replaced."""
     method: Any = getattr(cls, name)
-    function = method.fget if isinstance(method, property) else method
-    # not `__module__`, which functools.wraps copies
-    module = getattr(function, "__globals__", {}).get("__name__", "")
-    return method is getattr(base, name) and module.startswith("flowrl.")
+    return method is getattr(base, name) and is_defined_by_flowrl(method)
 
 
 def has_replaced_methods(policy: Any) -> bool:
