@@ -292,13 +292,13 @@ def modules_of(plan: ModuleType) -> list[ModuleType]:
 
     def is_local(name: str, module: Any) -> bool:
         file = getattr(module, "__file__", None)
-        if not isinstance(module, ModuleType) or not isinstance(file, str):
+        # a Path is not created for the thousands of modules of libraries
+        if not isinstance(file, str) or file.startswith(_LIBRARIES):
             return False
-        if name.split(".")[0] in ("flowrl", "__main__"):
+        if not isinstance(module, ModuleType) or name.split(".")[0] in ("flowrl", "__main__"):
             return False
         is_installed = {"site-packages", "dist-packages"} & set(Path(file).parts)
-        is_users = not is_installed and not file.startswith(_LIBRARIES)
-        return is_users and folder in Path(file).parents
+        return not is_installed and folder in Path(file).parents
 
     local = [module for name, module in list(sys.modules.items()) if is_local(name, module)]
     return list({id(module): module for module in (plan, *local)}.values())
