@@ -2,7 +2,8 @@
 
     python docs/scores.py [PLAN …]
 
-Each plan is trained as `flowrl train PLAN --seed N` does, with three seeds. The results are
+Each plan is trained as `flowrl train PLAN --seed N` does, with three seeds; those of LIMITS are
+trained with `--stop-timesteps`. The results are
 docs/_static/scores/PLAN.json, which the tables of the pages read, and PLAN.svg.
 """
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from gymnasium import spaces
+from scores import LIMITS
 
 import flowrl
 from flowrl.algorithms.offline_config import OfflineConfig
@@ -22,7 +23,7 @@ from flowrl.errors import ConfigError
 from flowrl.policies.policy_spec import PolicySpec
 from flowrl.sampling.policy_map import policy_class_and_config
 from flowrl.setting_aliases import SETTING_ALIASES
-from flowrl.settings import Settings, import_object
+from flowrl.settings import SettingInfo, Settings, import_object
 from flowrl.trainer import registry
 from flowrl.trainer.metric_reference import METRICS
 from flowrl.trainer.plan_files import shipped_plans
@@ -156,27 +157,28 @@ def settings(path: str, own: str = "", group: str = "") -> str:
 
     Args:
         path: import path "module:Config" of the class.
-        own: "own" for those that the class or a base of its module declares itself.
+        own: "own" for those that other algorithms lack or whose default is another one.
         group: only those of this group.
     """
     config: type[Settings] = import_object(path)
-    common = set(flowrl.AlgorithmConfig.model_fields) if own else set()
-    base = flowrl.AlgorithmConfig.model_fields
-    rows = []
-    for info in config.describe():
-        changed = info.name in base and base[info.name].default != info.default
-        if (group and info.group != group) or (info.name in common and not changed):
-            continue
-        rows += _setting_rows(info, "")
+    common = _flat(flowrl.AlgorithmConfig.describe()) if own else {}
+    rows = [
+        [f"`{name}`", f"`{info.type}`", f"`{_short(info.default)}`", info.help]
+        for name, info in _flat(config.describe()).items()
+        if group in ("", info.group)
+        and (name not in common or common[name].default != info.default)
+    ]
     return _table(["setting", "type", "default", "meaning"], rows)
 
 
-def _setting_rows(info: Any, prefix: str) -> list[list[Any]]:
-    if isinstance(info.default, Settings):
-        inner = info.default.describe()
-        return [row for i in inner for row in _setting_rows(i, f"{prefix}{info.name}.")]
-    name = f"`{prefix}{info.name}`"
-    return [[name, f"`{info.type}`", f"`{_short(info.default)}`", info.help]]
+def _flat(infos: list[SettingInfo], prefix: str = "") -> dict[str, SettingInfo]:
+    """Return settings by name; those of records as "model.use_lstm", with the record's group."""
+    flat = {}
+    for info in infos:
+        name = f"{prefix}{info.name}"
+        inner = [i._replace(group=info.group) for i in info.inner()]
+        flat.update(_flat(inner, f"{name}.") if inner else {name: info})
+    return flat
 
 
 def _short(value: Any) -> str:
@@ -217,8 +219,9 @@ def scores(plan: str) -> str:
     ends = [(run["seed"], *run["curve"][-1], run["reached"]) for run in runs]
     rows = [[seed, f"{steps:,}", f"{value:.0f}", reached] for seed, steps, value, reached in ends]
     picture = f"![Learning curves of {plan}](/_static/scores/{plan}.svg)"
+    limit = f" --stop-timesteps {LIMITS[plan]}" if LIMITS[plan] else ""
     command = (
-        f"`flowrl train {plan} --seed N` on {runs[0]['env']}, two CPU cores "
+        f"`flowrl train {plan} --seed N{limit}` on {runs[0]['env']}, two CPU cores "
         f"(`python docs/scores.py {plan}`). The return is the mean of the last 100 episodes."
     )
     return f"{command}\n\n{picture}\n\n{_table(['seed', 'env steps', 'return', 'ended by'], rows)}"

@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from flowrl.errors import ConfigError
-from flowrl.setting_aliases import nearest_setting, setting_hint
+from flowrl.setting_aliases import canonical_names, nearest_setting, setting_hint
 from flowrl.setting_values import equal, is_search, type_text
 
 R = TypeVar("R", bound="Settings")
@@ -112,6 +112,16 @@ class SettingInfo(NamedTuple):
     default: Any
     help: str
     in_evaluation: bool
+
+    def inner(self) -> list[SettingInfo]:
+        """Return the settings of a record, such as `model`, with the record's values as defaults.
+
+        [] for a setting that is no record.
+        """
+        if not isinstance(self.default, Settings):
+            return []
+        infos = self.default.describe()
+        return [info._replace(default=getattr(self.default, info.name)) for info in infos]
 
 
 def setting(
@@ -222,11 +232,13 @@ class Settings(BaseModel):
         """Return the settings of this class in a config, which may also have others.
 
         Args:
-            config: a record of this class, which is returned as it is; another record or a mapping.
+            config: a record of this class, which is returned as it is; another record or a mapping,
+                in which other libraries' names of settings are accepted.
         """
         if isinstance(config, cls):
             return config
-        return cls(**{name: value for name, value in config.items() if name in cls.model_fields})
+        values = canonical_names(dict(config.items()))
+        return cls(**{name: value for name, value in values.items() if name in cls.model_fields})
 
     @classmethod
     def hint(cls, name: str, known: list[str] | None = None) -> str:

@@ -32,6 +32,7 @@ class ActorCriticSettings(AlgorithmConfig):
     """Settings that the online and offline actor-critic algorithms share."""
 
     train_batch_size: Count = 256
+    """Rows per train batch, drawn from the replay buffer; for CQL, from the recorded rows."""
     lr: Schedule = 3e-4
     grad_clip: Positive | None = None
     model: ModelConfig = ModelConfig(fcnet_hiddens=[256, 256], fcnet_activation="relu")

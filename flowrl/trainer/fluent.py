@@ -12,7 +12,7 @@ from flowrl.errors import ConfigError
 from flowrl.sampling.callbacks import EVENTS, DefaultCallbacks
 from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.setting_aliases import canonical_names
-from flowrl.settings import SettingInfo, Settings
+from flowrl.settings import SettingInfo
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -188,8 +188,7 @@ def _settings_by_group(infos: list[SettingInfo]) -> str:
 
 def _describe_setting(info: SettingInfo, prefix: str) -> list[str]:
     """Return the lines that describe a setting, and those of a nested record."""
-    if isinstance(info.default, Settings):
-        inner = info.default.describe()
+    if inner := info.inner():
         return [line for i in inner for line in _describe_setting(i, f"{prefix}{info.name}.")]
     meaning = textwrap.wrap(info.help, 84)
     return [
