@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from flowrl.offline.sources import ParquetSource
 from flowrl.policies.distributions import Deterministic
 from flowrl.policies.policy import Policy
 from flowrl.policies.views import acting_views
+
+log = logging.getLogger("flowrl")
 
 REQUIRED_COLUMNS = (
     "obs", "actions", "action_logp", "rewards", "terminateds", "truncateds", "eps_id", "t",
@@ -85,8 +88,13 @@ def estimate(
                 "sampling requires"
             )
         parts = _read_folder(policy, experience, policy_id)
-    else:
+    elif isinstance(experience, Iterable) and not isinstance(experience, Mapping):
         parts = [_select_columns(policy, 0, batch) for batch in experience]
+    else:
+        raise ConfigError(
+            "estimate: expected a folder, a SampleBatch or an iterable of SampleBatches, got a "
+            f"{type(experience).__name__}"
+        )
     episodes = _episodes_of(parts)
     gamma = policy.config.gamma if gamma is None else gamma
     discounted = episodes.rewards * gamma ** np.arange(episodes.rewards.shape[1])
@@ -153,13 +161,21 @@ def _episodes_of(parts: list[dict[str, np.ndarray]]) -> RecordedEpisodes:
     order = np.lexsort((rows["t"], *(rows[name] for name in keys)))
     rows = {name: column[order] for name, column in rows.items()}
     is_first = np.ones(len(order), bool)
-    is_first[1:] = np.any([np.diff(rows[name]) != 0 for name in keys], 0)
+    is_first[1:] = np.any([rows[name][1:] != rows[name][:-1] for name in keys], 0)
     starts = np.flatnonzero(is_first)
     lengths = np.diff([*starts, len(order)])
     episode = np.repeat(np.arange(len(starts)), lengths)
     step = np.arange(len(order)) - starts[episode]
     has_all_steps = np.logical_and.reduceat(rows["t"] == step, starts)
     complete = has_all_steps & rows["ends"][starts + lengths - 1]
+    if (~is_first[1:] & (rows["t"][1:] == rows["t"][:-1])).any():
+        problem = (
+            "several rows have the same eps_id, agent_index and t: give each episode an eps_id of "
+            "its own, or pass write_parquet() another run for each file"
+        )
+        if not complete.any():
+            raise OfflineDataError(problem)
+        log.warning("estimate leaves out %d episodes: %s", (~complete).sum(), problem)
     if not complete.any():
         raise OfflineDataError(
             "there is no complete episode to estimate from: an agent needs a row for each env step "
@@ -201,7 +217,7 @@ def _select_columns(policy: Policy, run: int, batch: SampleBatch) -> dict[str, n
     missing = sorted(set(REQUIRED_COLUMNS) - set(batch))
     if missing:
         raise OfflineDataError(
-            f"there is no column {missing[0]!r}, only {', '.join(batch)}: estimate needs "
+            f"there is no column {missing[0]!r} among {sorted(batch)}: estimate needs "
             f"{', '.join(REQUIRED_COLUMNS)}. Algorithms that sample actions from a distribution "
             "(such as PPO) record likelihoods; DQN, SAC and TD3 do not"
         )

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.data.columns import PER_SEQUENCE
+from flowrl.data.columns import PER_SEQUENCE, as_arrays
 from flowrl.data.sample_batch import DEFAULT_POLICY_ID, SampleBatch
 from flowrl.data.sequences import without_padding
 from flowrl.errors import OfflineDataError, check_installed
@@ -76,7 +76,7 @@ def write_parquet(
         "columns": columns,
     }  # fmt: skip
     table = pa.table(arrays).replace_schema_metadata({_METADATA_KEY: json.dumps(metadata).encode()})
-    path = Path(path)
+    path = Path(path).expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.part")
     try:
@@ -92,6 +92,18 @@ def write_parquet(
         ) from None
 
 
+def check_storable(batch: SampleBatch) -> None:
+    """Check that `write_parquet` can write the columns of a batch.
+
+    Raises:
+        OfflineDataError: a column cannot be stored in Parquet.
+    """
+    arrays: dict[str, Any] = {}
+    for name, column in batch[:0].stored():
+        if not name.startswith(PER_SEQUENCE):
+            _flatten(name, as_arrays(column), arrays)
+
+
 def read_parquet(path: Path | str) -> tuple[str, SampleBatch]:
     """Read a file that `write_parquet` wrote.
 
@@ -104,6 +116,7 @@ def read_parquet(path: Path | str) -> tuple[str, SampleBatch]:
     """
     pa = import_pyarrow()
 
+    path = Path(path).expanduser()
     try:
         file = pa.parquet.ParquetFile(path, page_checksum_verification=True)
         encoded = (file.schema_arrow.metadata or {}).get(_METADATA_KEY)
@@ -117,6 +130,11 @@ def read_parquet(path: Path | str) -> tuple[str, SampleBatch]:
         metadata = json.loads(encoded)
         if metadata["format"] != FORMAT:
             raise ValueError(f"format {metadata['format']!r}, expected {FORMAT}")
+        if table.num_rows != metadata["rows"]:
+            raise ValueError(
+                f"it has {table.num_rows} rows, flowrl wrote {metadata['rows']}: write the rows "
+                "that another program has changed with flowrl.offline.parquet.write_parquet"
+            )
         columns = {
             name: _restore(name, spec, table, metadata["rows"])
             for name, spec in metadata["columns"].items()
@@ -156,6 +174,7 @@ def read_rows_of(path: Path | str, policy_id: str) -> SampleBatch | None:
 def _read_metadata(path: Path | str) -> dict[str, Any]:
     pa = import_pyarrow()
 
+    path = Path(path).expanduser()
     try:
         schema = pa.parquet.read_schema(path)
         encoded = (schema.metadata or {}).get(_METADATA_KEY)
@@ -184,7 +203,8 @@ def parquet_files(folder: Path | str) -> list[Path]:
         OfflineDataError: the folder does not exist or has no .parquet file.
     """
     path = Path(folder).expanduser()
-    files = [path] if path.is_file() else sorted(path.glob("*.parquet"))
+    found = (file for file in path.glob("*.parquet") if not file.name.startswith("."))
+    files = [path] if path.is_file() else sorted(found)
     if not files:
         problem = "there is no .parquet file" if path.exists() else "there is no such folder"
         raise OfflineDataError(f"{folder}: {problem}")

@@ -9,6 +9,7 @@ import re
 import secrets
 import time
 from collections.abc import Collection
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -20,6 +21,7 @@ from flowrl.data.sample_batch import MultiAgentBatch, SampleBatch
 from flowrl.data.sequences import without_padding
 from flowrl.errors import OfflineDataError
 from flowrl.offline.parquet import (
+    check_storable,
     import_pyarrow,
     read_run_id,
     to_json_value,
@@ -72,27 +74,32 @@ class ParquetWriter:
         """Add rows; write the files that are full.
 
         Raises:
-            OfflineDataError, OSError: a file cannot be written; its rows stay in the writer.
+            OfflineDataError: a column cannot be stored in Parquet; no row is added.
+            OSError: a file cannot be written; its rows stay in the writer.
         """
         import concurrent.futures.thread  # noqa: F401 - cannot be imported at exit
 
+        new = {p: _to_write(rows) for p, rows in batch.policy_batches.items() if rows.count}
+        for policy_id, rows in new.items():
+            if not self._has_types_of_pending(policy_id, rows):
+                check_storable(rows)
         self._used = True
         _UNFLUSHED[id(self)] = os.getpid(), self
-        for policy_id, rows in batch.policy_batches.items():
-            if not rows.count:
-                continue
-            rows = without_padding(rows)
-            # the worker that stores a lazy column may be gone when the file is written
-            lazy = [name for name in rows if name != "infos" and rows.is_lazy(name)]
-            rows = rows.with_columns(**{name: rows[name] for name in lazy})
-            pending = self._pending.setdefault(policy_id, [])
-            if pending and _column_types(pending[0]) != _column_types(rows):
-                self._write(policy_id)  # batches of other types go to another file
-                pending = self._pending.setdefault(policy_id, [])
-            pending.append(_with_json_infos(rows))
-            self._pending_rows[policy_id] = self._pending_rows.get(policy_id, 0) + rows.count
-            if self._pending_rows[policy_id] >= self.rows_per_file:
-                self._write(policy_id)
+        full = []
+        for policy_id, rows in new.items():
+            same_types = self._has_types_of_pending(policy_id, rows)
+            self._pending.setdefault(policy_id, []).append(rows)
+            num_rows = self._pending_rows.get(policy_id, 0) + rows.count
+            self._pending_rows[policy_id] = num_rows
+            if num_rows >= self.rows_per_file or not same_types:
+                full.append(policy_id)
+        for policy_id in full:
+            self._write(policy_id, self.rows_per_file)
+
+    def _has_types_of_pending(self, policy_id: str, rows: SampleBatch) -> bool:
+        """Return whether rows can be in a file with the last ones that are not written."""
+        pending = self._pending.get(policy_id)
+        return bool(pending) and _column_types(pending[-1]) == _column_types(rows)
 
     def flush(self) -> None:
         """Write the remaining rows.
@@ -115,13 +122,28 @@ class ParquetWriter:
             raise FileNotFoundError(f"{self._existing_parent} was removed")
         self.flush()
 
-    def _write(self, policy_id: str) -> None:
-        rows = SampleBatch.concat_samples(self._pending[policy_id])
-        number = self._next_number.get(policy_id, 0)
-        name = f"{quote(policy_id, safe='')}-{self._tag}-{number:06d}.parquet"
-        write_parquet(self.folder / name, rows, policy_id, self._run)
-        self._next_number[policy_id] = number + 1
-        del self._pending[policy_id], self._pending_rows[policy_id]
+    def _write(self, policy_id: str, min_rows: int = 1) -> None:
+        """Write the pending rows of a policy: a file for each run of batches with the same types.
+
+        Args:
+            policy_id: the policy.
+            min_rows: the last file is written only if it has this many rows.
+        """
+        while pending := self._pending.get(policy_id):
+            _, equal = next(groupby(pending, _column_types))
+            batches = list(equal)
+            num_rows = sum(batch.count for batch in batches)
+            if len(batches) == len(pending) and num_rows < min_rows:
+                return
+            number = self._next_number.get(policy_id, 0)
+            name = f"{quote(policy_id, safe='')}-{self._tag}-{number:06d}.parquet"
+            rows = SampleBatch.concat_samples(batches)
+            write_parquet(self.folder / name, rows, policy_id, self._run)
+            self._next_number[policy_id] = number + 1
+            del pending[: len(batches)]
+            self._pending_rows[policy_id] -= num_rows
+            if not pending:
+                del self._pending[policy_id], self._pending_rows[policy_id]
 
     @property
     def tag(self) -> str:
@@ -202,6 +224,14 @@ def _column_types(batch: SampleBatch) -> Any:
         for name, column in batch.stored()
         if name != "infos"
     }
+
+
+def _to_write(batch: SampleBatch) -> SampleBatch:
+    """Return the rows of a batch as they are kept until they are written."""
+    batch = without_padding(batch)
+    # the worker that stores a lazy column may be gone when the file is written
+    lazy = [name for name in batch if name != "infos" and batch.is_lazy(name)]
+    return _with_json_infos(batch.with_columns(**{name: batch[name] for name in lazy}))
 
 
 def _with_json_infos(batch: SampleBatch) -> SampleBatch:

@@ -370,3 +370,17 @@ def test_greedy_policy_ignores_episodes_from_other_actions():
     result = estimate(policy, episodes)["is"]
     assert result["v_target"] == pytest.approx(total / 500, rel=1e-5)
     assert result["v_target"] > 0
+
+
+def test_rows_that_occur_several_times_are_reported(policy, caplog):
+    first, second = random_episodes(2)
+    with pytest.raises(OfflineDataError, match="several rows have the same eps_id"):
+        estimate(policy, [first, first])
+    assert estimate(policy, [first, first, second])["is"]["num_episodes_left_out"] == 1
+    assert "estimate leaves out 1 episodes: several rows have the same eps_id" in caplog.text
+
+
+@pytest.mark.parametrize("experience", [None, {"obs": [1]}, 3])
+def test_experience_of_another_type_is_rejected(policy, experience):
+    with pytest.raises(ConfigError, match="expected a folder, a SampleBatch or an iterable"):
+        estimate(policy, experience)

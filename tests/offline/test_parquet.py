@@ -146,3 +146,23 @@ def test_columns_that_parquet_cannot_store_are_rejected(tmp_path, columns, messa
     with pytest.raises(OfflineDataError, match=message):
         write_parquet(tmp_path / "a.parquet", SampleBatch(columns))
     assert not list(tmp_path.iterdir())
+
+
+def test_file_whose_rows_another_program_has_changed_is_rejected(tmp_path):
+    write_parquet(tmp_path / "rows.parquet", count_batch(6))
+    pq.write_table(pq.read_table(tmp_path / "rows.parquet").slice(0, 3), tmp_path / "a.parquet")
+    with pytest.raises(OfflineDataError, match="it has 3 rows, flowrl wrote 6"):
+        read_parquet(tmp_path / "a.parquet")
+
+
+def test_hidden_files_are_not_read(tmp_path):
+    write_parquet(tmp_path / "a.parquet", count_batch(6))
+    (tmp_path / "._a.parquet").write_text("of a file system")
+    assert parquet_files(tmp_path) == [tmp_path / "a.parquet"]
+
+
+def test_path_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_parquet("~/a.parquet", count_batch(6))
+    assert (tmp_path / "a.parquet").exists()
+    assert read_parquet("~/a.parquet")[1].count == 6

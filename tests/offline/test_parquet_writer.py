@@ -9,6 +9,8 @@ import pytest
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.data.indexed_columns import IndexedColumn
 from flowrl.data.lazy_columns import LazyColumn
+from flowrl.errors import OfflineDataError
+from flowrl.offline import parquet_writer
 from flowrl.offline.parquet import parquet_files, read_parquet
 from flowrl.offline.parquet_writer import ParquetWriter
 from tests.extras import require_extra
@@ -202,3 +204,41 @@ raise RuntimeError("the process fails")
     for folder, rows in (("open", 201), ("dropped", 200)):
         (path,) = parquet_files(tmp_path / folder)
         assert read_parquet(path)[1].count == rows
+
+
+def test_column_that_cannot_be_stored_is_rejected_before_any_row_is_added(tmp_path):
+    writer = ParquetWriter(tmp_path, rows_per_file=10)
+    texts = count_batch(4).with_columns(note=np.array(["a", "b", "c", "d"]))
+    for bad in (texts, MultiAgentBatch({"p": count_batch(4), "q": texts}, 4)):
+        with pytest.raises(OfflineDataError, match="column 'note': Parquet cannot store"):
+            writer.add(bad)
+    assert not writer.state_dict()["pending"]
+
+
+def test_rows_stay_in_the_writer_if_a_file_cannot_be_written(tmp_path, monkeypatch):
+    writer = ParquetWriter(tmp_path, rows_per_file=6)
+    write = parquet_writer.write_parquet
+
+    def full_disk(*args):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(parquet_writer, "write_parquet", full_disk)
+    with pytest.raises(OSError, match="full"):
+        writer.add(MultiAgentBatch({"p": count_batch(6), "q": count_batch(6)}, 6))
+    with pytest.raises(OSError, match="full"):  # other types, in another file
+        writer.add(MultiAgentBatch({"p": count_batch(2, 6).with_columns(x=np.zeros(2))}, 2))
+    monkeypatch.setattr(parquet_writer, "write_parquet", write)
+    writer.flush()
+    files = [read_parquet(path) for path in parquet_files(tmp_path)]
+    assert sorted((policy_id, rows.count) for policy_id, rows in files) == [
+        ("p", 2), ("p", 6), ("q", 6),
+    ]  # fmt: skip
+
+
+def test_missing_infos_are_empty(tmp_path):
+    writer = ParquetWriter(tmp_path)
+    writer.add(count_batch(2).with_columns(infos=[{"a": 1}, {"a": 2}]))
+    writer.add(count_batch(2, 2).without_columns("infos"))
+    writer.flush()
+    (path,) = parquet_files(tmp_path)
+    assert list(read_parquet(path)[1]["infos"]) == [{"a": 1}, {"a": 2}, {}, {}]
