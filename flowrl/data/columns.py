@@ -23,7 +23,9 @@ FLAT_KINDS = {
     "rewards": ("fiu", "numbers"),
 }
 ALIASES = {"next_obs": "new_obs"}
-MISSING = {"weights": 1, "n_steps": 1, "batch_indexes": -1, "loss_mask": True}
+MISSING: dict[str, Any] = {
+    "weights": 1, "n_steps": 1, "batch_indexes": -1, "loss_mask": True, "infos": {},
+}  # fmt: skip
 """Values that fill these columns for rows that lack them: rows from no replay buffer, with full
 weight, which the loss includes."""
 
@@ -72,6 +74,11 @@ def expand_runs(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np
     ends = np.cumsum(lengths)
     offsets = np.arange(int(lengths.sum())) - np.repeat(ends - lengths, lengths)
     return np.repeat(starts, lengths) + offsets, offsets
+
+
+def copied(leaf: Any) -> Any:
+    """Return a copy of an array or a tensor."""
+    return leaf.clone() if hasattr(leaf, "clone") else np.copy(leaf)
 
 
 def readonly_view(leaf: Any) -> Any:
@@ -134,8 +141,8 @@ class Columns(dict[str, Any]):
 
     def __init__(self, columns: Mapping[str, Any] | None = None, /, **more: Any):
         super().__init__()
-        self.zero_padded = False
-        self.max_seq_len: int | None = None
+        self.zero_padded: bool = getattr(columns, "zero_padded", False)
+        self.max_seq_len: int | None = getattr(columns, "max_seq_len", None)
         for name, value in {**({} if columns is None else columns), **more}.items():
             if value is None:
                 continue
@@ -146,11 +153,17 @@ class Columns(dict[str, Any]):
         self._check_lengths()
 
     def _check_lengths(self) -> None:
-        lengths = {
-            name: set(map(len, leaves_of(column)))
-            for name, column in self.stored()
-            if not name.startswith(PER_SEQUENCE)
-        }
+        lengths = {}
+        for name, column in self.stored():
+            if name.startswith(PER_SEQUENCE):
+                continue
+            try:
+                lengths[name] = set(map(len, leaves_of(column)))
+            except TypeError:
+                raise ValueError(
+                    f"column {name!r} has a single value instead of one per row: give an array or "
+                    "a list (a tuple is a nest of columns)"
+                ) from None
         all_lengths = set[int]().union(*lengths.values())
         if len(all_lengths) > 1:
             shown = {n: sorted(of) if len(of) > 1 else max(of) for n, of in lengths.items() if of}
@@ -400,12 +413,15 @@ def _concat_column(name: str, batches: Sequence[Columns]) -> Any:
             else _filled(batch._padded_count(), like, MISSING.get(name, 0))
             for batch in batches
         ]
-    if isinstance(parts[0], np.ndarray):
-        return np.concatenate(parts)
-    return optree.tree_map(lambda *leaves: np.concatenate(leaves), *parts)
+    try:
+        if isinstance(parts[0], np.ndarray):
+            return np.concatenate(parts)
+        return optree.tree_map(lambda *leaves: np.concatenate(leaves), *parts)
+    except ValueError as error:
+        raise ValueError(f"column {name!r} cannot be concatenated: {error}") from None
 
 
-def _filled(rows: int, like: Any, value: int) -> Any:
+def _filled(rows: int, like: Any, value: Any) -> Any:
     return map_leaves(lambda leaf: np.full((rows, *leaf.shape[1:]), value, leaf.dtype), like)
 
 

@@ -29,7 +29,7 @@ class MemmapArrays:
     """
 
     def __init__(self, directory: Path | str):
-        self.directory = Path(directory)
+        self.directory = Path(directory).expanduser()
         self.directory.mkdir(parents=True, exist_ok=True)
         self._files: dict[int, Any] = {}  # address of an array's first byte -> file
 

@@ -18,6 +18,7 @@ from flowrl.data.columns import (
     Columns,
     as_arrays,
     concat_columns,
+    copied,
     deduplicate,
     expand_runs,
     map_leaves,
@@ -68,7 +69,7 @@ class SampleBatch(Columns):
     AGENT_INDEX = "agent_index"
 
     def __init__(self, columns: Mapping[str, Any] | None = None, /, **more: Any):
-        self.sources: tuple[Any, ...] = ()
+        self.sources: tuple[Any, ...] = getattr(columns, "sources", ())
         super().__init__(columns, **more)
 
     @classmethod
@@ -147,7 +148,7 @@ class SampleBatch(Columns):
     def copy(self, shallow: bool = False) -> SampleBatch:
         """Return a new batch; its arrays are copies unless `shallow`."""
         shared = dict(self.stored())
-        columns = shared if shallow else {k: map_leaves(np.copy, v) for k, v in self.items()}
+        columns = shared if shallow else {k: map_leaves(copied, v) for k, v in self.items()}
         return SampleBatch.unchecked(columns, like=self)
 
     def read_only_copy(self) -> SampleBatch:
@@ -453,7 +454,7 @@ class MultiAgentBatch:
         env_steps = 0
         sources: list[Any] = []
         for batch in batches:
-            if not batch.count:
+            if not (batch.count or batch.agent_steps()):
                 continue
             batch = batch.as_multi_agent()
             env_steps += batch.env_steps()

@@ -425,13 +425,13 @@ class MixInReplay:
         return {"buffer": self.buffer.state_dict(), "batches_due": self._batches_due}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if not 0 <= state["batches_due"] <= self.replay_proportion + 1:
+        if not state["batches_due"] >= 0:
             raise StateError(
-                "MixInReplay/batches_due: must be between 0 and "
-                f"{self.replay_proportion + 1:g}, got {state['batches_due']!r}"
+                f"MixInReplay/batches_due: must be at least 0, got {state['batches_due']!r}"
             )
         self.buffer.load_state_dict(state["buffer"])
-        self._batches_due = state["batches_due"]
+        # the run that saved the state may have replayed more
+        self._batches_due = min(state["batches_due"], self.replay_proportion + 1)
 
     def __repr__(self) -> str:
         return f"MixInReplay({self.buffer.num_slots}, {self.replay_proportion})"

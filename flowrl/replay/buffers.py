@@ -65,9 +65,9 @@ class ReplayBuffer:
         gamma: discount factor of the rewards within those steps.
         seed: seed of the draws; None for a random one.
         storage_unit: the items to draw: "timesteps" (rows), "sequences" or "episodes".
-        max_seq_len: maximum number of rows to learn from in a sequence, as in the model.
-        burn_in: burn-in rows before them, fewer near the start of a trajectory in its fragment, as
-            in the model.
+        max_seq_len: maximum number of rows to learn from in a sequence; the model's `max_seq_len`.
+        burn_in: rows before each sequence that only warm up the recurrent state; the model's
+            `burn_in`. A sequence near the start of a fragment has fewer.
         directory: keep the rows in memory-mapped files of this folder, for buffers larger than
             memory. The files have no names and disappear with the process. None: in memory.
         links: which rows of different batches are linked as steps of one trajectory. "equal": if
@@ -159,6 +159,11 @@ class ReplayBuffer:
             self._ring.check(self._sequences.rows_of(batch))
         if self.n_step > 1 and "rewards" not in batch:
             raise ValueError(f"the batch has no column rewards, which n_step={self.n_step} needs")
+        if self.n_step > 1 and dict.__contains__(batch, "dones"):
+            raise ValueError(
+                f"n_step={self.n_step} reads terminateds and truncateds, the batch has a column "
+                "dones: replace it by these two"
+            )
         if self.n_step > 1 and not {"eps_id", "t"} <= set(batch):
             raise ValueError(
                 f"n_step={self.n_step} needs the columns eps_id and t, which link the rows of an "
@@ -205,6 +210,9 @@ class ReplayBuffer:
                     num_stored = self._ring.num_added - before
                     if num_stored and self._sequences is not None:  # sequences cannot be cut
                         self._pending = []
+                        num_lost = self._pending_rows - num_stored
+                        if num_lost:
+                            log.warning("%d rows cannot be stored and are dropped", num_lost)
                     else:
                         self._pending = _without_first(batches, num_stored)
                     self._pending_rows = sum(batch.count for batch in self._pending)
@@ -215,10 +223,12 @@ class ReplayBuffer:
             return
         parts = [self._sequences.split(batch) for batch in batches]
         first_rows = itertools.accumulate(counts, initial=self._ring.num_added)
-        self._ring.extend([rows for rows, _ in parts], counts)
-        for (_, sequences), first_row in zip(parts, first_rows, strict=False):
-            self._sequences.extend(sequences, first_row)
-        self._sequences.remove_before(self._ring.num_added - len(self._ring))
+        try:
+            self._ring.extend([rows for rows, _ in parts], counts)
+            for (_, sequences), first_row in zip(parts, first_rows, strict=False):
+                self._sequences.extend(sequences, first_row)
+        finally:  # also if only a part was stored, which has overwritten older rows
+            self._sequences.remove_before(self._ring.num_added - len(self._ring))
 
     def item_ids(self) -> range:
         """Return the ids of the items that can be drawn, without batches not yet flushed."""

@@ -358,9 +358,9 @@ def _split_batch(
     batch = sort_rows(batch)
     followed = np.zeros(batch.count, bool)  # row i + 1 is the successor of row i
     if "eps_id" in batch and "t" in batch:
-        followed[:-1] = _same_trajectory(batch["eps_id"], _agents(batch)) & (
-            np.diff(batch["t"]) > 0
-        )
+        steps = batch["t"]
+        followed[:-1] = _same_trajectory(batch["eps_id"], _agents(batch))
+        followed[:-1] &= steps[1:] > steps[:-1]
         for flag in DONE_FLAGS:
             if flag in batch:
                 followed[:-1] &= ~batch[flag][:-1]
@@ -392,10 +392,11 @@ def row_order(batch: SampleBatch) -> np.ndarray | None:
     same = _same_trajectory(episodes, agents)
     same_if_sorted = _same_trajectory(episodes[order], agents[order])
     scattered = same.sum() < same_if_sorted.sum()
-    backwards = (np.diff(steps)[same] <= 0).any()
+    backwards = (same & (steps[1:] <= steps[:-1])).any()
     if not (scattered or backwards):
         return None
-    repeated = same_if_sorted & (np.diff(steps[order]) == 0)
+    in_order = steps[order]
+    repeated = same_if_sorted & (in_order[1:] == in_order[:-1])
     if repeated.any():  # copies of steps, such as those with other goals, follow the originals
         first = np.concatenate([[0], np.where(repeated, 0, np.arange(1, len(order)))])
         copies = np.empty(len(order), np.int64)  # number of earlier rows of the same step

@@ -4,6 +4,7 @@ import pickle
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -517,3 +518,41 @@ def test_rows_without_a_mask_are_rows_of_the_loss():
 def test_a_misspelled_column_gets_a_suggestion():
     with pytest.raises(KeyError, match=r"no column 'obss' in this batch.*Did you mean 'obs'\?"):
         SampleBatch(obs=np.zeros(2))["obss"]
+
+
+def test_batch_of_a_batch_keeps_sources_and_padding():
+    batch = batch_of(3)
+    batch.sources = ("a worker",)
+    assert SampleBatch(batch).sources == ("a worker",)
+    rows = SampleBatch(obs=np.arange(6.0), seq_lens=[2, 4])
+    padded = rows.right_zero_pad(4)
+    copy = SampleBatch(padded)
+    assert (copy.count, copy.zero_padded, copy.max_seq_len) == (6, True, 4)
+
+
+@pytest.mark.parametrize("value", [1.0, (1.0, 2.0)])
+def test_column_with_a_single_value_is_rejected(value):
+    with pytest.raises(ValueError, match="column 'rewards' has a single value"):
+        SampleBatch(rewards=value)
+
+
+def test_concatenation_names_the_column_that_differs():
+    parts = [SampleBatch(obs=np.zeros((2, n)), rewards=[1.0, 1.0]) for n in (2, 3)]
+    with pytest.raises(ValueError, match="column 'obs' cannot be concatenated"):
+        SampleBatch.concat_samples(parts)
+    parts[1] = SampleBatch(obs={"a": np.zeros((2, 2))}, rewards=[1.0, 1.0])
+    with pytest.raises(ValueError, match="column 'obs' cannot be concatenated"):
+        SampleBatch.concat_samples(parts)
+
+
+def test_copies_of_tensors_are_tensors():
+    batch = SampleBatch.unchecked({"obs": torch.ones(2, 3)})
+    copy = batch.copy()
+    batch["obs"][:] = 0
+    assert copy["obs"].tolist() == [[1, 1, 1], [1, 1, 1]]
+
+
+def test_joined_batches_keep_rows_without_env_steps():
+    batches = [MultiAgentBatch({"p": batch_of(2)}, 0), MultiAgentBatch({"p": batch_of(1)}, 1)]
+    joined = MultiAgentBatch.concat_samples(batches)
+    assert (joined.env_steps(), joined.agent_steps()) == (1, 3)

@@ -812,3 +812,9 @@ def test_multi_agent_batch_says_where_columns_and_methods_are():
     with pytest.raises(KeyError, match="this is a column of the batches in policy_batches"):
         batch["obs"]
     assert not hasattr(batch, "keys")
+
+
+def test_other_names_of_report_settings_are_accepted(local_workers):
+    rollouts = ParallelRollouts(local_workers)
+    report = StandardMetricsReporting(rollouts, local_workers, {"timesteps_per_iteration": 30})
+    assert next(report)["timesteps_total"] >= 30

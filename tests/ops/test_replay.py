@@ -273,8 +273,16 @@ def test_fractions_of_mix_in_replay_can_be_saved_and_loaded():
     for i in range(30):
         mix(rows(2, i))
         MixInReplay(4, 0.1).load_state_dict(mix.state_dict())
-    with pytest.raises(ValueError, match=r"batches_due: must be between 0 and 1\.1, got 2"):
-        mix.load_state_dict({**mix.state_dict(), "batches_due": 2.0})
+    with pytest.raises(ValueError, match="batches_due: must be at least 0, got -1"):
+        mix.load_state_dict({**mix.state_dict(), "batches_due": -1.0})
+
+
+def test_mix_in_replay_resumes_with_a_smaller_proportion():
+    mix = MixInReplay(4, 2.0, seed=0)
+    mix(rows(2))
+    fewer = MixInReplay(4, 0.5, seed=0)
+    fewer.load_state_dict(mix.state_dict())
+    assert len(fewer(rows(2))) <= 3
 
 
 def test_size_in_the_statistics_has_its_unit():

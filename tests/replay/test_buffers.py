@@ -604,3 +604,22 @@ def test_numbers_and_strings_do_not_replace_each_other():
     buffer.add(SampleBatch(columns, move=np.array(["up", "up"])))
     with pytest.raises(ValueError, match="column 'move' has rows of int64"):
         buffer.add(SampleBatch(columns, move=np.array([123456, 7])))
+
+
+def steps_of_an_episode(**columns):
+    rows = {"obs": np.arange(4.0), "new_obs": np.arange(1.0, 5), "rewards": np.ones(4, np.float32)}
+    return SampleBatch(**rows, eps_id=np.zeros(4, int), **columns)
+
+
+def test_n_step_buffer_rejects_a_column_of_dones():
+    batch = steps_of_an_episode(t=np.arange(4), dones=np.array([False, True, False, True]))
+    with pytest.raises(ValueError, match="n_step=2 reads terminateds and truncateds"):
+        ReplayBuffer(10, n_step=2).add(batch)
+    ReplayBuffer(10).add(batch)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint32])
+def test_rows_are_sorted_by_steps_of_any_integer_dtype(dtype):
+    buffer = ReplayBuffer(10, n_step=4, seed=0)
+    buffer.add(steps_of_an_episode(t=np.arange(4, dtype=dtype))[[3, 2, 1, 0]])
+    assert set(buffer.sample(50)["n_steps"]) == {1, 2, 3, 4}

@@ -201,6 +201,7 @@ def test_each_row_is_stored_at_most_once_if_the_disk_is_full_for_a_time(
         make(33, seed=0, **arguments).load_state_dict(state)
     buffer.add(fragment(rng, 70, 14))
     rows = [buffer.sample(1) for _ in range(300)]
+    assert all(len(set(one["eps_id"])) == 1 for one in rows)
     drawn = {(int(e), int(t)) for one in rows for e, t in zip(one["eps_id"], one["t"], strict=True)}
     newest = [(step // 7, step % 7) for step in range(84 - 33, 84)]
     assert drawn <= set(newest)
@@ -307,3 +308,29 @@ def test_disk_space_of_an_array_is_released_with_it(tmp_path):
     files.reserve(second, 0, 1000)
     second[:] = 1
     assert second.sum() == 10_000
+
+
+def test_episodes_of_which_a_full_disk_took_rows_are_not_drawn(tmp_path, monkeypatch, caplog):
+    def episode(number):
+        steps = np.arange(7.0)
+        return SampleBatch(
+            obs=steps[:-1], new_obs=steps[1:], eps_id=np.full(6, number), t=np.arange(6),
+            terminateds=np.arange(6) == 5, truncateds=np.zeros(6, bool),
+        )  # fmt: skip
+
+    buffer = ReplayBuffer(20, storage_unit="episodes", directory=tmp_path, seed=0)
+    for number in range(6):
+        buffer.add(episode(number))
+        buffer.sample(1)
+    reserve, calls = buffer._ring._reserve, iter(range(1))
+    with monkeypatch.context() as patch:  # the rows before the ring's end are stored
+        patch.setattr(
+            buffer._ring,
+            "_reserve",
+            lambda *a: next(calls, None) is None and disk_full() or reserve(*a),
+        )
+        buffer.add(episode(6))
+        with pytest.raises(OSError):
+            buffer.sample(1)
+    assert "2 rows cannot be stored and are dropped" in caplog.text
+    assert all(len(set(buffer.sample(1)["eps_id"])) == 1 for _ in range(50))
