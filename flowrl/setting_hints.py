@@ -148,7 +148,23 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
             "`target_entropy=None` keeps it fixed at `initial_alpha`",
         )
     ],
+    "store_buffer_in_checkpoints": [
+        ("replay_buffer_capacity", "Leave it out: checkpoints contain the buffer")
+    ],
     # runs
+    "input_config": [("input_", "Use `input_`, the folder of the recorded experience")],
+    "min_iter_time_s": [("min_time_s_per_iteration", "`min_time_s_per_iteration`")],
+    "restart_failed_sub_environments": [
+        (
+            "max_num_env_restarts",
+            "Leave it out: environments that fail are restarted; `max_num_env_restarts` is the "
+            "limit",
+        )
+    ],
+    "max_requests_in_flight_per_env_runner": [
+        ("max_requests_in_flight_per_worker", "`max_requests_in_flight_per_worker`"),
+        ("train_batch_size", "Only IMPALA, APPO and Ape-X have several requests per worker"),
+    ],
     "input": [("input_", "`input_`")],
     "metrics_smoothing_episodes": [
         ("metrics_num_episodes_for_smoothing", "`metrics_num_episodes_for_smoothing`")
@@ -203,9 +219,15 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
         ("model", 'Use `model={"fcnet_activation": "relu"}`'),
         ("fcnet_activation", "`fcnet_activation`"),
     ],
+    "head_fcnet_hiddens": [
+        ("model", 'Use `model={"fcnet_hiddens": [64, 64]}`'),
+        ("fcnet_hiddens", "`fcnet_hiddens`"),
+    ],
+    "policy_model_config": [("q_model", "`model`")],
     "q_model_config": [("q_model", "`q_model`")],
     "rl_module": [("model", "Use `.training(model={…})`")],
     # devices and processes
+    "torch_compile_learner": [("compile", "`compile`")],
     "cuda": [("device", "`device`")],
     "use_gpu": [("device", 'Use `device="cuda"`')],
     "num_gpus": [
