@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from flowrl.data.json_text import parse_json
 from flowrl.errors import ConfigError
 from flowrl.setting_values import nearest, whole_number
+from flowrl.trainer.plan_files import is_shipped
 from flowrl.trainer.registry import algorithms_with
 
 _STOP = ("--stop", "--stop-reward", "--stop-timesteps", "--stop-iters", "--stop-time-s")
@@ -22,13 +23,15 @@ _TRAIN = ("--run-dir", "--display", "--trace", "--report", "--in-process", *_STO
 OPTIONS = {
     "train": ("--run", "--env", "--config", "--no-tuned", *_TRAIN),
     "train FILE.yaml": ("--only", "--seed", "--trust", *_TRAIN),
-    "resume": ("--run-dir", "--display", *_SAVED, *_STOP),
+    "resume": ("--run-dir", "--display", "--report", *_SAVED, *_STOP),
     "evaluate": ("--episodes", "--seed", "--render", "--video", *_SAVED),
     "checkpoint": ("--json",),
     "plot": ("--metric", "--output"),
     "report": ("--output",),
     "watch": ("--port",),
     "replay": ("--until", "--trust"),
+    "explain": ("--env",),
+    "check": ("--env",),
     "benchmark": ("--list", "--seeds", "--jobs", "--against", "--results", "--runs", "--tables"),
 }
 """Command -> its options that are not settings, for errors of other commands."""
@@ -36,6 +39,12 @@ OPTIONS = {
 
 ENV_HELP = "the environment (default: that of the plan's config)"
 PLAN_HELP = "a shipped plan (`flowrl plans` lists them), or a plan file"
+
+
+def plan_argument(text: str) -> str:
+    """Return the argument PLAN: names of shipped plans may be in upper case."""
+    is_name = not is_shipped(text) and is_shipped(text.lower())
+    return text.lower() if is_name else text
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -42,6 +42,11 @@ def evaluate_command(arguments: list[str]) -> int:
     if rest:
         reject_settings("evaluate", options.run, rest)
         parser.parse_args(arguments)  # raises: an unknown option
+    if options.render is not None and options.video is not None:
+        raise ConfigError(
+            "evaluate: --render shows the episodes in a window, --video records them without one: "
+            "give one of the two"
+        )
     run = open_run(options.run, options.checkpoint, options.plan, options.trust)
     config = without_actors(run.config).updated(
         log_to=[], log_config={}, output=None, evaluation_video_dir=None

@@ -8,7 +8,7 @@ from flowrl.cli.arguments import Parser, add_runs
 from flowrl.errors import ConfigError, check_installed
 from flowrl.trainer.runs.curve_drawing import draw
 from flowrl.trainer.runs.formatting import format_count
-from flowrl.trainer.runs.learning_curves import find_runs, learning_curves
+from flowrl.trainer.runs.learning_curves import default_metric, find_runs, learning_curves
 
 FORMATS = (".svg", ".png", ".pdf")
 
@@ -31,21 +31,23 @@ def plot_command(arguments: list[str]) -> int:
     )  # fmt: skip
     parser.add_argument(
         "--metric",
-        default="episode_reward_mean",
-        help="path a/b/c of the metric in a result (default: episode_reward_mean)",
+        help="path a/b/c of the metric in a result (default: episode_reward_mean; for offline "
+        "training evaluation/episode_reward_mean)",
     )
     options = parser.parse_args(arguments)
     output: Path = options.output.expanduser()
     if output.suffix.lower() not in FORMATS:
         raise ConfigError(f"plot: --output must end in {', '.join(FORMATS)}, got {output.name}")
-    curves = learning_curves(find_runs(options.runs), options.metric)
+    runs = find_runs(options.runs)
+    metric = options.metric or default_metric(runs)
+    curves = learning_curves(runs, metric)
     check_installed("matplotlib", "flowrl plot", extra="plot")
     try:
-        draw(curves, options.metric, output)
+        draw(curves, metric, output)
     except OSError as error:
         raise ConfigError(f"plot: cannot write {output}: {error.strerror}") from error
     for curve in curves:
-        runs = format_count(len(curve.runs), "run")
-        print(f"{curve.name}: {runs}, {curve.mean[-1]:.4g} after {curve.steps[-1]:,.0f} env steps")
+        count = format_count(len(curve.runs), "run")
+        print(f"{curve.name}: {count}, {curve.mean[-1]:.4g} after {curve.steps[-1]:,.0f} env steps")
     print(f"drawn: {output}")
     return 0

@@ -39,8 +39,8 @@ def replay_command(arguments: list[str]) -> int:
         type=_until,
         metavar="OPERATOR:N",
         help="stop in the debugger with the N-th item of an operator in the variable `item`; "
-        "`flowrl diagnose RUN_DIR` lists the operators; of several with the same name, the message "
-        "lists the full names",
+        "`flowrl diagnose RUN_DIR` lists the operators; if several have this name, an error lists "
+        "their full names",
     )
     add_trust_option(parser, "the run")
     options = parser.parse_args(arguments)

@@ -12,7 +12,12 @@ from flowrl.cli.arguments import (
     reject_settings,
 )
 from flowrl.cli.saved_runs import open_run, unused_settings_message
-from flowrl.cli.stop_options import add_display_option, add_stop_options, stop_rules_of
+from flowrl.cli.stop_options import (
+    add_display_option,
+    add_report_option,
+    add_stop_options,
+    stop_rules_of,
+)
 from flowrl.errors import ConfigError
 
 
@@ -36,6 +41,7 @@ def resume_command(arguments: list[str]) -> int:
     )
     add_stop_options(parser, default="the run's own stop rules")
     add_display_option(parser)
+    add_report_option(parser)
     options, rest = parser.parse_known_args(arguments)
     if rest:
         reject_settings("resume", options.run, rest)
@@ -59,4 +65,5 @@ def resume_command(arguments: list[str]) -> int:
         print(f"flowrl: {message}", file=sys.stderr)
     command = ["flowrl", "resume", *arguments]
     stop, replace_plan = stop_rules_of(options), options.plan is not None
-    return resume_run(run, stop, command, replace_plan, options.run_dir, options.display)
+    show = options.display, options.report
+    return resume_run(run, stop, command, replace_plan, options.run_dir, *show)

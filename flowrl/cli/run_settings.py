@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.cli.arguments import Parser, json_object, positive_float, with_flags
-from flowrl.cli.stop_options import add_display_option, add_stop_options, stop_rules_of
+from flowrl.cli.stop_options import (
+    add_display_option,
+    add_report_option,
+    add_stop_options,
+    stop_rules_of,
+)
 from flowrl.errors import ConfigError
 from flowrl.policies.config import PolicyConfig
 from flowrl.setting_aliases import canonical_names
@@ -145,9 +150,7 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help=f"write the last seconds of the run to trace.json (default: {DEFAULT_TRACE_S:g})",
     )
-    parser.add_argument(
-        "--report", action="store_true", help="write report.html into the run directory at the end"
-    )
+    add_report_option(parser)
     parser.add_argument(
         "--in-process",
         action="store_true",

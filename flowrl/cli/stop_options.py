@@ -69,6 +69,13 @@ def add_display_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_report_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--report`."""
+    parser.add_argument(
+        "--report", action="store_true", help="write report.html into the run directory at the end"
+    )
+
+
 def stop_rules_of(options: argparse.Namespace) -> StopRules:
     """Return the rules of the options that `add_stop_options` adds."""
     return StopRules(

@@ -6,7 +6,13 @@ import argparse
 import re
 from pathlib import Path
 
-from flowrl.cli.arguments import Parser, import_from_current_folder, json_object, with_flags
+from flowrl.cli.arguments import (
+    Parser,
+    import_from_current_folder,
+    json_object,
+    plan_argument,
+    with_flags,
+)
 from flowrl.cli.run_settings import (
     add_training_options,
     add_tuned_option,
@@ -17,7 +23,6 @@ from flowrl.cli.run_settings import (
 from flowrl.cli.stop_options import add_stop_options, stop_rules_of
 from flowrl.errors import ConfigError
 from flowrl.trainer.config import AlgorithmConfig
-from flowrl.trainer.plan_files import is_shipped
 from flowrl.trainer.tuned_examples import tuned_example
 
 
@@ -53,7 +58,7 @@ def train_command(arguments: list[str]) -> int:
         elif not first or first.startswith("-"):
             raise ConfigError("train: name a plan first, for example `flowrl train ppo`")
         else:
-            plan = first if is_shipped(first) or not is_shipped(first.lower()) else first.lower()
+            plan = plan_argument(first)
             options, config = parse_plan_run(plan, arguments[1:])
         from flowrl.cli.training_run import start_run
 

@@ -90,6 +90,7 @@ def resume_run(
     replace_plan: bool = False,
     new_run_dir: Path | None = None,
     display: Display = "auto",
+    report: bool = False,
 ) -> int:
     """Continue a run; return the exit code.
 
@@ -101,6 +102,7 @@ def resume_run(
         replace_plan: accept that the text of the plan differs from the run's.
         new_run_dir: folder of a new run; None creates one in runs/.
         display: how to show the progress.
+        report: write report.html at the end, also if the run has one from before.
 
     Raises:
         ConfigError: the settings are invalid, or the run directory cannot be read.
@@ -139,7 +141,10 @@ def resume_run(
         if reached is not None:
             hint = "Set a new limit: --stop-reward, --stop-timesteps, …"
             if given.is_set() and stop != given:
-                hint = "Schedules in percent end there: set --stop-timesteps, too"
+                hint = (
+                    "Schedules in percent, such as that of the learning rate, end there: to "
+                    "continue, also set a larger --stop-timesteps"
+                )
             print(f"already reached: {reached}. {hint}")
             return 0
         if run is None:
@@ -150,7 +155,10 @@ def resume_run(
             if replace_plan:
                 run.replace_plan(algorithm)
             prepare_to_resume(algorithm, run, stop, config.total_timesteps)
-        return _train(algorithm, stop, run, command, display, can_repeat)
+        exit_code = _train(algorithm, stop, run, command, display, can_repeat)
+    # a report of the run before would be out of date
+    report = report or (run.path / REPORT).exists()
+    return _report(run.path, exit_code) if report else exit_code
 
 
 def _new_run(run_dir: Path | None, name: str, config: AlgorithmConfig) -> RunDirectory:

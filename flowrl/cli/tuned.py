@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowrl.cli.arguments import Parser
+from flowrl.cli.arguments import Parser, plan_argument
 from flowrl.errors import ConfigError
 from flowrl.setting_values import nearest
 from flowrl.trainer.plan_files import is_shipped, shipped_plans
@@ -21,11 +21,10 @@ def tuned_command(arguments: list[str]) -> int:
         "PLAN --env ENV` uses them, unless --no-tuned is given.",
     )
     parser.add_argument(
-        "name", nargs="?", metavar="PLAN|ENV", help="only those of this plan or environment"
-    )
+        "name", nargs="?", metavar="PLAN|ENV", type=plan_argument,
+        help="only those of this plan or environment",
+    )  # fmt: skip
     name = parser.parse_args(arguments).name
-    if name is not None and is_shipped(name.lower()):
-        name = name.lower()
     examples = list(tuned_examples())
     if name is not None and not is_shipped(name):
         found = [tuned_example(plan, name) for plan in shipped_plans()]
@@ -33,7 +32,7 @@ def tuned_command(arguments: list[str]) -> int:
         if not examples:
             known = [*shipped_plans(), *(example.env for example in tuned_examples())]
             raise ConfigError(
-                f"tuned: {name!r} is neither a plan nor an environment with tuned settings."
+                f"tuned: {name!r} is no plan, and no plan has tuned settings for this environment."
                 f"{nearest(name, known)}"
             )
     elif name is not None:

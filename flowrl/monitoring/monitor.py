@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -154,11 +154,22 @@ class Monitor:
         window.diagnosis = self.diagnosis.text
         self.activity = window
         for listener in self.listeners:
-            listener(self.activity)
+            listener(window)
+
+    def fail(self) -> None:
+        """Replace the diagnosis, after an error of `measure`."""
+        text = "The plan is not measured any more: the log has the error."
+        self.diagnosis = Diagnosis([Finding("not_measured", "monitor", 0.0, text)])
+        if self.activity is None:
+            return
+        self.activity = replace(self.activity, diagnosis=text, counters={})
+        for listener in self.listeners:
+            with suppress(Exception):  # its error may be the one that was logged
+                listener(self.activity)
 
     def _is_measurable(self, snapshot: Snapshot) -> bool:
         """Return whether a window may begin or end with a snapshot: after a pause, each worker must
-        have returned a fragment, because its period begins with the fragment before."""
+        have returned a new fragment, because its period begins at its previous one."""
         if self._first is None:
             self._resumed_at = snapshot.time if self._resumed_at is None else self._resumed_at
             has_old = any(one["until"] < self._resumed_at for one in snapshot.workers.values())
@@ -199,7 +210,6 @@ def _run(monitor_ref: weakref.ref[Monitor], stopped: threading.Event) -> None:
             monitor.measure()
         except Exception:
             log.warning("the plan could not be measured; it is not measured again", exc_info=True)
-            text = "The plan is not measured any more: the log has the error."
-            monitor.diagnosis = Diagnosis([Finding("not_measured", "monitor", 0.0, text)])
+            monitor.fail()
             return
         del monitor

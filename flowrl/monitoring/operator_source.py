@@ -95,8 +95,8 @@ def _own_attributes(target: ast.AST) -> list[str]:
 def in_place_change(operator: Any) -> str | None:
     """Return the code with which an operator of the user changes its first argument in place.
 
-    Changes of the mapping itself, `batch["x"] = …` and `batch.update(…)`, are not reported: each
-    branch of a plan has its own, and only arrays are shared.
+    `batch["x"] = …` and `batch.update(…)` are not reported, because each branch of a plan has its
+    own mapping. `batch.pop(…)` and `del batch["x"]` are: a list or an array could lose an item.
 
     Returns:
         the code of the first change; None if there is none, the source is unknown, or the operator

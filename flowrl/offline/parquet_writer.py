@@ -99,7 +99,7 @@ class ParquetWriter:
     def _has_types_of_pending(self, policy_id: str, rows: SampleBatch) -> bool:
         """Return whether rows can be in a file with the last ones that are not written."""
         pending = self._pending.get(policy_id)
-        return bool(pending) and _column_types(pending[-1]) == _column_types(rows)
+        return pending is not None and _column_types(pending[-1]) == _column_types(rows)
 
     def flush(self) -> None:
         """Write the remaining rows.

@@ -29,8 +29,10 @@ def report_html(runs: Sequence[RunData]) -> str:
     most = max(MAX_REPORT_POINTS // (MAX_REPORT_METRICS * len(runs)), 20)
     for run in runs:
         run.update()
-        metrics = [metric for metric in run.metrics() if not metric.startswith("counters/")]
-        values.append(run.to_json(_most_important(metrics), most))
+    names = {metric for run in runs for metric in run.metrics()}
+    metrics = _most_important([name for name in names if not name.startswith("counters/")])
+    for run in runs:
+        values.append(run.to_json([name for name in metrics if name in run.metrics()], most))
     # "<" could end the script
     data = json.dumps(values, allow_nan=False).replace("<", "\\u003c")
     styles = "".join(f"<style>{_page_file(name)}</style>" for name in STYLES)
@@ -40,7 +42,10 @@ def report_html(runs: Sequence[RunData]) -> str:
 
 
 def _most_important(metrics: list[str]) -> list[str]:
-    groups = ("episode_", "learners/", "evaluation/", "timers/", "env_runners/")
+    groups = (
+        "episode_reward_mean", "evaluation/episode_reward_mean", "episode_", "custom_metrics/",
+        "evaluation/", "learners/", "timers/", "env_runners/",
+    )  # fmt: skip
     rank = {name: [*(name.startswith(g) for g in groups), True].index(True) for name in metrics}
     return sorted(metrics, key=lambda name: (rank[name], name))[:MAX_REPORT_METRICS]
 

@@ -222,15 +222,17 @@ def _end(events: Iterable[dict[str, Any]]) -> str:
 
 
 def _history(activities: Sequence[Activity]) -> dict[str, Any]:
-    """Return the figures of each stage over time, by its id."""
+    """Return the figures of each stage of the newest plan over time, by its id; None where an
+    earlier plan of the run had another stage."""
     shown = _thinned(list(activities), MAX_HISTORY)
-    stages: dict[str, dict[str, list[float]]] = {}
-    for activity in shown:
-        for stage in activity.stages:
-            values = stages.setdefault(str(stage.id), {"busy": [], "waiting": [], "blocked": []})
-            values["busy"].append(stage.busy)
-            values["waiting"].append(stage.waiting)
-            values["blocked"].append(stage.blocked)
+    by_key = [{(stage.id, stage.title): stage for stage in one.stages} for one in shown]
+    stages: dict[str, dict[str, list[float | None]]] = {}
+    for key in by_key[-1] if by_key else ():
+        found = [stages_of_one.get(key) for stages_of_one in by_key]
+        stages[str(key[0])] = {
+            name: [None if stage is None else getattr(stage, name) for stage in found]
+            for name in ("busy", "waiting", "blocked")
+        }
     return {"time": [activity.time for activity in shown], "stages": stages}
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -105,3 +106,16 @@ def test_check_names_the_line_and_the_remedy(cli, tmp_path):
     code, _, err = cli("check", "nothing")
     assert code == 2
     assert "nothing" in err
+
+
+@pytest.mark.parametrize("command", ["check", "explain"])
+def test_plans_that_cannot_be_built_are_wrong_usage(command, cli, tmp_path):
+    code, _, err = cli(command, "DQN", "--env", "CartPole-v1")
+    assert (code, err) == (0, "")
+    Path("bad.py").write_text(
+        "from flowrl.ops import ParallelRollouts\n\n\ndef execution_plan(workers, config):\n"
+        "    return ParallelRollouts(workers, mode='none')\n"
+    )
+    code, _, err = cli(command, "bad.py", "--env", "CartPole-v1")
+    assert code == 2
+    assert "bad.py" in err

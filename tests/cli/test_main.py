@@ -137,7 +137,7 @@ def test_reader_that_closes_the_pipe_causes_no_traceback():
         ),
         (
             ["plans", "--env", "X"],
-            "--env is an option of flowrl train; flowrl plans has no options",
+            "--env is an option of flowrl train, flowrl explain, flowrl check; flowrl plans has no",
         ),
         (
             ["explain", "ppo", "--lr", "1"],

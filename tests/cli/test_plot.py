@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from flowrl.errors import ConfigError
-from flowrl.trainer.runs.learning_curves import NUM_POINTS, find_runs, learning_curves
+from flowrl.trainer.runs.learning_curves import (
+    NUM_POINTS,
+    default_metric,
+    find_runs,
+    learning_curves,
+)
 from tests.extras import require_extra
 
 
@@ -103,6 +108,31 @@ def test_results_without_the_metric_are_left_out(tmp_path):
     with pytest.raises(ConfigError) as raised:
         learning_curves([offline], "episode_reward_mean")
     assert "Did you mean 'episode_reward_mean'" not in str(raised.value)
+
+
+def test_runs_without_the_metric_are_reported(tmp_path, caplog):
+    with_returns, without = write_run(tmp_path / "a", [1.0]), write_run(tmp_path / "b", [None])
+    assert len(learning_curves([with_returns, without])) == 1
+    assert f"left out: {without} has no finite 'episode_reward_mean'" in caplog.text
+
+
+def test_offline_runs_show_their_evaluations(tmp_path):
+    run = write_run(tmp_path / "a", [None, None])
+    assert default_metric([run, write_run(tmp_path / "b", [1.0])]) == "episode_reward_mean"
+    result = {"timesteps_total": 50, "evaluation": {"episode_reward_mean": 7.0}}
+    lines = (run / "result.json").read_text()
+    (run / "result.json").write_text(json.dumps(result) + "\n" + lines)  # not in the last result
+    metric = default_metric([run])
+    (curve,) = learning_curves([run], metric)
+    assert curve.mean[-1] == 7
+    with pytest.raises(ConfigError, match="Did you mean 'evaluation/episode_reward_mean'"):
+        learning_curves([run], "episode_reward_mean")
+
+
+def test_curves_of_other_policies_have_other_names(tmp_path):
+    policies = ({"p": {"__code__": f":PolicySpec(config=PPOConfig(lr={lr}))"}} for lr in (1, 2))
+    runs = [write_run(tmp_path / n, [1.0], policies=p) for n, p in zip("ab", policies, strict=True)]
+    assert len({curve.name for curve in learning_curves(runs)}) == 2
 
 
 def test_folders_of_runs_are_searched(tmp_path):

@@ -33,3 +33,16 @@ def test_failed_write_keeps_the_old_report(cli, tmp_path, monkeypatch):
     assert "No space left" in err
     assert (tmp_path / "old.html").read_text() == "old"
     assert not (tmp_path / ".old.html").exists()
+
+
+def test_resumed_run_writes_its_report_again(cli, tmp_path):
+    settings = ["--train-batch-size", "64", "--seed", "1", "--run-dir", "r", "--report"]
+    assert cli("train", "a2c", *settings, "--stop-iters", "1")[0] == 0
+    (tmp_path / "r/report.html").write_text("old")
+    assert cli("resume", "r", "--stop-iters", "2")[0] == 0
+    assert '"iteration": 2' in (tmp_path / "r/report.html").read_text()
+    (tmp_path / "r/report.html").unlink()
+    assert cli("resume", "r", "--stop-iters", "3")[0] == 0
+    assert not (tmp_path / "r/report.html").exists()
+    assert cli("resume", "r", "--stop-iters", "4", "--report")[0] == 0
+    assert '"iteration": 4' in (tmp_path / "r/report.html").read_text()

@@ -669,11 +669,13 @@ def test_measuring_that_fails_is_said_in_results(caplog):
 
     with PPO("CartPole-v1", **SMALL) as algorithm:
         algorithm.train()
-        algorithm.monitor.listeners.append(fail)
+        shown = []
+        algorithm.monitor.listeners += [fail, lambda activity: shown.append(activity.diagnosis)]
         while algorithm.monitor._thread.is_alive():
             result = algorithm.train()
         result = algorithm.train()
     assert result["diagnosis"] == "The plan is not measured any more: the log has the error."
+    assert shown == [result["diagnosis"]]  # of the web page and of `flowrl diagnose`
     assert "no space" in caplog.text
 
 

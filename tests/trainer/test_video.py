@@ -136,6 +136,8 @@ def test_evaluate_command_records_a_video(tmp_path, capsys):
     assert main(["train", "a2c", *stop, "--run-dir", run]) == 0
     assert main(["evaluate", run, "--episodes", "2", "--video", str(tmp_path / "films")]) == 0
     assert [path.name for path in (tmp_path / "films/run").iterdir()] == ["evaluation-000001-0.mp4"]
+    assert main(["evaluate", run, "--render", "human", "--video", str(tmp_path)]) == 2
+    assert "give one of the two" in capsys.readouterr().err
     assert main(["resume", run, "--stop-iters", "2"]) == 0
     assert main(["evaluate", run, "--episodes", "2", "--video", str(tmp_path / "films")]) == 0
     assert len(list((tmp_path / "films/run").iterdir())) == 2  # each checkpoint has its own

@@ -203,3 +203,31 @@ def test_runs_in_folders_of_the_same_name_have_different_names(tmp_path):
         runs.append(RunData(path))
     name_runs(runs)
     assert [run.name for run in runs] == ["a/seed0", "b/seed0", "seed1"]
+
+
+def test_history_is_that_of_the_newest_plan(tmp_path):
+    run = write_run(tmp_path / "r", [1.0])
+    log = ActivityLog(run)
+    log.append(activity(stage("sampling", "Old", title="Old", busy=0.1)))
+    log.append(
+        activity(stage("sampling", "New", title="New", busy=0.2), stage("x", id=1, busy=0.3))
+    )
+    history = RunData(run).to_json()["history"]
+    assert len(history["time"]) == 2
+    assert {key: values["busy"] for key, values in history["stages"].items()} == {
+        "0": [None, 0.2], "1": [None, 0.3],
+    }  # fmt: skip
+
+
+def test_report_has_the_mean_returns_of_many_metrics(tmp_path):
+    run = write_run(tmp_path / "r", [1.0])
+    learners = {f"p{i}": {f"loss_{j}": 1.0 for j in range(9)} for i in range(9)}
+    result = {
+        "timesteps_total": 200, "episode_reward_mean": 2.0, "learners": learners,
+        "evaluation": {"episode_reward_mean": 3.0}, "custom_metrics": {"x_mean": 1.0},
+    }  # fmt: skip
+    with open(run / "result.json", "a") as file:
+        file.write(json.dumps(result) + "\n")
+    page = report_html([RunData(run)])
+    for metric in ("evaluation/episode_reward_mean", "custom_metrics/x_mean", "learners/p0/loss_0"):
+        assert f'"{metric}": {{"x"' in page

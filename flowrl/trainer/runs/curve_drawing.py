@@ -38,15 +38,15 @@ def draw_panels(panels: list[list[Curve]], metric: str, output: Path) -> None:
 def _draw_curves(axes: Any, curves: list[Curve], metric: str) -> None:
     for number, curve in enumerate(curves):
         color = COLORS[number % len(COLORS)]
+        name = curve.name.replace("$", r"\$")  # no formula
+        name = f" {name}" if name.startswith("_") else name  # matplotlib leaves out "_name"
         if len(curve.runs) == 1:
-            axes.plot(*curve.runs[0], color=color, label=curve.name)
+            axes.plot(*curve.runs[0], color=color, label=name)
             continue
         for steps, values in curve.runs:
             axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
         axes.fill_between(curve.steps, curve.low, curve.high, color=color, alpha=0.2, linewidth=0)
-        axes.plot(
-            curve.steps, curve.mean, color=color, label=f"{curve.name} ({len(curve.runs)} runs)"
-        )
+        axes.plot(curve.steps, curve.mean, color=color, label=f"{name} ({len(curve.runs)} runs)")
     axes.set_xlabel("env steps")
     axes.set_ylabel(metric)
     axes.locator_params(axis="x", nbins=5)

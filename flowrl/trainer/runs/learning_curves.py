@@ -108,20 +108,23 @@ def learning_curves(run_dirs: Sequence[Path], metric: str = "episode_reward_mean
         key = {name: value for name, value in settings.items() if name not in _OF_ONE_RUN}
         key["plan of the run"] = _plan_of(run_dir, settings)
         # seeds in the texts of PolicySpecs are those of one run, too
-        policies = re.sub(r"\bseed=\d+,? ?", "", json.dumps(key.pop("policies", None)))
-        text = json.dumps({**key, "policies": policies}, sort_keys=True)
+        key["policies"] = re.sub(r"\bseed=\d+,? ?", "", json.dumps(key.get("policies")))
+        text = json.dumps(key, sort_keys=True)
         groups.setdefault(text, []).append((run_dir, key))
     all_settings = [runs[0][1] for runs in groups.values()]
     curves = []
+    without: list[Path] = []
     for runs in groups.values():
-        values = [points for run_dir, _ in runs if len((points := _points(run_dir, metric))[0])]
+        all_points = {run_dir: _points(run_dir, metric) for run_dir, _ in runs}
+        values = [points for points in all_points.values() if len(points[0])]
+        without += [run_dir for run_dir, points in all_points.items() if not len(points[0])]
         if values:
             name = _name(runs[0][1], all_settings, runs[0][0])
             first, last = max(x[0] for x, _ in values), min(x[-1] for x, _ in values)
             groups_of_values = [values] if first <= last else [[one] for one in values]
             curves += [mean_curve(name, one) for one in groups_of_values]
     if not curves:
-        results = [result for run_dir in run_dirs for result in read_results(run_dir)[-1:]]
+        results = [result for run_dir in run_dirs for result in read_results(run_dir)]
         known = list(
             dict.fromkeys(
                 name
@@ -132,7 +135,17 @@ def learning_curves(run_dirs: Sequence[Path], metric: str = "episode_reward_mean
         )
         hint = metric_hint(metric, known)
         raise ConfigError(f"plot: no result of these runs has a finite {metric!r}.{hint}")
+    for run_dir in without:
+        log.warning("left out: %s has no finite %r", run_dir, metric)
     return curves
+
+
+def default_metric(run_dirs: Sequence[Path]) -> str:
+    """Return the mean return of training; if no run has it, because all are offline, that of
+    evaluations."""
+    has_returns = any(len(_points(run_dir, "episode_reward_mean")[0]) for run_dir in run_dirs)
+    metrics = ("episode_reward_mean", "evaluation/episode_reward_mean")
+    return metrics[not has_returns]
 
 
 def _plan_of(run_dir: Path, settings: dict[str, Any]) -> str:

@@ -26,10 +26,15 @@ async function load() {
   }
   const runs = await get("/api/runs");
   if (runs.length !== state.runs.length) showRuns(runs);
-  state.data = await get(`/api/runs/${state.run}`);
+  const { run } = state;
+  const data = await get(`/api/runs/${run}`);
+  if (run !== state.run) return;  // another run has been selected since
+  state.data = data;
+  state.configs[run] = data.config;
   chooseMetric();
-  state.curves = await get(`/api/curves?metric=${encodeURIComponent(state.metric)}`);
-  state.configs[state.run] = state.data.config;
+  const { metric } = state;
+  const curves = await get(`/api/curves?metric=${encodeURIComponent(metric)}`);
+  if (metric === state.metric) state.curves = curves;
 }
 
 // Offline training has no returns of training episodes.
@@ -55,7 +60,7 @@ async function refresh() {
   try {
     await load();
     problem = "the page cannot show the run";
-    show();
+    if (state.data) show();
   } catch (error) {
     at("status").textContent = `${problem} (${error.message})`;
   }
@@ -74,8 +79,10 @@ function show() {
     showWorkers(activity);
     showParts(activity);
   } else {
-    at("graph").textContent = data.running ? "The plan has not been measured yet."
+    const notYet = data.running ? "The plan has not been measured yet."
       : "The run ended before its plan was measured.";
+    at("graph").textContent = data.config.monitor === false
+      ? "The plan of this run is not measured: --no-monitor." : notYet;
     at("stage").hidden = true;
     for (const id of ["worker-state", "workers", "parts"]) at(id).replaceChildren();
   }
