@@ -47,7 +47,7 @@ def flowrl_plan(plan: str, seconds: float, **changes: Any) -> dict[str, float]:
         started = time.perf_counter()
         while time.perf_counter() - started < WARM_UP_S:
             before = algorithm.train()
-        workers = [busy_s(algorithm)]
+        workers, learner = [busy_s(algorithm)], idle_s_of_learner(algorithm)
         started = time.perf_counter()
         while time.perf_counter() - started < seconds:
             after = algorithm.train()
@@ -58,10 +58,14 @@ def flowrl_plan(plan: str, seconds: float, **changes: Any) -> dict[str, float]:
             for name in ("sampled", "trained")
         }
         rates["workers_idle"] = 1 - (workers[1] - workers[0]) / (WORKERS * elapsed)
-        for stage in algorithm.plan.stats():
-            if "learner_idle" in stage:
-                rates["learner_idle"] = stage["learner_idle"]
+        for before_s, after_s in zip(learner, idle_s_of_learner(algorithm), strict=True):
+            rates["learner_idle"] = (after_s - before_s) / elapsed
         return rates
+
+
+def idle_s_of_learner(algorithm: Any) -> list[float]:
+    """Return the seconds that the learner thread has waited for batches; [] without a thread."""
+    return [s["learner_idle_s"] for s in algorithm.plan.stats() if "learner_idle_s" in s]
 
 
 def busy_s(algorithm: Any) -> float:

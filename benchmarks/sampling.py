@@ -273,6 +273,7 @@ class FlowrlFrames:
 
     def sample(self) -> int:
         batch = self.worker.sample()
+        self.worker.get_metrics()  # as a plan does; otherwise, the worker keeps them
         base = dict(batch.stored())["obs"].base
         self.stored = base.nbytes / batch.count
         return batch.count

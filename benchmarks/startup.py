@@ -57,13 +57,20 @@ print("reached" if model.num_timesteps < 100_000 else "failed")
 """
 
 
-def seconds_of(command: list[str], folder: str, until: str = "", may_fail: bool = False) -> float:
+def seconds_of(
+    command: list[str],
+    folder: str,
+    until: str = "",
+    may_fail: bool = False,
+    variables: dict[str, str] | None = None,
+) -> float:
     """Run a command; return the seconds until its end, or until a line contains `until`; infinity
-    if none does and the command may fail to reach its goal."""
+    if none does and the command may fail to reach its goal. `variables` are added to the
+    environment."""
     started = time.perf_counter()
     process = subprocess.Popen(
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"} if until else None,
+        env={**os.environ, **({"PYTHONUNBUFFERED": "1"} if until else {}), **(variables or {})},
     )  # fmt: skip
     assert process.stdout is not None
     lines, seconds = [], 0.0
@@ -83,9 +90,10 @@ def seconds_to_first_step(folder: str) -> float:
     """Return the seconds from `flowrl train` to the first env step."""
     path = Path(folder) / "first_step"
     settings = ["--env", "startup:FirstStep", "--stop-timesteps", "4000", "--run-dir", "first"]
-    os.environ |= {"FIRST_STEP": str(path), "PYTHONPATH": str(FOLDER)}
+    paths = os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH")]))
     started = time.time()
-    seconds_of([*TRAIN, *settings], folder)
+    variables = {"FIRST_STEP": str(path), "PYTHONPATH": paths}
+    seconds_of([*TRAIN, *settings], folder, variables=variables)
     return float(path.read_text()) - started
 
 

@@ -25,8 +25,8 @@ from peer_env import sb3_python
 ENV, GAMMA = "ALE/Breakout-v5", 0.99
 ENVS, BATCH, MINIBATCH, EPOCHS, PPO_BATCHES, PPO_LR = 8, 1024, 256, 4, 3, 2.5e-4
 DQN_STEPS, EVERY, DQN_BATCH, BUFFER, STARTS, DQN_LR = 1_500, 4, 32, 10_000, 500, 1e-4
-SB3_WARM_UP = STARTS + 100
-EPSILON, EPSILON_STEPS = 0.05, (SB3_WARM_UP + DQN_STEPS) // 2  # as exploration_fraction=0.5
+WARM_UP = STARTS + 100
+EPSILON, EPSILON_STEPS = 0.05, (WARM_UP + DQN_STEPS) // 2  # as exploration_fraction=0.5
 
 
 def flowrl_ppo() -> dict[str, float]:
@@ -61,10 +61,12 @@ def flowrl_dqn() -> dict[str, float]:
         replay_buffer_capacity=BUFFER, learning_starts=STARTS, target_network_update_freq=1000,
         double_q=False, dueling=False, prioritized_replay=False, lr=DQN_LR, gamma=GAMMA,
         exploration_config={"epsilon": [(0, 1.0), (EPSILON_STEPS, EPSILON)]},
-        atari={"repeat_action_probability": 0.0}, min_sample_timesteps_per_iteration=500, seed=0,
+        atari={"repeat_action_probability": 0.0}, min_sample_timesteps_per_iteration=100, seed=0,
     )  # fmt: skip
     algorithm = config.build()
     result = algorithm.train()
+    while result["timesteps_total"] < WARM_UP:  # epsilon falls: the same steps are timed
+        result = algorithm.train()
     begin, trained = result["timesteps_total"], result["num_env_steps_trained"]
     started = time.perf_counter()
     while result["timesteps_total"] < begin + DQN_STEPS:
@@ -122,7 +124,7 @@ def sb3_dqn() -> dict[str, float]:
         target_update_interval=1000, exploration_fraction=0.5, exploration_final_eps=EPSILON,
         gamma=GAMMA, seed=0, device="cpu",
     )  # fmt: skip
-    return timed(model, SB3_WARM_UP, DQN_STEPS)
+    return timed(model, WARM_UP, DQN_STEPS)
 
 
 def nature_cnn(outputs: int) -> Any:
@@ -178,7 +180,7 @@ def arithmetic_dqn() -> dict[str, float]:
     """Run the networks of DQN alone."""
     updates = DQN_STEPS // EVERY
     # random actions need no network
-    steps = range(SB3_WARM_UP, SB3_WARM_UP + DQN_STEPS)
+    steps = range(WARM_UP, WARM_UP + DQN_STEPS)
     random = [max(EPSILON, 1 - (1 - EPSILON) * step / EPSILON_STEPS) for step in steps]
     acts = round(sum(1 - epsilon for epsilon in random))
     seconds = arithmetic((acts, 1), (updates, DQN_BATCH), DQN_BATCH)

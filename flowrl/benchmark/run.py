@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -173,6 +174,8 @@ def main() -> None:
             outcome = train_flowrl(row, int(seed), Path(run_dir))
     except ConfigError as error:
         raise SystemExit(str(error)) from None
+    except subprocess.CalledProcessError as error:  # the training has printed why
+        raise SystemExit(error.returncode) from None
     write_whole(Path(result), json.dumps(result_of(row, int(seed), outcome, library)) + "\n")
 
 

@@ -63,13 +63,16 @@ class HiddenVelocities(gym.ObservationWrapper):
 
 
 class Curve(BaseCallback):
-    """Record (env steps, mean return of the last 100 episodes, seconds since the start, number of
-    these episodes)."""
+    """Record (env steps, mean return of the last 100 episodes, seconds of training, number of these
+    episodes)."""
 
-    def __init__(self, env_steps: int, started: float):
+    def __init__(self, env_steps: int):
         super().__init__()
         self.points: list[tuple[int, float, float, int]] = []
-        self._every, self._next, self._started = env_steps // MAX_POINTS, 0, started
+        self._every, self._next, self._started = env_steps // MAX_POINTS, 0, 0.0
+
+    def _on_training_start(self) -> None:
+        self._started = time.time()
 
     def _on_step(self) -> bool:
         if self.num_timesteps >= self._next:
@@ -136,7 +139,7 @@ def main() -> None:
     model = algorithm(
         env=env, seed=spec["seed"], device="cpu", **arguments_of(settings, env.action_space)
     )
-    curve = Curve(spec["env_steps"], spec["started"])
+    curve = Curve(spec["env_steps"])
     model.learn(spec["env_steps"], callback=curve)
     curve.record()
     seconds = time.time() - spec["started"]
