@@ -37,11 +37,8 @@ def test_schedule_in_percent_follows_a_larger_limit(cli, tmp_path):
     assert rates == {64: pytest.approx(scheduled(0)), 128: pytest.approx(scheduled(0.5))}
     code, out, _ = cli("resume", "r", "--stop-iters", "9")
     assert code == 0
-    assert (
-        "already reached: 128 env steps. Schedules in percent, such as that of the learning rate, end"
-        in out
-    )
-    assert "set --stop-timesteps, too" in out
+    assert "already reached: 128 env steps. Schedules in percent" in out
+    assert "set a larger --stop-timesteps" in out
     code, out, err = cli("resume", "r", "--stop-timesteps", "512")
     assert code == 0, err
     assert "repeat:" not in out  # the first command ends at other limits

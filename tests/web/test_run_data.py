@@ -209,9 +209,8 @@ def test_history_is_that_of_the_newest_plan(tmp_path):
     run = write_run(tmp_path / "r", [1.0])
     log = ActivityLog(run)
     log.append(activity(stage("sampling", "Old", title="Old", busy=0.1)))
-    log.append(
-        activity(stage("sampling", "New", title="New", busy=0.2), stage("x", id=1, busy=0.3))
-    )
+    new = stage("sampling", "New", title="New", busy=0.2)
+    log.append(activity(new, stage("operator", id=1, busy=0.3)))
     history = RunData(run).to_json()["history"]
     assert len(history["time"]) == 2
     assert {key: values["busy"] for key, values in history["stages"].items()} == {
