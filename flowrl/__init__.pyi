@@ -525,6 +525,8 @@ class _BCConfigTraining(_MARWILConfigTraining, total=False):
     """Must be 0; use MARWIL for weighted rows."""
 
 class _ActorCriticSettingsTraining(_AlgorithmConfigTraining, total=False):
+    train_batch_size: int
+    """Rows per train batch, drawn from the replay buffer; for CQL, from the recorded rows."""
     q_model: flowrl.policies.config.ModelConfig | _ModelConfig | None
     """Networks of the critics; None uses `model`. A mapping contains the settings that differ from `model`. A custom model is created for each critic, whose observation space contains the action."""
     actor_lr: (

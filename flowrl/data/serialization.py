@@ -18,6 +18,7 @@ from flowrl.data.sample_batch import Batch, MultiAgentBatch, SampleBatch
 from flowrl.source import Source, sources_from_list, sources_to_list
 
 C = TypeVar("C")
+B = TypeVar("B", SampleBatch, MultiAgentBatch)
 
 SMALL_BYTES = 1024  # arrays up to this size are packed into one byte string
 
@@ -146,6 +147,18 @@ def can_be_saved(value: Any) -> bool:
 def savable_info(info: dict[str, Any]) -> dict[str, Any]:
     """Return an info dict of an environment, or an empty one if `encode` does not accept it."""
     return info if can_be_saved(info) else {}
+
+
+def with_savable_infos(batch: B) -> B:
+    """Return a batch with its infos read, because lazy columns are not saved."""
+    if isinstance(batch, MultiAgentBatch):
+        parts = {policy_id: with_savable_infos(b) for policy_id, b in batch.policy_batches.items()}
+        return batch.with_batches(parts)
+    if "infos" not in batch:
+        return batch
+    infos = np.empty(batch.count, object)
+    infos[:] = [savable_info(info or {}) for info in batch["infos"]]
+    return batch.with_columns(infos=infos)
 
 
 def decode(tree: Any, arrays: Mapping[str, np.ndarray], packed: Any = b"") -> Any:

@@ -64,8 +64,9 @@ def is_atari(env: Any) -> bool:
     if has_old_form(env) and env not in gym.registry:
         with suppress(ConfigError):  # ale-py is not installed
             register_atari(env)
-    spec = gym.registry.get(env)
-    return _IDS.match(env) is not None or (
+    name = env.rpartition(":")[2]  # "module:id" imports the module first
+    spec = gym.registry.get(name)
+    return _IDS.match(name) is not None or (
         spec is not None and str(spec.entry_point).startswith("ale_py")
     )
 

@@ -228,7 +228,8 @@ class EnvFactory:
         if self._horizon is not None and not self._soft_horizon:
             raise ConfigError(
                 f"horizon={self._horizon} cannot truncate the episodes of a vector environment "
-                "that is created elsewhere: set the limit there, or use soft_horizon=True"
+                "that is created elsewhere: set the limit there, or use soft_horizon=True, which "
+                "starts new episode ids without a reset"
             )
 
     def _check_drop(self) -> None:

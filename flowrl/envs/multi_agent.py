@@ -92,6 +92,11 @@ class MultiAgentEnv:
         if spaces_by_agent is not None and agent_id in spaces_by_agent:
             return spaces_by_agent[agent_id]
         shared = getattr(self, f"{kind}_space")
+        if shared is None and agent_id is None:
+            raise ConfigError(
+                f"env: {type(self).__name__} has no possible_agents: set it to the ids of the "
+                f"agents, whose {kind}_spaces are the spaces of the policies"
+            )
         if shared is None:
             raise ConfigError(
                 f"env: {type(self).__name__} does not define the {kind} space of agent "

@@ -210,7 +210,7 @@ class DirectMultiAgentVectorEnv(DirectEnvs):
                 return self._restart(index, error)
         self._lengths[index] += 1
         done = step.terminateds["__all__"] or step.truncateds["__all__"]
-        if not done and self._lengths[index] == self._horizon:
+        if not done and self._horizon is not None and self._lengths[index] >= self._horizon:
             step.truncateds = {**step.truncateds, "__all__": True}
             done = True
         if done:

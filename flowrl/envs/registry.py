@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import random
 import re
 import sys
 import traceback
@@ -15,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 from gymnasium.wrappers import (
     AtariPreprocessing,
     FilterObservation,
@@ -284,12 +286,32 @@ def _copy_env(env: Any, context: EnvContext) -> Any:
             f"env_config: {env} exists already and takes no arguments: pass its class or its id"
         )
     try:
-        return copy.deepcopy(env)
+        copied = copy.deepcopy(env)
     except Exception as error:
         raise ConfigError(
             f"env: {env} cannot be copied: {error}: pass its class, its id, or a function that "
             "creates it"
         ) from error
+    _separate_generators(copied, (context.worker_index, context.vector_index))
+    return copied
+
+
+def _separate_generators(env: Any, index: tuple[int, int]) -> None:
+    """Replace the random generators of a copy, which would draw the same numbers as those of the
+    other copies: `reset(seed=…)` may not seed them.
+
+    Args:
+        env: the copy; generators are attributes of it or of an environment that it wraps.
+        index: what distinguishes it from the other copies.
+    """
+    while env is not None:
+        attributes = getattr(env, "__dict__", {})
+        for name, value in attributes.items():
+            if isinstance(value, np.random.Generator):
+                attributes[name] = np.random.default_rng([*value.integers(2**32, size=4), *index])
+            elif isinstance(value, random.Random):
+                attributes[name] = random.Random(f"{value.random()} {index}")
+        env = attributes.get("env")
 
 
 def _check_methods(cls: type) -> None:

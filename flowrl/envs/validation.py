@@ -335,8 +335,8 @@ def _bounds(space: spaces.Space) -> tuple[Any, Any] | None:
             full = info and (space.low <= info.min).all() and (space.high >= info.max).all()
             return None if full or info is None else (space.low, space.high)
         largest = np.finfo(space.dtype).max
-        slack = TOLERANCE * (1 + np.maximum(np.abs(space.low), np.abs(space.high)))
-        slack = np.where(np.isfinite(slack), slack, 0)
+        bounds = np.stack([space.low, space.high])
+        slack = TOLERANCE * (1 + np.where(np.isfinite(bounds), np.abs(bounds), 0).max(0))
         with np.errstate(over="ignore"):  # near the largest number of the dtype
             low = np.maximum(space.low - slack, -largest)
             high = np.minimum(space.high + slack, largest)

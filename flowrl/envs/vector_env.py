@@ -56,8 +56,8 @@ class SteppedEnvs(Protocol):
     def mark_healthy(self, indices: Iterable[int]) -> None:
         """Note that environments completed a fragment.
 
-        Their errors at late steps are forgotten, and the others at the next error, unless it is at
-        the same step. Long logs of actions are dropped.
+        The count of failures at late steps becomes 0. That of other failures does at the next
+        failure, unless it is at the same step of the episode. Long logs of actions are dropped.
         """
 
     def state_dict(self) -> dict[str, Any]:

@@ -236,7 +236,8 @@ class Policy(ActsOnObservations):
         Args:
             fragment: time-major columns [T, N, …]: those of the batch, and `next_values` [T, N]
                 if `compute_values` returns values: the value of the state that each step led to,
-                0 where it terminated.
+                0 where it terminated. `dones` is True where an episode ended and where the
+                fragment or a soft horizon cut it, because the next row is of another trajectory.
         """
         return {}
 
@@ -268,7 +269,9 @@ class Policy(ActsOnObservations):
             for name in names
             if isinstance(column := sample_batch[name], np.ndarray)
         }
-        added = self.postprocess_fragment({**columns, "dones": sample_batch["dones"][:, None]})
+        dones = np.array(sample_batch["dones"])
+        dones[-1:] = True
+        added = self.postprocess_fragment({**columns, "dones": dones[:, None]})
         return sample_batch.with_columns(**{name: column[:, 0] for name, column in added.items()})
 
     def seed_acting(self, seed: int | None, worker_index: int, *key: str) -> None:

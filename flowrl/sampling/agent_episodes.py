@@ -121,7 +121,10 @@ class AgentEpisodes:
         whole = bool(step.terminateds["__all__"]), bool(step.truncateds["__all__"])
         alive = list(episode.agents.values())
         if any(whole) and not step.obs and not alive:
-            self.checks.warn("an episode ended without any agent")
+            self.checks.warn(
+                'step() ended an episode after all its agents had ended: return "__all__" in the '
+                "step in which the last agent ends"
+            )
 
         def ends_of(agent: AgentID) -> tuple[bool, bool]:
             ends = bool(step.terminateds.get(agent)), bool(step.truncateds.get(agent))
@@ -207,8 +210,9 @@ class AgentEpisodes:
         episode = self.running[env_index] = RunningEpisode(
             self.new_record(env_index, next(self.ids))
         )
+        infos = infos if isinstance(infos, Mapping) else {}
         for agent, observation in observations.items():
-            info = (infos or {}).get(agent)
+            info = infos.get(agent)
             self._start_agent(env_index, episode, agent, observation, info, counts_in_filter)
         self.changed.add(env_index)
         self.records.call("on_episode_start", episode)
@@ -260,7 +264,7 @@ class AgentEpisodes:
                 self.running[env_index] = None
                 if step.start is not None:
                     self.begin(env_index, step.start, step.start_infos)
-            elif episode.record.length == self._soft_horizon:
+            elif self._soft_horizon is not None and episode.record.length >= self._soft_horizon:
                 self._pass_horizon(env_index, episode)
 
     def _pass_horizon(self, env_index: int, episode: RunningEpisode) -> None:

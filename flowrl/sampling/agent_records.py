@@ -15,6 +15,7 @@ from flowrl.sampling.callbacks import (
     EPISODE_EVENTS,
     EVENTS_WITH_EPISODE,
     call_for_episode,
+    name_of,
     overrides,
 )
 from flowrl.sampling.episode import AgentRecord, MultiAgentEpisode
@@ -34,6 +35,7 @@ class AgentRecords:
 
     Attributes:
         needs_steps: whether a callback is called after each step.
+        callbacks_name: name of the class of the callbacks.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class AgentRecords:
         self._is_used = is_used or overrides(callbacks, *EVENTS_WITH_EPISODE)
         self._calls = {name for name in EPISODE_EVENTS if overrides(callbacks, name)}
         self.needs_steps = "on_episode_step" in self._calls
+        self.callbacks_name = name_of(callbacks)
 
     def update_record(self, episode: RunningEpisode) -> MultiAgentEpisode | None:
         """Update the record of an episode and return it; None if records are not kept."""
@@ -62,6 +65,16 @@ class AgentRecords:
         if name in self._calls:
             self.update_record(episode)
             call_for_episode(self._worker, name, self._base_env, episode.record)
+
+    def start_again(self, episode: RunningEpisode) -> None:
+        """Start the record of a running episode again: other callbacks have seen its start."""
+        record = episode.record
+        for values in (record.user_data, record.custom_metrics, record.hist_data):
+            values.clear()
+        for trajectory in episode.agents.values():
+            row = self._policies[trajectory.policy_id].current_rows[trajectory.lane]
+            trajectory.recorded = int(row) if trajectory.alive else trajectory.end
+        self.call("on_episode_start", episode)
 
     def update(self, trajectory: Trajectory) -> None:
         """Add the rows of a trajectory that are not in its episode's record yet."""

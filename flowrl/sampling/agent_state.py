@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.data.serialization import savable_info
+from flowrl.data.serialization import savable_info, with_savable_infos
 from flowrl.data.types import PolicyID
 from flowrl.sampling.agent_batches import AgentBatches, Postprocessed
 from flowrl.sampling.agent_episodes import AgentEpisodes
@@ -61,7 +61,12 @@ def episodes_state_dict(
             for trajectory in found.values()
         ],
         "ready": [
-            [episode_numbers[id(part.episode)], list(part.order), part.policy_id, part.rows]
+            [
+                episode_numbers[id(part.episode)],
+                list(part.order),
+                part.policy_id,
+                with_savable_infos(part.rows),
+            ]
             for part in batches.ready
         ],
         "policies": {
@@ -90,6 +95,7 @@ def _lanes_state_dict(lanes: PolicyLanes) -> dict[str, Any]:
         "rows": lanes.current_rows.copy(),
         "envs": lanes.envs.copy(),
         "free": {env: list(free) for env, free in lanes.free.items()},
+        "waits": lanes.waits.copy(),
         "states": lanes.states.state_dict(),
         "infos": None
         if infos is None
@@ -156,7 +162,7 @@ def _load_lanes(lanes: PolicyLanes, state: dict[str, Any]) -> None:
     lanes.free = {env: list(free) for env, free in state["free"].items()}
     lanes.states.load_state_dict(state["states"])
     lanes.segments = []
-    lanes.waits = np.zeros(len(lanes.envs), bool)
+    lanes.waits = np.array(state.get("waits", np.zeros(len(lanes.envs), bool)))
     if state["infos"] is not None:
         column = lanes.columns.allocate("infos", (), np.dtype(object))
         for row, infos in enumerate(state["infos"]):

@@ -261,6 +261,11 @@ def callback_seconds(callbacks: DefaultCallbacks) -> dict[str, float]:
     return seconds
 
 
+def name_of(callbacks: DefaultCallbacks) -> str:
+    """Return the name of the class of callbacks, which a resumed run compares."""
+    return type(callbacks).__qualname__
+
+
 def overrides(callbacks: DefaultCallbacks, *names: str) -> bool:
     """Return whether the class of the callbacks overrides one of these methods."""
     return any(

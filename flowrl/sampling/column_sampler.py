@@ -16,6 +16,7 @@ import numpy as np
 from gymnasium import spaces
 
 from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
+from flowrl.data.columns import map_leaves
 from flowrl.data.fragment_columns import FragmentColumns
 from flowrl.data.serialization import savable_info
 from flowrl.envs.validation import ObservationCheck
@@ -34,7 +35,7 @@ from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.lost_lives import LostLives
 from flowrl.sampling.policy_outputs import PolicyOutputs
 from flowrl.sampling.raw_observations import RawObservations
-from flowrl.sampling.sampler import warn_without_data
+from flowrl.sampling.sampler import EPISODE, warn_without_data
 from flowrl.sampling.sampler_worker import SamplerWorker
 from flowrl.sampling.segment_postprocessing import (
     parts_of,
@@ -249,7 +250,7 @@ class ColumnSampler(EnvSampler):
             t += 1
             num_steps = tracker.rows_closed if whole else num_steps + envs - len(step.skipped)
             if whole and not num_steps:
-                warn_without_data(t, self.vector_env.num_envs, "finished episode")
+                warn_without_data(t, self.vector_env.num_envs, EPISODE)
         if normalize is not None:
             columns["obs"][lookback + t] = normalize(columns["raw_obs"][lookback + t])
         self._num_rows = t
@@ -378,18 +379,19 @@ class ColumnSampler(EnvSampler):
         self._returns.so_far[:] = running["returns"]
         if self._lost_lives is not None and running["lives"] is not None:
             self._lost_lives.lives = np.array(running["lives"])
+        has_records = False
         if self._callbacks is not None and running["callbacks"] is not None:
-            self._callbacks.load_state_dict(running["callbacks"])
+            has_records = self._callbacks.load_state_dict(running["callbacks"])
+        before = map_leaves(np.copy, columns.row("raw_obs", self._num_rows))
         observations = self._raw.load(self._num_rows)
         restarted = self.vector_env.load_state_dict(running["envs"], observations)
         self._raw.complete(self._num_rows)
-        self._tracker.restart(list(restarted), self._num_rows)
+        self._tracker.restart(list(restarted), self._num_rows, before)
         self._states.restart(list(restarted))
         if self._lost_lives is not None:
             self._lost_lives.start(restarted)
         if self._callbacks is not None:
-            without_record = running["callbacks"] is None
-            for env in range(self.vector_env.num_envs) if without_record else restarted:
+            for env in restarted if has_records else range(self.vector_env.num_envs):
                 self._callbacks.start(env, self._num_rows, restarted)
         self._is_running = True
         return len(restarted)

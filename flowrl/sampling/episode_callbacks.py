@@ -12,7 +12,7 @@ from flowrl.envs.single_agent_adapter import SINGLE_AGENT
 from flowrl.envs.validation import ObservationCheck
 from flowrl.envs.vector_env import StartInfos, VectorStep
 from flowrl.sampling.agent_records import add_rows, note_observation
-from flowrl.sampling.callbacks import EPISODE_EVENTS, call_for_episode, overrides
+from flowrl.sampling.callbacks import EPISODE_EVENTS, call_for_episode, name_of, overrides
 from flowrl.sampling.episode import MultiAgentEpisode
 from flowrl.sampling.sampler_worker import SamplerWorker
 
@@ -217,15 +217,21 @@ class EpisodeCallbacks:
             "running": [None if e is None else _state_of(e) for e in self._running],
             "finished": [_state_of(episode) for episode in self._finished.values()],
             "recorded": list(self._recorded),
+            "callbacks": name_of(self._worker.callbacks),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the result of `state_dict`."""
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Load the result of `state_dict`; return whether its callbacks were of the same class.
+
+        Callbacks of another class have not seen the start of the running episodes.
+        """
         self._running = [None if e is None else self._restored(e) for e in state["running"]]
         self._by_id = {e.episode_id: e for e in self._running if e is not None}
         self._recorded = list(state["recorded"])
         finished = map(self._restored, state["finished"])
         self._finished = {episode.episode_id: episode for episode in finished}
+        name = name_of(self._worker.callbacks)
+        return bool(state.get("callbacks", name) == name)
 
     def _restored(self, state: dict[str, Any]) -> MultiAgentEpisode:
         worker = self._worker

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
+from flowrl.data.serialization import with_savable_infos
 from flowrl.envs.env_record import check_restarting_envs_state
 from flowrl.errors import ConfigError
 from flowrl.sampling.agent_views import has_agent_views
@@ -214,9 +215,11 @@ class FragmentSampler:
 
         Items that an asynchronous sampler has ready are not included.
         """
-        returned = list(self._returned_steps)
+        returned, reported = list(self._returned_steps), list(self._reported_steps)
         if self._settings.sample_async and self._env_sampler is not None:
-            returned[0] = self._env_sampler.env_steps  # includes the items that are lost
+            lost = self._env_sampler.env_steps - returned[0]  # those of the items
+            returned[0] += lost
+            reported[0] += lost  # no reply will report them
         return {
             "num_envs": self._envs.agent_envs.num_envs,
             "seed_steps": self._envs.seed_steps,
@@ -225,8 +228,8 @@ class FragmentSampler:
             "batch_mode": self._settings.batch_mode,
             "next_unroll": self.unroll_ids.next_id,
             "returned_steps": returned,
-            "reported_steps": list(self._reported_steps),
-            "episodes_ready": list(self._episodes_ready),
+            "reported_steps": reported,
+            "episodes_ready": [with_savable_infos(item) for item in self._episodes_ready],
         }
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -250,8 +253,9 @@ class FragmentSampler:
             )
         if state["env_sampler_class"] != env_sampler_class:
             raise ValueError(
-                f"the state is of a {state['env_sampler_class']}, this worker has a "
-                f"{env_sampler_class}: sample_collector, callbacks_class or policies differ"
+                "the running episodes were sampled with other settings (sample_collector, "
+                "policies, or on_postprocess_trajectory of callbacks_class): keep these settings, "
+                "or load only the policies with restore_policies()"
             )
         running = state["env_sampler"].get("open")
         envs = None if running is None else running["envs"]

@@ -32,7 +32,7 @@ from flowrl.sampling.fragment_builder import FragmentBuilder
 from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.policy_lanes import PolicyLanes
 from flowrl.sampling.running_episodes import RunningEpisode, Trajectory
-from flowrl.sampling.sampler import warn_without_data
+from flowrl.sampling.sampler import EPISODE, warn_without_data
 from flowrl.sampling.sampler_worker import SamplerWorker
 from flowrl.sampling.segment_postprocessing import SegmentPostprocessing
 from flowrl.sampling.worker_config import WorkerConfig
@@ -162,7 +162,7 @@ class MultiAgentSampler(EnvSampler):
             else:
                 found = self._steps_found()
                 if not found:
-                    missing = "finished episode" if self._whole else "row of an agent"
+                    missing = EPISODE if self._whole else "complete row of an agent"
                     warn_without_data(steps, self.agent_envs.num_envs, missing)
             if found >= min_steps:
                 break
@@ -391,6 +391,7 @@ class MultiAgentSampler(EnvSampler):
             state["open"] = {
                 "envs": self.agent_envs.state_dict(),
                 "batches": batches,
+                "callbacks": self._episodes.records.callbacks_name,
                 **episodes_state_dict(self._episodes, self._policies, self._batches),
             }
         return state
@@ -413,6 +414,11 @@ class MultiAgentSampler(EnvSampler):
         restarted = self.agent_envs.load_state_dict(running["envs"], episodes.last_observations())
         if restarted and not self._batches.can_drop:  # all start new episodes
             return self.agent_envs.num_envs
+        records = episodes.records
+        if running.get("callbacks", records.callbacks_name) != records.callbacks_name:
+            for episode in episodes.all_running():
+                if episode.record.env_id not in restarted:
+                    records.start_again(episode)
         for env_index, (observations, infos) in restarted.items():
             episodes.restart(env_index, observations, infos)
         self._is_running = True

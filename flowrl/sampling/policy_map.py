@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ from flowrl.policies.policy_spec import PolicyMapping, PolicySpec
 from flowrl.sampling.worker_config import WORKER_SETTINGS
 from flowrl.seeding import derive_seed
 from flowrl.setting_aliases import canonical_names
+
+log = logging.getLogger("flowrl")
 
 
 def build_policy_map(
@@ -77,6 +80,13 @@ def _spaces_for(
         with contextlib.suppress(*expected):
             mapped = [agent for agent in agents if mapping(agent) == policy_id]
     agent = (mapped or agents or [None])[0]
+    if not mapped and len({str(envs.observation_space(other)) for other in agents}) > 1:
+        log.warning(
+            "the policy %r has the spaces of the agent %r: which agents it acts for is not known "
+            "before the episodes. If they have other spaces, set observation_space and "
+            "action_space in its PolicySpec",
+            policy_id, agent,
+        )  # fmt: skip
     observation_space, action_space = spec.observation_space, spec.action_space
     if observation_space is None:
         observation_space = envs.observation_space(agent)

@@ -20,6 +20,13 @@ MAX_STEPS_WITHOUT_DATA = 10_000  # env steps without a row or an episode, before
 TIMINGS = ("env_step_s", "inference_s", "collection_s", "postprocess_s", "sample_s")
 
 
+EPISODE = (
+    'finished episode, for which batch_mode="complete_episodes" waits; the rows stay in memory: '
+    "set a horizon"
+)
+"""An item that `warn_without_data` names."""
+
+
 def warn_without_data(steps: int, num_envs: int, missing: str) -> None:
     """Log a warning once after MAX_STEPS_WITHOUT_DATA env steps without an item.
 
@@ -29,9 +36,7 @@ def warn_without_data(steps: int, num_envs: int, missing: str) -> None:
         missing: what the item waits for.
     """
     if (steps - 1) * num_envs < MAX_STEPS_WITHOUT_DATA <= steps * num_envs:
-        log.warning(
-            "%d env steps without a %s; all of them stay in memory", MAX_STEPS_WITHOUT_DATA, missing
-        )
+        log.warning("%d env steps without a %s", MAX_STEPS_WITHOUT_DATA, missing)
 
 
 class SampleResult(NamedTuple):

@@ -229,7 +229,8 @@ class SegmentTracker:
         """
         soft: Any = ()
         if self._soft_horizon is not None:
-            passed = self.starts == row + 1 - self._soft_horizon
+            # "<": a resumed run may have a shorter horizon
+            passed = self.starts <= row + 1 - self._soft_horizon
             for envs in (ended, skipped, failed):
                 if len(envs):
                     passed[envs] = False
@@ -379,10 +380,24 @@ class SegmentTracker:
                 raise ValueError(f"tracker/{name}: must be {array.dtype} of shape {array.shape}")
             array[:] = state[name]
 
-    def restart(self, envs: list[int], row: int) -> None:
-        """Start new episodes in environments whose state could not be restored."""
+    def restart(self, envs: list[int], row: int, before: Any) -> None:
+        """Start new episodes in environments whose state could not be restored.
+
+        Args:
+            envs: the environments.
+            row: row of the first observations of these episodes.
+            before: observations of all environments that the row had, [N, …]. They are the next
+                observations of episodes that a soft horizon ended.
+        """
         if not envs:
             return
+        num_finals = 0
+        for i, one in enumerate(self._events):
+            is_last = one.event == Event.SOFT_HORIZON and one.row == row - 1
+            if is_last and int(one.envs[0]) in envs:
+                self._events[i] = one._replace(event=Event.ENDED)
+                self.finals.insert(num_finals, _slice(before, int(one.envs[0])))
+            num_finals += self._events[i].event == Event.ENDED
         if row:
             self._record(row - 1, np.array(envs), Event.DROPPED)
         self.resets[envs] = self.starts[envs] = row

@@ -22,9 +22,9 @@ SLOW_TIMEOUT_S = 60.0  # the same for workers that have answered late
 class WorkerCalls:
     """Calls functions on all remote workers, and does not wait long for one that hangs.
 
-    A worker answers after the fragments that were requested before. One that does not answer in
-    time is not called again until it has answered. Then it was not hanging, and has more time. So
-    has a worker that has never answered a call, because its process may be starting.
+    Workers answer in order, after the fragments that were requested before. A worker that is late
+    is not called again until it has answered; from then on it has SLOW_TIMEOUT_S. So has a worker
+    that has never answered, because its process may be starting.
 
     Args:
         timeout_s: limit for all workers to answer; at most 60.

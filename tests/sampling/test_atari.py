@@ -401,5 +401,6 @@ def test_name_without_namespace_is_suggested():
 
 
 def test_ids():
-    assert all(map(is_atari, (PONG, "PongNoFrameskip-v4", "BreakoutDeterministic-v0", "Pong-v4")))
+    ids = (PONG, f"ale_py:{PONG}", "PongNoFrameskip-v4", "BreakoutDeterministic-v0", "Pong-v4")
+    assert all(map(is_atari, ids))
     assert not any(map(is_atari, ("CartPole-v1", "MinAtar/Breakout-v1", None, Lives)))

@@ -11,7 +11,7 @@ import pytest
 
 from flowrl.algorithms.a2c import A2CConfig
 from flowrl.algorithms.ppo import PPOTorchPolicy
-from flowrl.envs import MultiAgentEnv
+from flowrl.envs import MultiAgentEnv, make_multi_agent
 from flowrl.policies import ConfigError
 from flowrl.sampling import (
     DefaultCallbacks,
@@ -589,3 +589,36 @@ def test_infos_of_a_vector_environment_may_have_any_keys(mode):
     worker = RolloutWorker(make, Idle, {"callbacks_class": ReadsFirstInfo})
     worker.sample()
     assert all(infos[1]["flag"] == 2 for infos in worker.callbacks.infos.values())
+
+
+class CountsSteps(DefaultCallbacks):
+    def on_episode_start(self, *, episode, **kwargs):
+        episode.user_data["steps"] = 0
+
+    def on_episode_step(self, *, episode, **kwargs):
+        episode.user_data["steps"] += 1
+
+    def on_episode_end(self, *, episode, **kwargs):
+        episode.custom_metrics["steps"] = episode.user_data["steps"]
+
+
+class OnlyStarts(DefaultCallbacks):
+    def on_episode_start(self, *, episode, **kwargs):
+        episode.custom_metrics["old"] = 1
+
+
+@pytest.mark.parametrize("old", [None, OnlyStarts])
+@pytest.mark.parametrize("agents", [1, 2])
+def test_other_callbacks_of_a_resumed_run_see_a_start_of_running_episodes(old, agents):
+    env = (lambda c: CountEnv(9)) if agents == 1 else make_multi_agent(lambda c: CountEnv(9))
+
+    def worker(callbacks):
+        config = {"rollout_fragment_length": 6, "callbacks_class": callbacks}
+        return RolloutWorker(env, Idle, config)
+
+    before, after = worker(old), worker(CountsSteps)
+    before.sample()
+    after.load_sampling_state_dict(before.sampling_state_dict())
+    after.sample()
+    (metrics,) = after.get_metrics()
+    assert (metrics.episode_length, metrics.custom_metrics) == (9, {"steps": 3.0})

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from flowrl.algorithms.ppo import PPOTorchPolicy
 from flowrl.data import SampleBatch
 from flowrl.data.fragment_columns import FragmentColumns
+from flowrl.envs import make_multi_agent
 from flowrl.policies import ViewRequirement
 from flowrl.sampling import RolloutWorker, SimpleListCollector
 from flowrl.sampling.callbacks import DefaultCallbacks
 from flowrl.sampling.segments import SegmentTracker
 
-from .fakes import CountEnv
+from .fakes import CountEnv, Idle
 
 ID_COLUMNS = ("eps_id", "unroll_id")
 
@@ -462,3 +463,44 @@ def test_shared_columns_are_saved_once(is_shared):
     assert (loaded.arrays["obs"] is loaded.arrays["raw_obs"]) == is_shared
     for name in ("raw_obs", "obs"):
         np.testing.assert_array_equal(loaded.arrays[name][:3], state["rows"]["raw_obs"])
+
+
+class Long(Uneven):
+    def reset(self, **kwargs):
+        obs, info = super().reset(**kwargs)
+        self.length = 50
+        return obs, info
+
+
+def test_restarted_environment_keeps_the_next_observation_of_a_soft_horizon():
+    """A whole episode that a soft horizon ended at the last row waits for the next fragment."""
+    config = {
+        "num_envs_per_worker": 3, "rollout_fragment_length": 1, "batch_mode": "complete_episodes",
+        "horizon": 3, "soft_horizon": True, "seed": 1, "vectorization_mode": "sync",
+        "model": SMALL,
+    }  # fmt: skip
+    workers = [RolloutWorker(lambda c: Long(), PPOTorchPolicy, config) for _ in range(2)]
+    workers[0].sample()
+    workers[1].load_state_dict(workers[0].state_dict())
+    assert workers[1].load_sampling_state_dict(workers[0].sampling_state_dict()) == 3
+    for _ in range(2):
+        expected, resumed = (worker.sample() for worker in workers)
+        for name in ("new_obs", "advantages", "value_targets", "terminateds"):
+            np.testing.assert_array_equal(resumed[name], expected[name], name)
+
+
+@pytest.mark.parametrize("agents", [1, 2])
+def test_shorter_horizon_of_a_resumed_run_ends_running_episodes(agents):
+    env = (lambda c: Long()) if agents == 1 else make_multi_agent(lambda c: Long())
+
+    def worker(horizon, soft):
+        config = {"horizon": horizon, "soft_horizon": soft, "rollout_fragment_length": 10}
+        return RolloutWorker(env, Idle, config)
+
+    for soft in (False, True) if agents == 2 else (True,):
+        before, after = worker(40, soft), worker(5, soft)
+        before.sample()
+        after.load_sampling_state_dict(before.sampling_state_dict())
+        after.sample()
+        first, *_ = after.get_metrics()
+        assert first.episode_length > 10

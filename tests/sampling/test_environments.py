@@ -1,5 +1,6 @@
 """Creation, time limits, checks and saved states of a worker's environments."""
 
+import random
 import sys
 import threading
 from collections import Counter, defaultdict
@@ -639,3 +640,45 @@ def test_setting_that_cannot_be_sent_to_workers_is_named(ray_session):
         pytest.raises(ConfigError, match=r"env_config\['lock'\] cannot be sent to remote workers"),
     ):
         algorithm.train()
+
+
+class OwnGenerator(gym.Env):
+    """Draws from a generator that reset() does not seed."""
+
+    observation_space, action_space = gym.spaces.Box(0, 1, (2,)), gym.spaces.Discrete(2)
+
+    def __init__(self):
+        self.rng, self.random = np.random.default_rng(3), random.Random(3)
+
+    def observe(self):
+        return np.array([self.rng.random(), self.random.random()], np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        return self.observe(), {}
+
+    def step(self, action):
+        return self.observe(), 0.0, False, False, {}
+
+
+def test_copies_of_an_environment_have_their_own_random_numbers():
+    config = {"num_envs_per_worker": 3, "rollout_fragment_length": 4, "seed": 1}
+
+    def sampled(index):
+        creator = env_creator_for(gym.wrappers.TimeLimit(OwnGenerator(), 3))
+        worker = RolloutWorker(creator, Idle, config, worker_index=index)
+        obs = worker.sample()["obs"]
+        worker.stop()
+        return obs
+
+    first, other = sampled(1), sampled(2)
+    for column in range(2):
+        assert len(set(first[:, column]) | set(other[:, column])) == 24
+    np.testing.assert_array_equal(first, sampled(1))
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, np.inf), (-np.inf, 0.0), (0.0, 0.0)])
+def test_rounding_errors_are_within_half_bounded_spaces(low, high):
+    check = ObservationCheck(gym.spaces.Box(low, high, (1,), np.float32))
+    sign = -1 if low == 0 else 1
+    for size, is_valid in ((1e-7, True), (1e-2, False)):
+        assert check.in_bounds(np.array([sign * size], np.float32)) == is_valid

@@ -1003,3 +1003,41 @@ def test_environment_draws_from_the_generator_of_its_base_class():
     assert first.reset(seed=4) != second.reset(seed=5)
     with pytest.raises(NotImplementedError, match=r"MultiAgentEnv has no reset\(\)"):
         MultiAgentEnv().reset(seed=1)
+
+
+class WithoutPossibleAgents(MultiAgentEnv):
+    observation_spaces = {"a": gym.spaces.Box(-1, 1, (1,))}
+    action_spaces = {"a": gym.spaces.Discrete(2)}
+
+    def reset(self, *, seed=None, options=None):
+        return {"a": np.zeros(1, np.float32)}, "no dict"
+
+    def step(self, action_dict):
+        return (
+            {"a": np.zeros(1, np.float32)},
+            {"a": 1.0},
+            {"__all__": False},
+            {"__all__": False},
+            {},
+        )
+
+
+class DifferentAgents(WithoutPossibleAgents):
+    possible_agents = ["a", "b"]
+    observation_spaces = {"a": gym.spaces.Box(-1, 1, (1,)), "b": gym.spaces.Box(-1, 1, (2,))}
+    action_spaces = {"a": gym.spaces.Discrete(2), "b": gym.spaces.Discrete(2)}
+
+
+def test_missing_possible_agents_are_named():
+    with pytest.raises(ConfigError, match="WithoutPossibleAgents has no possible_agents: set it"):
+        RolloutWorker(lambda c: WithoutPossibleAgents(), Idle, {})
+
+
+def test_guessed_spaces_are_reported(caplog):
+    def mapping(agent_id, episode, **kwargs):
+        return "p" if episode.episode_id >= 0 else "q"
+
+    config = {"policies": {"p", "q"}, "policy_mapping_fn": mapping, "rollout_fragment_length": 3}
+    worker = RolloutWorker(lambda c: DifferentAgents(), Idle, config)
+    assert "the policy 'q' has the spaces of the agent 'a'" in caplog.text
+    assert worker.sample().count == 3  # infos of reset() that are no dict are ignored

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flowrl.algorithms.ppo import PPOConfig, PPOTorchPolicy
 from flowrl.data import MultiAgentBatch, SampleBatch
-from flowrl.envs import MultiAgentEnv
+from flowrl.envs import MultiAgentEnv, make_multi_agent
 from flowrl.envs.env_factory import EnvFactory
 from flowrl.envs.registry import env_creator_for
 from flowrl.policies import ConfigError
@@ -26,7 +26,7 @@ from flowrl.sampling import (
 from flowrl.sampling.sampler import SampleResult
 from tests.extras import require_extra
 
-from .fakes import CountEnv, ObservedValue
+from .fakes import CountEnv, Idle, ObservedValue
 
 COLLECTORS = {"columns": None, "rows": SimpleListCollector}
 
@@ -595,3 +595,42 @@ def test_action_out_of_range_raises(collector):
 
     with pytest.raises(ValueError, match="the action"):
         worker(policy=InvalidActions, sample_collector=collector).sample()
+
+
+def test_items_that_are_lost_in_a_checkpoint_are_not_reported_as_sampled():
+    config = {"sample_async": True, "rollout_fragment_length": 4, "seed": 1}
+    before, after = (RolloutWorker(lambda c: CountEnv(3), Idle, config) for _ in range(2))
+    try:
+        before.sample()
+        assert before.reply_tags()["env_steps"] == 4
+        deadline = time.monotonic() + 30
+        while (state := before.sampling_state_dict())["returned_steps"][0] <= 4:
+            assert time.monotonic() < deadline
+        after.load_sampling_state_dict(state)
+        after.sample()
+        tags = after.reply_tags()
+        assert (tags["env_steps"], tags["agent_steps"]) == (4, 4)
+    finally:
+        before.stop()
+        after.stop()
+
+
+@pytest.mark.parametrize("agents", [1, 2])
+def test_infos_of_waiting_episodes_are_saved(agents):
+    """Their rows are postprocessed already if a callback receives them."""
+
+    class Receives(DefaultCallbacks):
+        def on_postprocess_trajectory(self, **kwargs):
+            pass
+
+    env = (lambda c: CountEnv(3)) if agents == 1 else make_multi_agent(lambda c: CountEnv(3))
+    config = {
+        "num_envs_per_worker": 2, "rollout_fragment_length": 1, "batch_mode": "complete_episodes",
+        "collect_infos": True, "callbacks_class": Receives,
+    }  # fmt: skip
+    before, after = (RolloutWorker(env, Idle, config) for _ in range(2))
+    before.sample()
+    after.load_sampling_state_dict(before.sampling_state_dict())
+    expected, resumed = before.sample(), after.sample()
+    for policy_id, rows in expected.policy_batches.items():
+        assert list(resumed.policy_batches[policy_id]["infos"]) == list(rows["infos"])
