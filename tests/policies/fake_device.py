@@ -100,8 +100,22 @@ def _operands(func, args, kwargs):
     return args, kwargs
 
 
+def _mapped(fn, values):
+    """Return nested values with fn applied to each leaf; faster than torch's function."""
+    kind = type(values)
+    if kind is tuple or kind is list:
+        return kind([_mapped(fn, value) for value in values])
+    if kind is dict:
+        return {key: _mapped(fn, value) for key, value in values.items()}
+    if isinstance(values, (tuple, list, dict)):  # such as a named tuple
+        return pytree.tree_map(fn, values)
+    return fn(values)
+
+
 def _tensors(values):
-    return [t for t in pytree.tree_leaves(values) if isinstance(t, torch.Tensor)]
+    found = []
+    _mapped(lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None, values)
+    return found
 
 
 def _on_cpu(values):
@@ -128,13 +142,11 @@ def _without_device(values):
         )
         return CPU if is_device else value
 
-    return pytree.tree_map(replaced, values)
+    return _mapped(replaced, values)
 
 
 def _on_device(result):
-    return pytree.tree_map(
-        lambda t: t.as_subclass(DeviceTensor) if type(t) is torch.Tensor else t, result
-    )
+    return _mapped(lambda t: t.as_subclass(DeviceTensor) if type(t) is torch.Tensor else t, result)
 
 
 @contextlib.contextmanager

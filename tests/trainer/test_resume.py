@@ -48,14 +48,21 @@ def weights(algorithm):
     }
 
 
-def train(config, plan, iterations, path=None, save=None):
-    """Train, after restoring `path` if given; return the last five results and the weights."""
+def train(config, plan, iterations, path=None, save=None, save_after=None):
+    """Train, after restoring `path` if given; return the last five results and the weights.
+
+    `save` is the path of a checkpoint that is saved after `save_after` iterations, or at the end.
+    """
     with config.build(plan=plan) as algorithm:
         if path is not None:
             algorithm.restore(path)
             assert algorithm.workers.num_episodes_restarted == 0
-        results = [without_times(algorithm.train()) for _ in range(iterations)]
-        if save is not None:
+        results = []
+        for iteration in range(iterations):
+            if iteration == save_after:
+                algorithm.save(save)
+            results.append(without_times(algorithm.train()))
+        if save is not None and save_after is None:
             algorithm.save(save)
         return results[-5:], weights(algorithm)
 
@@ -74,8 +81,7 @@ def small_config(plan, num_workers, **settings):
 
 
 def check_resumed_run_is_identical(config, plan, path):
-    results, final_weights = train(config, plan, 10)
-    train(config, plan, 5, save=path)
+    results, final_weights = train(config, plan, 9, save=path, save_after=4)
     resumed_results, resumed_weights = train(config, plan, 5, path)
     assert final_weights == resumed_weights
     for result, resumed in zip(results, resumed_results, strict=True):
