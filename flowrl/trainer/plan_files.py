@@ -289,6 +289,8 @@ def modules_of(plan: ModuleType) -> list[ModuleType]:
     Ray workers cannot import them, so they are pickled by value.
     """
     folder = Path(str(plan.__file__)).resolve().parent
+    if f"{folder}{os.sep}".startswith(_LIBRARIES):  # such as a shipped plan
+        return [plan]
 
     def is_local(name: str, module: Any) -> bool:
         file = getattr(module, "__file__", None)
