@@ -366,9 +366,10 @@ class ReplayBuffer:
             saved |= {name: state["sequences"][name] for name in names}
         for name, value in settings.items():
             if saved.get(name, value) != value:
+                hint = " (the setting prioritized_replay of an algorithm)" if name == "kind" else ""
                 raise ValueError(
                     f"the state is of a buffer with {name}={saved[name]!r}, this buffer has "
-                    f"{name}={value!r}: create it with the settings of the state"
+                    f"{name}={value!r}: create it with the settings of the state{hint}"
                 )
         self._ring.load_state_dict(state["ring"])
         if self._sequences is not None:

@@ -242,7 +242,8 @@ class MultiAgentReplayBuffer:
         if state["buffers"] and ("env_steps" in state) != (self.mode == "lockstep"):
             raise ValueError(
                 f"this replay buffer has mode={self.mode!r}, the state is of the other mode: "
-                "create the buffer with the mode of the state"
+                "create the buffer with the mode of the state (the setting replay_mode of an "
+                "algorithm)"
             )
         buffers = {policy_id: self.make_buffer(policy_id) for policy_id in state["buffers"]}
         for policy_id, buffer in buffers.items():

@@ -374,7 +374,8 @@ class RingBuffer:
         if int(state["capacity"]) != self.capacity:
             raise ValueError(
                 f"the state is of a buffer of capacity {state['capacity']}, this buffer has "
-                f"capacity {self.capacity}: create it with the capacity of the state"
+                f"capacity {self.capacity}: create it with the capacity of the state (the setting "
+                f"replay_buffer_capacity={state['capacity']} of an algorithm)"
             )
         names = {*state["columns"], *([OBS] if "frames" in state else ())}
         if names != set(state["treespecs"]):
