@@ -163,7 +163,7 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
     ],
     "max_requests_in_flight_per_env_runner": [
         ("max_requests_in_flight_per_worker", "`max_requests_in_flight_per_worker`"),
-        ("train_batch_size", "Only IMPALA, APPO and Ape-X have several requests per worker"),
+        ("train_batch_size", "Only A3C, IMPALA, APPO and Ape-X have several requests per worker"),
     ],
     "input": [("input_", "`input_`")],
     "metrics_smoothing_episodes": [

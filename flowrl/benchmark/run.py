@@ -174,8 +174,10 @@ def main() -> None:
             outcome = train_flowrl(row, int(seed), Path(run_dir))
     except ConfigError as error:
         raise SystemExit(str(error)) from None
-    except subprocess.CalledProcessError as error:  # the training has printed why
-        raise SystemExit(error.returncode) from None
+    except subprocess.CalledProcessError as error:
+        if error.returncode < 0:
+            raise SystemExit(f"signal {-error.returncode} ended the training") from None
+        raise SystemExit(error.returncode) from None  # the training has printed why
     write_whole(Path(result), json.dumps(result_of(row, int(seed), outcome, library)) + "\n")
 
 

@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 from flowrl.data.json_text import parse_json
 from flowrl.errors import ConfigError
 from flowrl.setting_values import nearest, whole_number
-from flowrl.trainer.plan_files import is_shipped
 from flowrl.trainer.registry import algorithms_with
 
 _STOP = ("--stop", "--stop-reward", "--stop-timesteps", "--stop-iters", "--stop-time-s")
@@ -39,12 +38,6 @@ OPTIONS = {
 
 ENV_HELP = "the environment (default: that of the plan's config)"
 PLAN_HELP = "a shipped plan (`flowrl plans` lists them), or a plan file"
-
-
-def plan_argument(text: str) -> str:
-    """Return the argument PLAN: names of shipped plans may be in upper case."""
-    is_name = not is_shipped(text) and is_shipped(text.lower())
-    return text.lower() if is_name else text
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -96,8 +89,9 @@ def count(text: str) -> int:
 def commands_with(option: str) -> str:
     """Return a clause about the commands that have an option, such as `--run is an option of
     flowrl train`, or ""."""
-    commands = [f"flowrl {command}" for command, options in OPTIONS.items() if option in options]
-    return f"{option} is an option of {', '.join(commands)}" if commands else ""
+    *others, last = [name for name, options in OPTIONS.items() if option in options] or [""]
+    commands = f"{', '.join(others)} and {last}" if others else last
+    return f"{option} is an option of flowrl {commands}" if last else ""
 
 
 def reject_settings(command: str, run: str, arguments: Sequence[str]) -> None:

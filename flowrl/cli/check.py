@@ -7,11 +7,11 @@ from flowrl.cli.arguments import (
     PLAN_HELP,
     Parser,
     import_from_current_folder,
-    plan_argument,
 )
 from flowrl.cli.display import print_failure, printable
 from flowrl.errors import ConfigError
 from flowrl.monitoring.plan_check import check_plan
+from flowrl.trainer.plan_files import plan_named
 from flowrl.trainer.plan_settings import plan_config
 
 
@@ -22,7 +22,7 @@ def check_command(arguments: list[str]) -> int:
         description="Find mistakes in a plan without running it: branches that nothing uses, "
         "operators that are missing, asynchronous rollouts of an on-policy algorithm.",
     )
-    parser.add_argument("plan", metavar="PLAN", type=plan_argument, help=PLAN_HELP)
+    parser.add_argument("plan", metavar="PLAN", type=plan_named, help=PLAN_HELP)
     parser.add_argument("--env", metavar="ENV", help=ENV_HELP)
     options = parser.parse_args(arguments)
     plan = options.plan

@@ -7,17 +7,17 @@ from flowrl.cli.arguments import (
     PLAN_HELP,
     Parser,
     import_from_current_folder,
-    plan_argument,
 )
 from flowrl.cli.display import print_failure
 from flowrl.errors import ConfigError
+from flowrl.trainer.plan_files import plan_named
 from flowrl.trainer.plan_settings import plan_config
 
 
 def explain_command(arguments: list[str]) -> int:
     """Run the command; return the exit code."""
     parser = Parser(prog="flowrl explain", description="Print a plan as a tree without running it.")
-    parser.add_argument("plan", metavar="PLAN", type=plan_argument, help=PLAN_HELP)
+    parser.add_argument("plan", metavar="PLAN", type=plan_named, help=PLAN_HELP)
     parser.add_argument("--env", metavar="ENV", help=ENV_HELP)
     options = parser.parse_args(arguments)
     plan = options.plan

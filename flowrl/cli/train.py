@@ -10,7 +10,6 @@ from flowrl.cli.arguments import (
     Parser,
     import_from_current_folder,
     json_object,
-    plan_argument,
     with_flags,
 )
 from flowrl.cli.run_settings import (
@@ -23,6 +22,7 @@ from flowrl.cli.run_settings import (
 from flowrl.cli.stop_options import add_stop_options, stop_rules_of
 from flowrl.errors import ConfigError
 from flowrl.trainer.config import AlgorithmConfig
+from flowrl.trainer.plan_files import plan_named
 from flowrl.trainer.tuned_examples import tuned_example
 
 
@@ -58,7 +58,7 @@ def train_command(arguments: list[str]) -> int:
         elif not first or first.startswith("-"):
             raise ConfigError("train: name a plan first, for example `flowrl train ppo`")
         else:
-            plan = plan_argument(first)
+            plan = plan_named(first)
             options, config = parse_plan_run(plan, arguments[1:])
         from flowrl.cli.training_run import start_run
 

@@ -102,7 +102,7 @@ def resume_run(
         replace_plan: accept that the text of the plan differs from the run's.
         new_run_dir: folder of a new run; None creates one in runs/.
         display: how to show the progress.
-        report: write report.html at the end, also if the run has one from before.
+        report: write report.html at the end, as the command that started the run may demand, too.
 
     Raises:
         ConfigError: the settings are invalid, or the run directory cannot be read.
@@ -140,13 +140,13 @@ def resume_run(
         reached = reached_limit(algorithm, stop, run_dir)
         if reached is not None:
             hint = "Set a new limit: --stop-reward, --stop-timesteps, …"
-            if given.is_set() and stop != given:
+            if given.is_set() and given.env_steps is None and reached.endswith(" env steps"):
                 hint = (
                     "Schedules in percent, such as that of the learning rate, end there: to "
                     "continue, also set a larger --stop-timesteps"
                 )
             print(f"already reached: {reached}. {hint}")
-            return 0
+            return _report(run_dir, 0) if report and run_dir is not None else 0
         if run is None:
             run = _new_run(new_run_dir, type(algorithm).__name__.lower(), config)
             cleanup.callback(run.close)
@@ -156,9 +156,7 @@ def resume_run(
                 run.replace_plan(algorithm)
             prepare_to_resume(algorithm, run, stop, config.total_timesteps)
         exit_code = _train(algorithm, stop, run, command, display, can_repeat)
-    # a report of the run before would be out of date
-    report = report or (run.path / REPORT).exists()
-    return _report(run.path, exit_code) if report else exit_code
+    return _report(run.path, exit_code) if report or "--report" in command else exit_code
 
 
 def _new_run(run_dir: Path | None, name: str, config: AlgorithmConfig) -> RunDirectory:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from flowrl.cli.arguments import Parser, plan_argument
+from flowrl.cli.arguments import Parser
 from flowrl.errors import ConfigError
 from flowrl.setting_values import nearest
-from flowrl.trainer.plan_files import is_shipped, shipped_plans
+from flowrl.trainer.plan_files import is_shipped, plan_named, shipped_plans
 from flowrl.trainer.tuned_examples import tuned_example, tuned_examples, tuned_folder
 
 
@@ -21,7 +21,7 @@ def tuned_command(arguments: list[str]) -> int:
         "PLAN --env ENV` uses them, unless --no-tuned is given.",
     )
     parser.add_argument(
-        "name", nargs="?", metavar="PLAN|ENV", type=plan_argument,
+        "name", nargs="?", metavar="PLAN|ENV", type=plan_named,
         help="only those of this plan or environment",
     )  # fmt: skip
     name = parser.parse_args(arguments).name

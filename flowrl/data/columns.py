@@ -422,6 +422,10 @@ def _concat_column(name: str, batches: Sequence[Columns]) -> Any:
 
 
 def _filled(rows: int, like: Any, value: Any) -> Any:
+    if isinstance(value, dict):  # each row has a dict of its own
+        column = np.empty(rows, object)
+        column[:] = [dict(value) for _ in range(rows)]
+        return column
     return map_leaves(lambda leaf: np.full((rows, *leaf.shape[1:]), value, leaf.dtype), like)
 
 

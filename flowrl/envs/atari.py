@@ -64,11 +64,11 @@ def is_atari(env: Any) -> bool:
     if has_old_form(env) and env not in gym.registry:
         with suppress(ConfigError):  # ale-py is not installed
             register_atari(env)
-    name = env.rpartition(":")[2]  # "module:id" imports the module first
+    module, _, name = env.rpartition(":")  # "module:id" imports the module first
     spec = gym.registry.get(name)
-    return _IDS.match(name) is not None or (
-        spec is not None and str(spec.entry_point).startswith("ale_py")
-    )
+    if spec is not None:
+        return str(spec.entry_point).startswith("ale_py")
+    return module in ("", "ale_py") and _IDS.match(name) is not None
 
 
 def has_old_form(env_id: str) -> bool:

@@ -95,7 +95,7 @@ class MultiAgentEnv:
         if shared is None and agent_id is None:
             raise ConfigError(
                 f"env: {type(self).__name__} has no possible_agents: set it to the ids of the "
-                f"agents, whose {kind}_spaces are the spaces of the policies"
+                f"agents, or set {kind}_space, or the spaces in the PolicySpec of each policy"
             )
         if shared is None:
             raise ConfigError(

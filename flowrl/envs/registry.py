@@ -8,7 +8,7 @@ import random
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -285,33 +285,37 @@ def _copy_env(env: Any, context: EnvContext) -> Any:
         raise ConfigError(
             f"env_config: {env} exists already and takes no arguments: pass its class or its id"
         )
+    memo: dict[int, Any] = {}
     try:
-        copied = copy.deepcopy(env)
+        copied = copy.deepcopy(env, memo)
     except Exception as error:
         raise ConfigError(
             f"env: {env} cannot be copied: {error}: pass its class, its id, or a function that "
             "creates it"
         ) from error
-    _separate_generators(copied, (context.worker_index, context.vector_index))
+    index = getattr(context, "worker_index", 0), getattr(context, "vector_index", 0)
+    if any(index):
+        _seed_generators(memo.values(), index)
     return copied
 
 
-def _separate_generators(env: Any, index: tuple[int, int]) -> None:
-    """Replace the random generators of a copy, which would draw the same numbers as those of the
-    other copies: `reset(seed=…)` may not seed them.
+def _seed_generators(parts: Iterable[Any], index: tuple[int, int]) -> None:
+    """Seed the random generators of a copy, which would draw the same numbers as those of the other
+    copies: `reset(seed=…)` may not seed them.
 
     Args:
-        env: the copy; generators are attributes of it or of an environment that it wraps.
+        parts: the objects that the copy consists of.
         index: what distinguishes it from the other copies.
     """
-    while env is not None:
-        attributes = getattr(env, "__dict__", {})
-        for name, value in attributes.items():
-            if isinstance(value, np.random.Generator):
-                attributes[name] = np.random.default_rng([*value.integers(2**32, size=4), *index])
-            elif isinstance(value, random.Random):
-                attributes[name] = random.Random(f"{value.random()} {index}")
-        env = attributes.get("env")
+    for part in parts:
+        if isinstance(part, np.random.Generator):
+            bits = part.bit_generator
+            seeds = [*part.integers(2**32, size=4).tolist(), *index]
+            bits.state = type(bits)(np.random.SeedSequence(seeds)).state
+        elif isinstance(part, np.random.RandomState):
+            part.seed([*part.randint(2**31, size=4).tolist(), *index])
+        elif isinstance(part, random.Random):
+            part.seed(f"{part.random()} {index}")
 
 
 def _check_methods(cls: type) -> None:

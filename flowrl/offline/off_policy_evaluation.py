@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,13 +88,15 @@ def estimate(
                 "sampling requires"
             )
         parts = _read_folder(policy, experience, policy_id)
-    elif isinstance(experience, Iterable) and not isinstance(experience, Mapping):
-        parts = [_select_columns(policy, 0, batch) for batch in experience]
     else:
-        raise ConfigError(
-            "estimate: expected a folder, a SampleBatch or an iterable of SampleBatches, got a "
-            f"{type(experience).__name__}"
-        )
+        try:
+            batches = iter(experience)
+        except TypeError:
+            raise ConfigError(
+                "estimate: expected a folder, a SampleBatch or an iterable of SampleBatches, got "
+                f"a {type(experience).__name__}"
+            ) from None
+        parts = [_select_columns(policy, 0, batch) for batch in batches]
     episodes = _episodes_of(parts)
     gamma = policy.config.gamma if gamma is None else gamma
     discounted = episodes.rewards * gamma ** np.arange(episodes.rewards.shape[1])
@@ -168,14 +170,16 @@ def _episodes_of(parts: list[dict[str, np.ndarray]]) -> RecordedEpisodes:
     step = np.arange(len(order)) - starts[episode]
     has_all_steps = np.logical_and.reduceat(rows["t"] == step, starts)
     complete = has_all_steps & rows["ends"][starts + lengths - 1]
-    if (~is_first[1:] & (rows["t"][1:] == rows["t"][:-1])).any():
+    repeats = ~is_first[1:] & (rows["t"][1:] == rows["t"][:-1])
+    if repeats.any():
         problem = (
-            "several rows have the same eps_id, agent_index and t: give each episode an eps_id of "
-            "its own, or pass write_parquet() another run for each file"
+            "several rows have the same eps_id, agent_index and t. Give each episode an eps_id of "
+            "its own, or write each file with its own run: write_parquet(…, run=…)"
         )
         if not complete.any():
             raise OfflineDataError(problem)
-        log.warning("estimate leaves out %d episodes: %s", (~complete).sum(), problem)
+        ids = len(np.unique(episode[1:][repeats]))
+        log.warning("estimate leaves out the episodes of %d ids: %s", ids, problem)
     if not complete.any():
         raise OfflineDataError(
             "there is no complete episode to estimate from: an agent needs a row for each env step "

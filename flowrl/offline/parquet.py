@@ -130,10 +130,10 @@ def read_parquet(path: Path | str) -> tuple[str, SampleBatch]:
         metadata = json.loads(encoded)
         if metadata["format"] != FORMAT:
             raise ValueError(f"format {metadata['format']!r}, expected {FORMAT}")
-        if table.num_rows != metadata["rows"]:
+        if metadata["columns"] and table.num_rows != metadata["rows"]:
             raise ValueError(
-                f"it has {table.num_rows} rows, flowrl wrote {metadata['rows']}: write the rows "
-                "that another program has changed with flowrl.offline.parquet.write_parquet"
+                f"it has {table.num_rows} rows, flowrl wrote {metadata['rows']}: another program "
+                "has changed them. Use flowrl.offline.parquet.write_parquet to write changed rows"
             )
         columns = {
             name: _restore(name, spec, table, metadata["rows"])
@@ -203,7 +203,8 @@ def parquet_files(folder: Path | str) -> list[Path]:
         OfflineDataError: the folder does not exist or has no .parquet file.
     """
     path = Path(folder).expanduser()
-    found = (file for file in path.glob("*.parquet") if not file.name.startswith("."))
+    # file systems of other machines add "._NAME" with attributes of the file
+    found = (file for file in path.glob("*.parquet") if not file.name.startswith("._"))
     files = [path] if path.is_file() else sorted(found)
     if not files:
         problem = "there is no .parquet file" if path.exists() else "there is no such folder"

@@ -63,7 +63,8 @@ class ParquetWriter:
         self._existing_parent = next(p for p in (path, *path.parents) if p.exists())
         self.rows_per_file = rows_per_file
         self._tag = self._run = _new_tag()
-        self._pending: dict[str, list[SampleBatch]] = {}  # by policy, as the next two
+        self._pending: dict[str, list[SampleBatch]] = {}  # by policy, as the next three
+        self._pending_types: dict[str, Any] = {}  # of the last batch
         self._pending_rows: dict[str, int] = {}
         self._next_number: dict[str, int] = {}
         # next numbers of the writers before this one, by tag; None: no state was loaded
@@ -80,26 +81,19 @@ class ParquetWriter:
         import concurrent.futures.thread  # noqa: F401 - cannot be imported at exit
 
         new = {p: _to_write(rows) for p, rows in batch.policy_batches.items() if rows.count}
-        for policy_id, rows in new.items():
-            if not self._has_types_of_pending(policy_id, rows):
-                check_storable(rows)
+        types = {policy_id: _column_types(rows) for policy_id, rows in new.items()}
+        others = {p for p in new if types[p] != self._pending_types.get(p)}
+        for policy_id in others:
+            check_storable(new[policy_id])
         self._used = True
         _UNFLUSHED[id(self)] = os.getpid(), self
-        full = []
+        self._pending_types |= types
         for policy_id, rows in new.items():
-            same_types = self._has_types_of_pending(policy_id, rows)
             self._pending.setdefault(policy_id, []).append(rows)
-            num_rows = self._pending_rows.get(policy_id, 0) + rows.count
-            self._pending_rows[policy_id] = num_rows
-            if num_rows >= self.rows_per_file or not same_types:
-                full.append(policy_id)
-        for policy_id in full:
-            self._write(policy_id, self.rows_per_file)
-
-    def _has_types_of_pending(self, policy_id: str, rows: SampleBatch) -> bool:
-        """Return whether rows can be in a file with the last ones that are not written."""
-        pending = self._pending.get(policy_id)
-        return pending is not None and _column_types(pending[-1]) == _column_types(rows)
+            self._pending_rows[policy_id] = self._pending_rows.get(policy_id, 0) + rows.count
+        for policy_id in new:
+            if self._pending_rows[policy_id] >= self.rows_per_file or policy_id in others:
+                self._write(policy_id, self.rows_per_file)
 
     def flush(self) -> None:
         """Write the remaining rows.
@@ -187,6 +181,11 @@ class ParquetWriter:
         self._pending_rows = {
             policy_id: sum(batch.count for batch in batches)
             for policy_id, batches in self._pending.items()
+        }
+        self._pending_types = {
+            policy_id: _column_types(batches[-1])
+            for policy_id, batches in self._pending.items()
+            if batches
         }
         self._loaded = {tag: dict(numbers) for tag, numbers in state["files"].items()}
         self._run = state["run"]

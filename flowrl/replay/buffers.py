@@ -14,6 +14,7 @@ from flowrl.data.sample_batch import SampleBatch
 from flowrl.interrupts import delayed_interrupts
 from flowrl.replay.replay_ratio import EMPTY
 from flowrl.replay.ring_buffer import RingBuffer
+from flowrl.replay.schema import DONE_FLAGS
 from flowrl.replay.sequence_index import STATE, SequenceIndex
 from flowrl.replay.trajectories import LinkRule, sort_rows
 from flowrl.seeding import random_stream, restore_stream, stream_state
@@ -159,10 +160,10 @@ class ReplayBuffer:
             self._ring.check(self._sequences.rows_of(batch))
         if self.n_step > 1 and "rewards" not in batch:
             raise ValueError(f"the batch has no column rewards, which n_step={self.n_step} needs")
-        if self.n_step > 1 and dict.__contains__(batch, "dones"):
+        if self.n_step > 1 and "dones" in batch and not set(DONE_FLAGS) <= set(batch):
             raise ValueError(
-                f"n_step={self.n_step} reads terminateds and truncateds, the batch has a column "
-                "dones: replace it by these two"
+                f"n_step={self.n_step} needs the columns terminateds and truncateds; the batch has "
+                "dones instead"
             )
         if self.n_step > 1 and not {"eps_id", "t"} <= set(batch):
             raise ValueError(

@@ -143,8 +143,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         if ids.max() >= stored.stop or oldest < -1:
             raise ValueError(
                 f"batch_indexes {ids} are not ids of this buffer, which has stored {stored.stop} "
-                f"{self.storage_unit}: drop the ids of rows "
-                "that another buffer has drawn, batch.without_columns('batch_indexes')"
+                f"{self.storage_unit}: remove the column that another buffer added, "
+                "batch.without_columns('batch_indexes')"
             )
         if oldest < 0:
             of_buffer = ids >= 0

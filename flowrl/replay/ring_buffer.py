@@ -301,7 +301,7 @@ class RingBuffer:
         ends = slots if ends is None else ends
         for name in self.columns:
             if name not in columns:
-                batch[name] = self._take(name, ends if name in DONE_FLAGS else slots)
+                batch[name] = self._take(name, ends if name in (*DONE_FLAGS, "dones") else slots)
         if self._frames is not None:
             batch[OBS] = self._take_stacks(OBS, self._frames.positions_of(slots))
             batch[NEXT_OBS] = self._take_stacks(NEXT_OBS, self._frames.positions_of(ends, True))

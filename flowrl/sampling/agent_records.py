@@ -71,6 +71,9 @@ class AgentRecords:
         record = episode.record
         for values in (record.user_data, record.custom_metrics, record.hist_data):
             values.clear()
+        record.total_reward = sum(episode.returns.values())
+        for agent, agent_record in record.records.items():
+            agent_record.total_reward = episode.returns.get(agent, 0.0)
         for trajectory in episode.agents.values():
             row = self._policies[trajectory.policy_id].current_rows[trajectory.lane]
             trajectory.recorded = int(row) if trajectory.alive else trajectory.end

@@ -392,7 +392,9 @@ class ColumnSampler(EnvSampler):
             self._lost_lives.start(restarted)
         if self._callbacks is not None:
             for env in restarted if has_records else range(self.vector_env.num_envs):
-                self._callbacks.start(env, self._num_rows, restarted)
+                length = int(self._num_rows - self._tracker.starts[env])
+                so_far = float(self._returns.so_far[env]) if length else 0.0
+                self._callbacks.start(env, self._num_rows, restarted, length, so_far)
         self._is_running = True
         return len(restarted)
 

@@ -61,10 +61,21 @@ class EpisodeCallbacks:
         for env in range(len(self._running)):
             self.start(env, 0, infos)
 
-    def start(self, env: int, row: int, infos: StartInfos) -> None:
-        """Start an episode with the observation of a row and the info of the reset."""
+    def start(
+        self, env: int, row: int, infos: StartInfos, length: int = 0, total_reward: float = 0.0
+    ) -> None:
+        """Start an episode with the observation of a row and the info of the reset.
+
+        Args:
+            env: the environment.
+            row: the row.
+            infos: that the resets returned.
+            length, total_reward: of the episode before the row, if it began in another run.
+        """
         episode = self._new_episode(env)
         record = episode.agent_record(SINGLE_AGENT)
+        episode.length, episode.total_reward = length, total_reward
+        record.total_reward = total_reward
         record.alive = True
         record.info = infos.get(env, {})
         note_observation(record, self._observation(row, env), self._policy)

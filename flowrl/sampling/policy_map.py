@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gymnasium import spaces
 
 from flowrl.data import DEFAULT_POLICY_ID
+from flowrl.data.types import AgentID
 from flowrl.envs.multi_agent_vector_env import MultiAgentVectorEnv
 from flowrl.errors import ConfigError, add_note
 from flowrl.policies.config import PolicyConfig
@@ -76,21 +77,39 @@ def _spaces_for(
         mapped = agents
     else:
         # there is no episode yet, and the worker is incomplete
-        expected: list[type[Exception]] = [Exception] if mapping.takes_context else []
-        with contextlib.suppress(*expected):
+        expected: tuple[type[Exception], ...] = (Exception,) if mapping.takes_context else ()
+        try:
             mapped = [agent for agent in agents if mapping(agent) == policy_id]
+        except expected:
+            _warn_of_guess(policy_id, spec, envs, agents)
     agent = (mapped or agents or [None])[0]
-    if not mapped and len({str(envs.observation_space(other)) for other in agents}) > 1:
-        log.warning(
-            "the policy %r has the spaces of the agent %r: which agents it acts for is not known "
-            "before the episodes. If they have other spaces, set observation_space and "
-            "action_space in its PolicySpec",
-            policy_id, agent,
-        )  # fmt: skip
     observation_space, action_space = spec.observation_space, spec.action_space
     if observation_space is None:
         observation_space = envs.observation_space(agent)
     return observation_space, envs.action_space(agent) if action_space is None else action_space
+
+
+def _warn_of_guess(
+    policy_id: str, spec: PolicySpec, envs: MultiAgentVectorEnv, agents: Sequence[AgentID]
+) -> None:
+    """Log a warning if a policy gets spaces of the first agent that other agents do not have."""
+    for agent in agents[1:]:
+        with contextlib.suppress(ConfigError):  # the environment does not define its spaces
+            is_same = (
+                spec.observation_space is not None
+                or envs.observation_space(agent) == envs.observation_space(agents[0])
+            ) and (
+                spec.action_space is not None
+                or envs.action_space(agent) == envs.action_space(agents[0])
+            )
+            if not is_same:
+                log.warning(
+                    "the policy %r has the spaces of the agent %r, because policy_mapping_fn needs "
+                    "an episode. If it acts for agents with other spaces, set observation_space "
+                    "and action_space in its PolicySpec",
+                    policy_id, agents[0],
+                )  # fmt: skip
+                return
 
 
 def policy_class_and_config(

@@ -54,6 +54,12 @@ def is_shipped(plan: Any) -> bool:
     return is_name and (plans_folder() / f"{plan}.py").is_file()
 
 
+def plan_named(text: str) -> str:
+    """Return the plan that a command names: names of shipped plans may be in upper case."""
+    is_name = not is_shipped(text) and is_shipped(text.lower())
+    return text.lower() if is_name else text
+
+
 def is_plan_file(plan: Any) -> bool:
     """Return whether a value of the setting `plan` is the path of a plan file."""
     return isinstance(plan, str) and plan.endswith(".py")

@@ -132,12 +132,12 @@ def test_reader_that_closes_the_pipe_causes_no_traceback():
         (["evaluate", "r", "--lr", "1"], "--lr: flowrl evaluate uses the settings of the run; to"),
         (
             ["evaluate", "r", "--stop-iters", "1"],
-            "--stop-iters is an option of flowrl train, flowrl train FILE.yaml, flowrl resume; "
+            "--stop-iters is an option of flowrl train, train FILE.yaml and resume; "
             "flowrl evaluate has --episodes, ",
         ),
         (
             ["plans", "--env", "X"],
-            "--env is an option of flowrl train, flowrl explain, flowrl check; flowrl plans has no",
+            "--env is an option of flowrl train, explain and check; flowrl plans has no options",
         ),
         (
             ["explain", "ppo", "--lr", "1"],

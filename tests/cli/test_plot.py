@@ -118,6 +118,7 @@ def test_runs_without_the_metric_are_reported(tmp_path, caplog):
 
 def test_offline_runs_show_their_evaluations(tmp_path):
     run = write_run(tmp_path / "a", [None, None])
+    assert default_metric([run]) == "episode_reward_mean"  # it has no evaluation
     assert default_metric([run, write_run(tmp_path / "b", [1.0])]) == "episode_reward_mean"
     result = {"timesteps_total": 50, "evaluation": {"episode_reward_mean": 7.0}}
     lines = (run / "result.json").read_text()
@@ -127,6 +128,12 @@ def test_offline_runs_show_their_evaluations(tmp_path):
     assert curve.mean[-1] == 7
     with pytest.raises(ConfigError, match="Did you mean 'evaluation/episode_reward_mean'"):
         learning_curves([run], "episode_reward_mean")
+
+
+def test_names_of_plans_in_upper_case_are_the_same_plan(tmp_path):
+    runs = [write_run(tmp_path / p, [1.0], seed=i, plan=p) for i, p in enumerate(("ppo", "PPO"))]
+    (curve,) = learning_curves(runs)
+    assert curve.name == "ppo CartPole-v1"
 
 
 def test_curves_of_other_policies_have_other_names(tmp_path):

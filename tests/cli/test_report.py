@@ -36,13 +36,20 @@ def test_failed_write_keeps_the_old_report(cli, tmp_path, monkeypatch):
 
 
 def test_resumed_run_writes_its_report_again(cli, tmp_path):
-    settings = ["--train-batch-size", "64", "--seed", "1", "--run-dir", "r", "--report"]
-    assert cli("train", "a2c", *settings, "--stop-iters", "1")[0] == 0
-    (tmp_path / "r/report.html").write_text("old")
+    page = tmp_path / "r/report.html"
+    settings = ["--train-batch-size", "64", "--seed", "1"]
+    start = ["train", "a2c", *settings, "--stop-iters", "1", "--run-dir"]
+    assert cli(*start, "r", "--report")[0] == 0
+    page.write_text("old")
     assert cli("resume", "r", "--stop-iters", "2")[0] == 0
-    assert '"iteration": 2' in (tmp_path / "r/report.html").read_text()
-    (tmp_path / "r/report.html").unlink()
-    assert cli("resume", "r", "--stop-iters", "3")[0] == 0
-    assert not (tmp_path / "r/report.html").exists()
-    assert cli("resume", "r", "--stop-iters", "4", "--report")[0] == 0
-    assert '"iteration": 4' in (tmp_path / "r/report.html").read_text()
+    assert '"iteration": 2' in page.read_text()
+    assert cli(*start, "s")[0] == 0
+    page = tmp_path / "s/report.html"
+    for limit, options in ((2, []), (3, ["--report"]), (3, ["--report"])):
+        code, out, _ = cli("resume", "s", "--stop-iters", str(limit), *options)
+        assert code == 0
+        assert page.exists() == bool(options)
+        if options:
+            assert f'"iteration": {limit}' in page.read_text()
+            page.unlink()
+    assert "already reached" in out

@@ -556,3 +556,11 @@ def test_joined_batches_keep_rows_without_env_steps():
     batches = [MultiAgentBatch({"p": batch_of(2)}, 0), MultiAgentBatch({"p": batch_of(1)}, 1)]
     joined = MultiAgentBatch.concat_samples(batches)
     assert (joined.env_steps(), joined.agent_steps()) == (1, 3)
+
+
+def test_missing_infos_are_dicts_of_their_own():
+    parts = [SampleBatch(rewards=[1.0], infos=[{"a": 1}]), SampleBatch(rewards=[2.0, 3.0])]
+    infos = SampleBatch.concat_samples(parts)["infos"]
+    infos[1]["b"] = 2
+    assert list(infos) == [{"a": 1}, {"b": 2}, {}]
+    assert list(SampleBatch.concat_samples(parts)["infos"]) == [{"a": 1}, {}, {}]

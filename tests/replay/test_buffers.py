@@ -613,9 +613,14 @@ def steps_of_an_episode(**columns):
 
 def test_n_step_buffer_rejects_a_column_of_dones():
     batch = steps_of_an_episode(t=np.arange(4), dones=np.array([False, True, False, True]))
-    with pytest.raises(ValueError, match="n_step=2 reads terminateds and truncateds"):
+    with pytest.raises(ValueError, match="needs the columns terminateds and truncateds"):
         ReplayBuffer(10, n_step=2).add(batch)
     ReplayBuffer(10).add(batch)
+    flags = {"terminateds": batch["dones"], "truncateds": np.zeros(4, bool)}
+    buffer = ReplayBuffer(10, n_step=2, seed=0)
+    buffer.add(batch.with_columns(**flags))
+    drawn = buffer.sample(20)
+    assert (drawn["dones"] == drawn["terminateds"]).all() and drawn["dones"].all()
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint32])

@@ -157,7 +157,7 @@ def test_invalid_priorities_are_rejected(invalid):
         buffer.update_priorities(np.arange(3), np.ones(2))
     with pytest.raises(ValueError, match="which has stored 4 timesteps"):
         buffer.update_priorities(np.array([4]), np.ones(1))
-    with pytest.raises(ValueError, match="another buffer has drawn"):
+    with pytest.raises(ValueError, match="column that another buffer added"):
         buffer.update_priorities(np.array([-2]), np.ones(1))
     np.testing.assert_array_equal(buffer.weights, before)
 

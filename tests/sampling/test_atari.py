@@ -403,4 +403,6 @@ def test_name_without_namespace_is_suggested():
 def test_ids():
     ids = (PONG, f"ale_py:{PONG}", "PongNoFrameskip-v4", "BreakoutDeterministic-v0", "Pong-v4")
     assert all(map(is_atari, ids))
+    gym.register("MazeDeterministic-v0", "tests.sampling.fakes:CountEnv")
+    assert not any(map(is_atari, ("MazeDeterministic-v0", "mine:MazeDeterministic-v0")))
     assert not any(map(is_atari, ("CartPole-v1", "MinAtar/Breakout-v1", None, Lives)))

@@ -594,12 +594,14 @@ def test_infos_of_a_vector_environment_may_have_any_keys(mode):
 class CountsSteps(DefaultCallbacks):
     def on_episode_start(self, *, episode, **kwargs):
         episode.user_data["steps"] = 0
+        episode.custom_metrics["length"] = episode.length
 
     def on_episode_step(self, *, episode, **kwargs):
         episode.user_data["steps"] += 1
 
     def on_episode_end(self, *, episode, **kwargs):
         episode.custom_metrics["steps"] = episode.user_data["steps"]
+        episode.custom_metrics["reward"] = episode.total_reward
 
 
 class OnlyStarts(DefaultCallbacks):
@@ -621,4 +623,7 @@ def test_other_callbacks_of_a_resumed_run_see_a_start_of_running_episodes(old, a
     after.load_sampling_state_dict(before.sampling_state_dict())
     after.sample()
     (metrics,) = after.get_metrics()
-    assert (metrics.episode_length, metrics.custom_metrics) == (9, {"steps": 3.0})
+    assert (metrics.episode_length, metrics.custom_metrics) == (
+        9,
+        {"steps": 3.0, "length": 6.0, "reward": metrics.episode_return},
+    )

@@ -645,15 +645,20 @@ def test_setting_that_cannot_be_sent_to_workers_is_named(ray_session):
 class OwnGenerator(gym.Env):
     """Draws from a generator that reset() does not seed."""
 
-    observation_space, action_space = gym.spaces.Box(0, 1, (2,)), gym.spaces.Discrete(2)
+    observation_space, action_space = gym.spaces.Box(0, 1, (3,)), gym.spaces.Discrete(2)
 
     def __init__(self):
-        self.rng, self.random = np.random.default_rng(3), random.Random(3)
+        self.env = self  # no wrapper
+        self.rng, self.random = np.random.Generator(np.random.MT19937(3)), random.Random(3)
+        self.old, self.part = np.random.RandomState(3), {"random": self.random}
 
     def observe(self):
-        return np.array([self.rng.random(), self.random.random()], np.float32)
+        draws = self.rng.random(), self.random.random(), self.old.random_sample()
+        return np.array(draws, np.float32)
 
     def reset(self, *, seed=None, options=None):
+        assert self.part["random"] is self.random
+        assert isinstance(self.rng.bit_generator, np.random.MT19937)
         return self.observe(), {}
 
     def step(self, action):
@@ -671,7 +676,7 @@ def test_copies_of_an_environment_have_their_own_random_numbers():
         return obs
 
     first, other = sampled(1), sampled(2)
-    for column in range(2):
+    for column in range(3):
         assert len(set(first[:, column]) | set(other[:, column])) == 24
     np.testing.assert_array_equal(first, sampled(1))
 

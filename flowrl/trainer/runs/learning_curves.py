@@ -16,6 +16,7 @@ import numpy as np
 
 from flowrl.errors import ConfigError
 from flowrl.trainer.metric_names import flatten_result, metric_hint, metric_value
+from flowrl.trainer.plan_files import plan_named
 from flowrl.trainer.runs.saved_run import read_command, read_config, read_results
 
 log = logging.getLogger("flowrl")
@@ -108,7 +109,8 @@ def learning_curves(run_dirs: Sequence[Path], metric: str = "episode_reward_mean
         key = {name: value for name, value in settings.items() if name not in _OF_ONE_RUN}
         key["plan of the run"] = _plan_of(run_dir, settings)
         # seeds in the texts of PolicySpecs are those of one run, too
-        key["policies"] = re.sub(r"\bseed=\d+,? ?", "", json.dumps(key.get("policies")))
+        if policies := key.pop("policies", None):
+            key["policies"] = re.sub(r"\bseed=\d+,? ?", "", json.dumps(policies))
         text = json.dumps(key, sort_keys=True)
         groups.setdefault(text, []).append((run_dir, key))
     all_settings = [runs[0][1] for runs in groups.values()]
@@ -141,11 +143,13 @@ def learning_curves(run_dirs: Sequence[Path], metric: str = "episode_reward_mean
 
 
 def default_metric(run_dirs: Sequence[Path]) -> str:
-    """Return the mean return of training; if no run has it, because all are offline, that of
-    evaluations."""
-    has_returns = any(len(_points(run_dir, "episode_reward_mean")[0]) for run_dir in run_dirs)
+    """Return the mean return of training; if the runs, such as offline ones, have only that of
+    evaluations, this one."""
     metrics = ("episode_reward_mean", "evaluation/episode_reward_mean")
-    return metrics[not has_returns]
+    for metric in metrics:
+        if any(len(_points(run_dir, metric)[0]) for run_dir in run_dirs):
+            return metric
+    return metrics[0]
 
 
 def _plan_of(run_dir: Path, settings: dict[str, Any]) -> str:
@@ -155,7 +159,7 @@ def _plan_of(run_dir: Path, settings: dict[str, Any]) -> str:
         words = read_command(run_dir)
     plans = [word for word in words[2:3] if not word.startswith("-")]
     if words[:2] == ["flowrl", "train"] and plans:
-        return plans[0].removesuffix(".py")
+        return plan_named(plans[0]).removesuffix(".py")
     return str(settings.get("plan") or "").removesuffix(".py")
 
 
