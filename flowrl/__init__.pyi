@@ -162,7 +162,7 @@ class _AlgorithmConfigEnvironment(TypedDict, total=False):
     vectorization_mode: Literal["flowrl", "sync", "async", "vector_entry_point", "envpool"]
     """How a worker steps several environments: one after the other ("flowrl"); at the same time, each in its own process, for slow ones ("async"); as a vector environment that Gymnasium ("sync", "vector_entry_point") or EnvPool ("envpool") creates."""
     env: str | builtins.type | collections.abc.Callable[..., typing.Any] | None
-    """Environment: a gymnasium id, a registered name, a class, an environment (copies of it are stepped, never itself), or a function, which may take an EnvContext or `env_config` as keyword arguments."""
+    """Environment: a gymnasium id, a registered name, a class, an environment (copies of it are stepped, never itself, each with its own random numbers), or a function, which may take an EnvContext or `env_config` as keyword arguments."""
 
 class _AlgorithmConfigRollouts(TypedDict, total=False):
     normalize_observations: bool

@@ -99,8 +99,8 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
         None, group="environment", in_evaluation=True
     )
     """Environment: a gymnasium id, a registered name, a class, an environment (copies of it are
-    stepped, never itself), or a function, which may take an EnvContext or `env_config` as keyword
-    arguments."""
+    stepped, never itself, each with its own random numbers), or a function, which may take an
+    EnvContext or `env_config` as keyword arguments."""
 
     plan: PlanSetting = None
     """Execution plan: the name of a shipped plan, the path of a plan file, an imported plan file,
