@@ -102,7 +102,7 @@ def resume_run(
         replace_plan: accept that the text of the plan differs from the run's.
         new_run_dir: folder of a new run; None creates one in runs/.
         display: how to show the progress.
-        report: write report.html at the end, as the command that started the run may demand, too.
+        report: write report.html at the end. A run that was started with --report always does.
 
     Raises:
         ConfigError: the settings are invalid, or the run directory cannot be read.

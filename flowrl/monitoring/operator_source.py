@@ -96,7 +96,7 @@ def in_place_change(operator: Any) -> str | None:
     """Return the code with which an operator of the user changes its first argument in place.
 
     `batch["x"] = …` and `batch.update(…)` are not reported, because each branch of a plan has its
-    own mapping. `batch.pop(…)` and `del batch["x"]` are: a list or an array could lose an item.
+    own mapping. `batch.pop(…)` and `del batch["x"]` are reported: the item may be a list.
 
     Returns:
         the code of the first change; None if there is none, the source is unknown, or the operator
