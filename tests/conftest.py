@@ -1,6 +1,5 @@
 """Fixtures: the two execution modes, one Ray instance per session."""
 
-import gc
 import os
 from pathlib import Path
 
@@ -41,12 +40,6 @@ def num_workers(request):
     if request.param:
         request.getfixturevalue("ray_session")
     return request.param
-
-
-def pytest_collection_finish():
-    """Leave modules and collected tests out of garbage collections, which they slow down."""
-    gc.collect()
-    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):
