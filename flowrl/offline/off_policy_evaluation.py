@@ -179,7 +179,7 @@ def _episodes_of(parts: list[dict[str, np.ndarray]]) -> RecordedEpisodes:
         if not complete.any():
             raise OfflineDataError(problem)
         ids = len(np.unique(episode[1:][repeats]))
-        log.warning("estimate leaves out the episodes of %d ids: %s", ids, problem)
+        log.warning("estimate leaves out episodes (%d ids): %s", ids, problem)
     if not complete.any():
         raise OfflineDataError(
             "there is no complete episode to estimate from: an agent needs a row for each env step "

@@ -377,7 +377,7 @@ def test_rows_that_occur_several_times_are_reported(policy, caplog):
     with pytest.raises(OfflineDataError, match="several rows have the same eps_id"):
         estimate(policy, [first, first])
     assert estimate(policy, [first, first, second])["is"]["num_episodes_left_out"] == 1
-    assert "estimate leaves out the episodes of 1 ids: several rows have the same" in caplog.text
+    assert "estimate leaves out episodes (1 ids): several rows have the same" in caplog.text
 
 
 @pytest.mark.parametrize("experience", [None, 3])
