@@ -32,6 +32,7 @@ log = logging.getLogger("flowrl")
 
 TIMEOUT_S = 300.0  # of a collective operation; a dead process is noticed at once
 MAX_ATTEMPTS = 3  # per batch; each one after the first has new actors
+STOP_TIMEOUT_S = 30.0  # maximum time for which stop() waits for the running update
 
 
 class LearnerActor:
@@ -159,6 +160,7 @@ class LearnerGroup(Learner):
         self._owns_ray = False
         self._stopped = False
         self._lock = threading.Lock()  # held while actors are started or called, or stopped
+        self._updating = threading.RLock()  # held during an update
 
     def update(self, batch: Batch) -> Updates:
         """Update the policies from a batch; see Learner.
@@ -168,6 +170,10 @@ class LearnerGroup(Learner):
             ProcessGroupError, ray.exceptions.RayActorError: learners died three times in a row.
             Exception: an error that a policy raised.
         """
+        with self._updating:
+            return self._update(batch)
+
+    def _update(self, batch: Batch) -> Updates:
         import ray
 
         from flowrl.learners.process_group import load_learning_state
@@ -318,14 +324,17 @@ class LearnerGroup(Learner):
             self._check_gpus()
 
     def stop(self) -> None:
-        """Kill the actors, even during an update."""
+        """Kill the actors, even during an update, which raises an error then."""
         self._stopped = True
         with self._lock:
             if self._actors:
                 self._kill_actors()
-            if self._owns_ray:
-                self._owns_ray = False
-                leave_ray()
+        # an update in another thread would start Ray again
+        if self._updating.acquire(timeout=STOP_TIMEOUT_S):
+            self._updating.release()
+        if self._owns_ray:
+            self._owns_ray = False
+            leave_ray()
 
 
 def make_learner(

@@ -315,6 +315,32 @@ def test_learners_that_are_stopped_while_they_start_are_killed(monkeypatch):
                 ray.get(actor.set_learning_state.remote({}))
 
 
+def test_stopped_learners_leave_ray_after_the_running_update(monkeypatch):
+    with make_config().build() as algorithm:
+        group = MultiGPUTrainOneStep(algorithm.workers, num_learners=2).learner
+        group._owns_ray = True
+        updating, end_of_update, left = threading.Event(), threading.Event(), []
+
+        def update(batch):
+            updating.set()
+            assert end_of_update.wait(30)
+            left.append("update ended")
+
+        monkeypatch.setattr(group, "_update", update)
+        monkeypatch.setattr("flowrl.learners.actors.leave_ray", lambda: left.append("left Ray"))
+        thread = threading.Thread(target=group.update, args=(None,))
+        thread.start()
+        assert updating.wait(30)
+        stopping = threading.Thread(target=group.stop)
+        stopping.start()
+        stopping.join(0.2)
+        assert left == []
+        end_of_update.set()
+        for one in (thread, stopping):
+            one.join(30)
+        assert left == ["update ended", "left Ray"]
+
+
 @pytest.mark.slow
 def test_checkpoint_is_loaded_while_a_worker_is_dead(tmp_path):
     with ddppo_config(wait_for_replaced_workers=True).build() as algorithm:
