@@ -159,6 +159,13 @@ def unchecked_combinations(when: bool = True) -> Iterator[None]:
         _without_checks.reset(token)
 
 
+def adjusted(settings: R, **changes: Any) -> R:
+    """Return a copy of valid settings with changes that no user made, such as those for an
+    evaluation; whether they fit together is not checked again."""
+    with unchecked_combinations():
+        return settings.updated(**changes)
+
+
 def check_of_settings(method: Callable[[R], R]) -> Any:
     """Decorate a method that checks whether the settings of a record fit together.
 
@@ -397,6 +404,11 @@ class Settings(BaseModel):
         canonical = self.canonical({name: value})
         if not canonical:
             return  # accepted without effect, such as framework="torch"
+        if len(canonical) > 1:  # several settings that have one name in RLlib
+            changed = self.updated(**canonical)  # checked together
+            vars(self).update({key: changed[key] for key in canonical})
+            self.model_fields_set.update(canonical)
+            return
         ((canonical_name, value),) = canonical.items()
         if canonical_name not in type(self).model_fields:
             raise ConfigError(f"unknown setting {name!r}.{self.hint(name)}")
@@ -500,8 +512,15 @@ class Settings(BaseModel):
         return {k: v.to_dict() if isinstance(v, Settings) else v for k, v in self.items()}
 
     def explicit_settings(self) -> dict[str, Any]:
-        """Return the settings that were set explicitly."""
-        return {name: self[name] for name in self.keys() if name in self.model_fields_set}
+        """Return the settings that were set explicitly, also those whose value was changed in
+        place: an entry of a dict, or a setting of a nested record."""
+        explicit = {}
+        for name, field in type(self).model_fields.items():
+            value = self[name]
+            is_changeable = isinstance(value, (Settings, dict, list))
+            if name in self.model_fields_set or (is_changeable and not equal(value, field.default)):
+                explicit[name] = value
+        return explicit
 
 
 def _is_record(cls: type[Settings], name: str) -> bool:

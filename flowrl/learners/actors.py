@@ -26,6 +26,7 @@ from flowrl.policies.learning.epochs import concat_row_stats, mean_stats
 from flowrl.policies.policy import Policy
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.setting_values import check_int
+from flowrl.settings import adjusted
 from flowrl.threads import Threads, limit_threads
 
 log = logging.getLogger("flowrl")
@@ -60,7 +61,7 @@ class LearnerActor:
         limit_threads(num_threads)
         self.policies: dict[str, Any] = {}
         for policy_id, (policy_class, *arguments, config, state) in policies.items():
-            policy = policy_class(*arguments, config.updated(device=device))
+            policy = policy_class(*arguments, adjusted(config, device=device))
             policy.set_state(state)
             self.policies[policy_id] = policy
         self._is_first = rank == 0

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 
 from flowrl.policies.config import PolicyConfig
+from flowrl.settings import adjusted
 
 log = logging.getLogger("flowrl")
 
@@ -33,4 +34,4 @@ def on_available_device(config: C) -> C:
     if missing_reason(config.device) is None:
         return config
     log.warning("device: %r is not available, so the CPU is used", config.device)
-    return config.updated(device="cpu")
+    return adjusted(config, device="cpu")

@@ -40,6 +40,7 @@ from flowrl.sampling.policy_map import build_policy_map
 from flowrl.sampling.sampler import SamplerInput
 from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.seeding import derive_seed
+from flowrl.settings import adjusted
 from flowrl.threads import limit_threads
 
 T = TypeVar("T")
@@ -103,10 +104,10 @@ class RolloutWorker:
         try:
             if config.rollout_fragment_length == "auto" and steps_per_fragment is not None:
                 length = math.ceil(steps_per_fragment / self.num_envs)
-                self.config = config = config.updated(rollout_fragment_length=length)
+                self.config = config = adjusted(config, rollout_fragment_length=length)
             if config.clip_rewards is None:
                 clips = self._envs.is_atari and not config.normalize_rewards
-                self.config = config = config.updated(clip_rewards=clips)
+                self.config = config = adjusted(config, clip_rewards=clips)
             self.clip_rewards = config.clip_rewards
             self.possible_agents = self._envs.agent_envs.possible_agents
             self.policy_map = self._build_policies(policy_spec, policy_config or {})

@@ -24,6 +24,7 @@ from flowrl.sampling.placement import check_evaluation_resources
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.seeding import derive_seed, random_stream
+from flowrl.settings import adjusted
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.metric_names import NamedMetrics
 from flowrl.trainer.video import VideoRecorder, check_rendering
@@ -91,7 +92,8 @@ def evaluate_policies(
     check_env(config)
     num_envs = min(num_envs, duration)
     seed_path = ("evaluation", part) if part else ("evaluation",)
-    settings = _evaluation_worker_settings(config).updated(
+    settings = adjusted(
+        _evaluation_worker_settings(config),
         num_envs_per_worker=num_envs,
         seed=derive_seed(config.seed, *seed_path),
         rollout_fragment_length=min(64, -(-duration // num_envs)) if by_steps else 64,
@@ -102,7 +104,7 @@ def evaluate_policies(
         env = video.creator(env)
         # these environments do not render, or run in other processes
         if settings.vectorization_mode in ("vector_entry_point", "async"):
-            settings = settings.updated(vectorization_mode="flowrl")
+            settings = adjusted(settings, vectorization_mode="flowrl")
     worker = _evaluation_worker(env, policies, settings)
     try:
         episodes, num_unfinished = _play_episodes(worker, duration, by_steps, video)
@@ -117,7 +119,8 @@ def evaluate_policies(
 
 def _evaluation_worker_settings(config: AlgorithmConfig) -> AlgorithmConfig:
     """Return the settings without what only training uses."""
-    return config.updated(
+    return adjusted(
+        config,
         batch_mode="truncate_episodes",
         count_steps_by="env_steps",
         horizon=None if config.soft_horizon else config.horizon,
@@ -154,7 +157,7 @@ def _evaluation_worker(
         num_envs = vars(error).get("num_envs")
         if num_envs is None:
             raise
-    return RolloutWorker(env, specs, settings.updated(num_envs_per_worker=num_envs))
+    return RolloutWorker(env, specs, adjusted(settings, num_envs_per_worker=num_envs))
 
 
 def _play_episodes(
@@ -254,7 +257,8 @@ class EvaluationWorkers:
         self._num_lost = 0  # evaluations in a row that were lost because a worker died
 
     def _new_workers(self) -> WorkerSet:
-        config = self._config.updated(
+        config = adjusted(
+            self._config,
             num_workers=self._config.evaluation_num_workers,
             num_spare_workers=0,
             num_envs_per_worker=1,
@@ -440,7 +444,7 @@ def check_evaluation_workers(config: AlgorithmConfig) -> None:
     Raises:
         ConfigError: it does not have them.
     """
-    settings = evaluation_settings(config).updated(num_workers=config.evaluation_num_workers)
+    settings = adjusted(evaluation_settings(config), num_workers=config.evaluation_num_workers)
     num_learner_gpus = config.get("num_gpus", 0) if settings.num_gpus_per_worker else 0
     check_evaluation_resources([config, settings], num_learner_gpus)
 
@@ -452,7 +456,7 @@ def check_evaluation_env(config: AlgorithmConfig, policies: dict[str, Policy]) -
         ConfigError: it cannot be created, its spaces differ from the policies', or
             `evaluation_video_dir` is set and it does not render.
     """
-    settings = evaluation_settings(config).updated(callbacks_class=None)
+    settings = adjusted(evaluation_settings(config), callbacks_class=None)
     if config.evaluation_video_dir is not None:
         check_env(settings)
         context = EnvContext(dict(settings.env_config), atari=settings.atari)
@@ -489,13 +493,14 @@ def evaluation_settings(config: AlgorithmConfig) -> AlgorithmConfig:
         ConfigError: `evaluation_config` has an unknown setting.
     """
     overrides = {k: v for k, v in config.evaluation_config.items() if k != "explore"}
-    overrides.setdefault("num_envs_per_worker", 1)
     if "horizon" in overrides:  # a soft one would not end the episodes
         overrides.setdefault("soft_horizon", False)
     try:
-        return config.updated(**overrides)
+        settings = config.updated(**overrides)
     except ConfigError as error:
         raise ConfigError(f"evaluation_config: {error}") from None
+    one_env = {} if "num_envs_per_worker" in overrides else {"num_envs_per_worker": 1}
+    return adjusted(settings, **one_env)
 
 
 def _evaluation_policy(policy: Policy, explore: bool) -> type[Policy]:

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from flowrl.algorithms.a2c import A2C, A2CConfig, A2CTorchPolicy
+from flowrl.algorithms.a3c import A3CConfig
+from flowrl.algorithms.ddppo import DDPPOConfig
 from flowrl.algorithms.dqn import DQNConfig
 from flowrl.algorithms.impala import IMPALAConfig
 from flowrl.algorithms.td3 import TD3
@@ -170,6 +172,27 @@ def test_evaluation_starts_no_spare_workers():
     config = a2c_config(evaluation_num_workers=1, num_spare_workers=2)
     workers = EvaluationWorkers(config, None)._workers
     assert workers.config.num_spare_workers == 0
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        DDPPOConfig(train_batch_size=200, microbatch_size=50, evaluation_num_workers=1),
+        DDPPOConfig(train_batch_size=200, evaluation_num_workers=2),
+        DDPPOConfig(train_batch_size=130, num_envs_per_worker=128, sgd_minibatch_size=200),
+        A3CConfig(
+            num_workers=0,
+            max_requests_in_flight_per_worker=1,
+            max_policy_lag=0,
+            evaluation_num_workers=3,
+        ),
+    ],
+)
+def test_settings_of_training_are_not_checked_again_for_evaluations(config):
+    with config.updated(env="CartPole-v1", evaluation_interval=1, seed=0).build() as algorithm:
+        algorithm.check_start()
+        EvaluationWorkers(evaluation_settings(algorithm.config), algorithm.policy_class)
+        assert algorithm.evaluate(episodes=1)["episodes"] == 1
 
 
 def test_same_seed_plays_the_same_episodes():
