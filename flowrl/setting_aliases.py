@@ -15,9 +15,11 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.setting_hints import SETTING_HINTS
-from flowrl.setting_values import nearest_name
+from flowrl.setting_values import nearest, nearest_name
 
 log = logging.getLogger("flowrl")
+
+_MULTIAGENT_KEYS = ("policies", "policy_mapping_fn", "policies_to_train", "count_steps_by")
 
 # name in RLlib -> name in flowrl
 SETTING_ALIASES = {
@@ -143,13 +145,15 @@ def nearest_setting(name: str, known: list[str], settings: Collection[str]) -> s
 def canonical_names(values: dict[str, Any]) -> dict[str, Any]:
     """Return settings under their names in flowrl; log a note for each alias.
 
+    The entries of RLlib's "multiagent" become settings.
+
     Raises:
-        ConfigError: a setting is given under two names, a name is not a string, the framework is
-            not torch, or the observation_filter is unknown.
+        ConfigError: a setting is given twice, a name is not a string, "multiagent" has an unknown
+            entry, or another setting of RLlib has a value that flowrl does not support.
     """
     settings: dict[str, Any] = {}
     given: dict[str, str] = {}  # name in flowrl -> name in `values`
-    for alias, value in values.items():
+    for alias, value in _flattened(values).items():
         if not isinstance(alias, str):
             raise ConfigError(f"the name of a setting must be a string, got {alias!r}")
         name = SETTING_ALIASES.get(alias, alias)
@@ -158,6 +162,10 @@ def canonical_names(values: dict[str, Any]) -> dict[str, Any]:
         if alias == "framework":
             if value != "torch":
                 raise ConfigError(f"framework: only 'torch' is supported, got {value!r}")
+            continue
+        if alias == "_use_trajectory_view_api":
+            if not value:
+                raise ConfigError(f"{alias}: must be True, the only supported value")
             continue
         if alias == "observation_filter":
             if not isinstance(value, str) or value not in _OBSERVATION_FILTERS:
@@ -173,3 +181,19 @@ def canonical_names(values: dict[str, Any]) -> dict[str, Any]:
             log.warning("setting %s is called %s in flowrl", alias, name)
         settings[name] = value
     return settings
+
+
+def _flattened(values: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with the entries of "multiagent" at the top level."""
+    if "multiagent" not in values:
+        return values
+    nested = values["multiagent"] or {}
+    unknown = sorted(set(nested) - set(_MULTIAGENT_KEYS))
+    if unknown:
+        hint = nearest(unknown[0], list(_MULTIAGENT_KEYS))
+        raise ConfigError(f"multiagent: unknown setting {unknown[0]!r}.{hint}")
+    entries = {name: value for name, value in nested.items() if value is not None}
+    twice = sorted(entries.keys() & values.keys())
+    if twice:
+        raise ConfigError(f"{twice[0]} is given twice, also in multiagent: give it once")
+    return {name: value for name, value in values.items() if name != "multiagent"} | entries

@@ -197,9 +197,18 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
     "use_sde": [("train_batch_size", "State-dependent exploration is not available")],
     "sde_sample_freq": [("train_batch_size", "State-dependent exploration is not available")],
     # networks
-    "hidden_sizes": [("model", 'Use `model={"fcnet_hiddens": [64, 64]}`')],
-    "hiddens": [("model", 'Use `model={"fcnet_hiddens": [64, 64]}`')],
-    "layers": [("model", 'Use `model={"fcnet_hiddens": [64, 64]}`')],
+    "hidden_sizes": [
+        ("model", 'Use `model={"fcnet_hiddens": [64, 64]}`'),
+        ("fcnet_hiddens", "Use `fcnet_hiddens`"),
+    ],
+    "hiddens": [
+        ("model", 'Use `model={"fcnet_hiddens": [64, 64]}`'),
+        ("fcnet_hiddens", "Use `fcnet_hiddens`"),
+    ],
+    "layers": [
+        ("model", 'Use `model={"fcnet_hiddens": [64, 64]}`'),
+        ("fcnet_hiddens", "Use `fcnet_hiddens`"),
+    ],
     "frame_stack": [("model", 'Use `model={"num_framestacks": 4}`')],
     "policy": [
         (

@@ -33,6 +33,11 @@ def limit_threads(count: Threads) -> None:
         return
     count = 1 if count == "auto" else count
     ThreadpoolController().limit(limits=1, user_api="blas")
+    limit_torch(count)
+
+
+def limit_torch(count: int) -> None:
+    """Limit torch to `count` threads, if it is imported."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != count:
         torch.set_num_threads(count)

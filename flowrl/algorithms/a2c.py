@@ -20,7 +20,6 @@ class A2CConfig(OnPolicyConfig):
 
     plan: PlanSetting = "a2c"
     train_batch_size: Count = 500
-    standardize_advantages: bool = False
 
     def build(self, plan: PlanSource | None = None) -> A2C:
         return self._build(plan)

@@ -21,7 +21,6 @@ class APEXConfig(DQNConfig, AsyncLearnerConfig):
     rollout_fragment_length: Count | Literal["auto"] = 50
     train_batch_size: Count = 512
     n_step: Count = 3
-    prioritized_replay: bool = True
     target_network_update_freq: NonNegativeInt = 50_000
     """Rows trained on between updates of the target network; 0 updates it after every train
     batch, as a `tau` below 1 needs."""

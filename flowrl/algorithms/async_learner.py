@@ -32,7 +32,7 @@ class AsyncLearnerConfig(AlgorithmConfig):
         if self.num_learners and self.num_gpus:
             raise ValueError("num_learners and num_gpus: set only one of the two")
         on_actors = self.num_learners or self.num_gpus
-        if self.microbatch_size and on_actors and self.policies is None:
+        if on_actors and self._uses_microbatches():
             raise ValueError(
                 "microbatch_size: learners on actors do not split minibatches: set num_learners=0 "
                 "and num_gpus=0, or microbatch_size=0"

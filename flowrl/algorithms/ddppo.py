@@ -25,7 +25,7 @@ class DDPPOConfig(PPOConfig):
 
     @check_of_settings
     def _check_microbatches(self) -> Self:
-        if self.microbatch_size and self.num_workers and self.policies is None:
+        if self.num_workers and self._uses_microbatches():
             raise ValueError("microbatch_size: DD-PPO supports it only with num_workers=0")
         return self
 

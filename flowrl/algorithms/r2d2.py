@@ -16,6 +16,7 @@ from flowrl.policies.exploration import MASKED_BELOW
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.policies.views import ViewRequirement, forward_views
 from flowrl.settings import Count, Positive, check_of_settings
+from flowrl.state_schema import check_state
 from flowrl.trainer.algorithm import PolicyClass
 from flowrl.trainer.config import PlanSetting, PlanSource
 
@@ -91,6 +92,26 @@ class R2D2TorchPolicy(DQNTorchPolicy):
         if "prev_rewards" in self.view_requirements:
             self.view_requirements[RAW_REWARDS] = ViewRequirement(
                 "rewards", used_for_compute_actions=False
+            )
+
+    def get_state(self) -> dict[str, Any]:
+        return {**super().get_state(), "h_function": self._h_function}
+
+    @property
+    def _h_function(self) -> list[float] | None:
+        """[h_function_epsilon]; None without a rescaling of values."""
+        return [self.config.h_function_epsilon] if self.config.use_h_function else None
+
+    def _check_outputs(self, state: dict[str, Any]) -> None:
+        super()._check_outputs(state)
+        check_state(
+            state, {"h_function": list[float] | None}, f"the state of a {type(self).__name__}"
+        )
+        if state["h_function"] != self._h_function:
+            raise ValueError(
+                f"cannot load a state with [h_function_epsilon] = {state['h_function']} (None: "
+                f"use_h_function=False) for a policy with {self._h_function}: its values are "
+                "rescaled in another way"
             )
 
     def check_views(self) -> None:

@@ -440,9 +440,12 @@ class Policy(ActsOnObservations):
         """
         check_state(state, _STATE_FIELDS, f"the state of a {type(self).__name__}")
         saved = state["filters"]
-        missing = [f"the filter of {name}" for name in self._filters() if name not in saved]
+        missing = [f"normalize_{name}" for name in self._filters() if name not in saved]
         if missing:
-            raise ValueError(f"the state of a {type(self).__name__} lacks {', '.join(missing)}")
+            raise ValueError(
+                f"the policy of this state was trained without {' and '.join(missing)}: leave the "
+                "setting out"
+            )
         if "observations" in saved and self.observation_filter is None:
             raise ValueError(
                 "the state normalizes observations: the weights need normalize_observations=True"

@@ -78,6 +78,26 @@ def specs_of(policies: Any) -> dict[str, PolicySpec]:
     return {policy_id: PolicySpec.from_value(spec) for policy_id, spec in specs.items()}
 
 
+def check_policy_classes(policies: Any, default: Any, algorithm: str) -> None:
+    """Check that every policy has a class.
+
+    Args:
+        policies: the setting `policies`.
+        default: `policy_class` of the algorithm, or None.
+        algorithm: class name of the algorithm, for the message.
+
+    Raises:
+        ConfigError: a policy has none.
+    """
+    for policy_id, spec in specs_of(policies).items() if default is None else ():
+        if spec.policy_class is None and getattr(spec.config, "policy_class", None) is None:
+            raise ConfigError(
+                f"{algorithm} has no policy_class for {policy_id!r}: use an algorithm that has "
+                "one, such as PPO(config), set policy_class in your subclass of Algorithm, or give "
+                "each PolicySpec a policy_class"
+            )
+
+
 def changes_specs(policies: Any) -> bool:
     """Return whether a value of the setting `policies` changes given policies: id -> mapping."""
     return (

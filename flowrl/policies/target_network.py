@@ -9,6 +9,7 @@ import torch
 
 from flowrl.policies.learning.flat_parameters import FlatParameters
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
+from flowrl.state_schema import check_state
 
 
 class TargetNetworkPolicy(TorchPolicy):
@@ -71,13 +72,17 @@ class TargetNetworkPolicy(TorchPolicy):
                 f'the state of a {type(self).__name__} has no "target": it belongs to a policy '
                 "without a target network"
             )
+        check_state(
+            state, {"target": dict[str, np.ndarray]}, f"the state of a {type(self).__name__}"
+        )
         tensors, arrays = self.target_model.state_dict(), state["target"]
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if shapes != {name: np.shape(array) for name, array in arrays.items()}:
             raise ValueError(
                 "the target network of this state has parameters of other names or shapes: it "
-                "belongs to a policy with another network (setting `model`)"
+                "belongs to a policy with another network (settings `model` and, with DQN, `noisy`)"
             )
+        loaded = {name: torch.from_numpy(np.array(arrays[name])) for name in tensors}
         super().set_state(state)
         for name, tensor in tensors.items():
-            tensor.copy_(torch.from_numpy(np.array(arrays[name])))
+            tensor.copy_(loaded[name])

@@ -516,7 +516,7 @@ class TorchPolicy(Policy):
             raise ValueError(f"weights must be a dict, as of get_weights(), got {type(weights)}")
         self.learner.check_model()
         own = self._tensors_by_name()
-        wrong = {name: (None if name not in weights else np.shape(weights[name])) for name in own}
+        wrong = {n: np.shape(weights[n]) if n in weights else "no value" for n in own}
         wrong = {n: s for n, s in wrong.items() if s != tuple(own[n].shape)}
         extra = sorted(set(weights) - set(own))
         if wrong or extra:

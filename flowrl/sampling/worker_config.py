@@ -18,7 +18,6 @@ from flowrl.policies.policy_spec import specs_of
 from flowrl.sampling.callbacks import DefaultCallbacks, check_callbacks_class
 from flowrl.sampling.sample_collector import SampleCollector
 from flowrl.setting_aliases import canonical_names
-from flowrl.setting_values import nearest
 from flowrl.settings import (
     Count,
     NonNegative,
@@ -29,7 +28,6 @@ from flowrl.settings import (
 )
 
 DEFAULT_FRAGMENT_LENGTH = 200
-MULTIAGENT_KEYS = ("policies", "policy_mapping_fn", "policies_to_train", "count_steps_by")
 
 
 def _on_or_off(value: Any) -> Any:
@@ -209,20 +207,15 @@ class WorkerConfig(PolicyConfig):
             return config
         if isinstance(config, PolicyConfig):
             return cls(seed=config.seed, rollout_fragment_length=DEFAULT_FRAGMENT_LENGTH)
-        values = _flattened(canonical_names(dict(config or {})))
+        values = canonical_names(dict(config or {}))
         known = {k: v for k, v in values.items() if k in WORKER_SETTINGS or k == "seed"}
         return cls(**{"rollout_fragment_length": DEFAULT_FRAGMENT_LENGTH, **known})
 
     @model_validator(mode="before")
     @classmethod
     def _rename(cls, values: Any) -> Any:
-        """Accept aliases, and multi-agent settings that are nested under "multiagent"."""
-        if not isinstance(values, dict):
-            return values
-        values = canonical_names(values)
-        if not values.pop("_use_trajectory_view_api", True):
-            raise ValueError("_use_trajectory_view_api: must be True, the only supported value")
-        return _flattened(values)
+        """Accept names of other libraries."""
+        return canonical_names(values) if isinstance(values, dict) else values
 
     @check_of_settings
     def _check_resources(self) -> Self:
@@ -287,17 +280,6 @@ class WorkerConfig(PolicyConfig):
 MIN_AMOUNT = 0.0001  # of a resource, which Ray counts in this unit
 WORKER_SETTINGS = frozenset(WorkerConfig.model_fields) - frozenset(PolicyConfig.model_fields)
 """Names of the settings that configure workers and not policies."""
-
-
-def _flattened(values: dict[str, Any]) -> dict[str, Any]:
-    """Return settings with the entries of "multiagent" at the top level."""
-    nested = values.get("multiagent") or {}
-    unknown = sorted(set(nested) - set(MULTIAGENT_KEYS))
-    if unknown:
-        hint = nearest(unknown[0], list(MULTIAGENT_KEYS))
-        raise ConfigError(f"multiagent: unknown setting {unknown[0]!r}.{hint}")
-    values = {name: value for name, value in values.items() if name != "multiagent"}
-    return values | {name: value for name, value in nested.items() if value is not None}
 
 
 @contextmanager

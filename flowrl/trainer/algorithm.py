@@ -27,9 +27,10 @@ from flowrl.policies.code_references import PLAN_MODULE
 from flowrl.policies.learning.epochs import checked_numbers
 from flowrl.policies.models.encoders import has_convolutions
 from flowrl.policies.policy import Policy
+from flowrl.policies.policy_spec import check_policy_classes
 from flowrl.sampling.callbacks import call
 from flowrl.sampling.worker_set import WorkerSet
-from flowrl.threads import allow_background_calls, limit_threads, num_free_cores
+from flowrl.threads import allow_background_calls, limit_threads, limit_torch, num_free_cores
 from flowrl.trainer.acting import ActsWithPolicies
 from flowrl.trainer.checkpointing import Checkpointing
 from flowrl.trainer.config import AlgorithmConfig
@@ -117,6 +118,8 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         self._stopped = False
         # whether a second thread may share the work; None before the first `train()`
         self._allows_background_calls: bool | None = None
+        threads = config.num_threads_per_process
+        self._num_torch_threads = 1 if threads == "auto" else threads
         self._is_checked, self._checked_total = False, None
         self.setup(config)
 
@@ -131,7 +134,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         num_free = num_free_cores(self.workers.num_workers)
         policies = self.workers.local_worker().policy_map.values()
         if any(has_convolutions(getattr(policy, "model", None)) for policy in policies):
-            limit_threads(num_free)
+            self._num_torch_threads = num_free
             return False
         return num_free > 1
 
@@ -158,8 +161,8 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         if not isinstance(values, (AlgorithmConfig, Mapping)):
             if not (isinstance(values, (str, type)) or callable(values) or hasattr(values, "step")):
                 raise ConfigError(
-                    f"it needs a {cls.config_class.__name__}, a mapping of settings or an "
-                    f"environment, got {config!r}"
+                    f"the argument must be of the class {cls.config_class.__name__}, a mapping of "
+                    f"settings or an environment, got {config!r}"
                 )
             if "env" in settings:
                 raise ConfigError(
@@ -168,7 +171,8 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
             values = {"env": values}
         if isinstance(values, AlgorithmConfig) and not issubclass(cls.config_class, type(values)):
             raise ConfigError(
-                f"it needs a {cls.config_class.__name__}, got a {type(config).__name__}"
+                f"the config must be of the class {cls.config_class.__name__}, got "
+                f"{type(config).__name__}"
             )
         values = values.explicit_settings() if isinstance(values, AlgorithmConfig) else dict(values)
         return cls.config_class.from_dict({**values, **settings})
@@ -220,6 +224,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
 
     def setup(self, config: AlgorithmConfig) -> None:
         """Create the WorkerSet, which starts no worker yet, and find the plan."""
+        check_policy_classes(config.policies, self.policy_class, type(self).__name__)
         self.workers = WorkerSet(config.env_or_spaces(), self.policy_class, config)
         self._evaluator = Evaluator(config, self.workers, self.policy_class)
         in_plan_file = type(self).__module__.startswith(PLAN_MODULE)
@@ -352,6 +357,8 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         if self._allows_background_calls is None:
             self._allows_background_calls = self._use_free_cores()
         allow_background_calls(self._allows_background_calls)
+        if self._num_torch_threads is not None:  # another algorithm may have changed it
+            limit_torch(self._num_torch_threads)
         if self.config.log_to:
             self._loggers.start()
         self.plan.start(self.config.seed)

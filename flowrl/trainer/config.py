@@ -269,6 +269,11 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
             return config.updated(**changes) if changes else config
         return self.updated(**config) if config else self
 
+    def _uses_microbatches(self) -> bool:
+        """Return whether a policy splits its minibatches (`microbatch_size`)."""
+        configs = [spec.config or {} for spec in specs_of(self.policies).values()]
+        return any(one.get("microbatch_size", self.microbatch_size) for one in configs)
+
     @property
     def policy_class(self) -> Any:
         """The policy class of this config's algorithm; None if the algorithm has none."""

@@ -92,7 +92,11 @@ _LEARNER_METRICS = {
     "vf_explained_var": Metric("", "Explained share of the value targets' variance; 1 is best."),
     "cur_kl_coeff": Metric("", "Coefficient of the KL penalty."),
     "cur_clip_param": Metric("", "Value of clip_param."),
-    "cur_lr": Metric("", "Learning rate."),
+    "cur_lr": Metric(
+        "",
+        "Learning rate of the last update; that of the actor with SAC, TD3, DDPG and CQL. A3C does "
+        "not report it.",
+    ),
     "grad_norm": Metric("", "Norm of the gradient before clipping."),
     "mean_q": Metric(
         "reward",

@@ -48,7 +48,9 @@ def _path_of(algorithm: Any) -> str:
 
 
 def register_algorithm(name: str, algorithm: type) -> None:
-    """Register an Algorithm class under a name, for `flowrl train --run=` and Ray Tune.
+    """Register an Algorithm class under a name, for `flowrl train --run=`.
+
+    For Ray Tune, use `flowrl.tune.trainable(algorithm)`.
 
     Raises:
         ConfigError: the name belongs to another class; upper and lower case are the same.

@@ -42,6 +42,7 @@ _NOT_FOR_MODULES: tuple[str, ...] = (
 _NOT_FOR_IMAGES: tuple[str, ...] = ("fcnet_hiddens", "fcnet_activation")
 MAX_USUAL_OBSERVATION = 100.0  # bounds of well-known environments are below it
 UNLIMITED = 1e30  # some environments have the largest float instead of infinity as a bound
+_OF_EVALUATIONS = ("evaluation_num_workers", "evaluation_video_dir")  # not used by evaluate()
 _NO_UPDATES_AT_0 = ("lr", "actor_lr", "critic_lr", "clip_param")
 
 
@@ -88,7 +89,10 @@ def check_start(config: AlgorithmConfig, workers: WorkerSet, stage: Stage) -> No
 
 
 def _warn_about_settings_without_effect(config: AlgorithmConfig) -> None:
-    """Warn about settings of the algorithm's config that no policy uses."""
+    """Warn about settings of the algorithm's config that nothing uses."""
+    for name in _OF_EVALUATIONS if config.evaluation_interval is None else ():
+        if config[name]:
+            log.warning("%s: no effect without evaluation_interval: set it, too", name)
     defaults = type(config).model_fields
     # for Atari, `completed` adds `model`
     chosen = config.model_fields_set - {"model"}

@@ -344,3 +344,12 @@ def test_minibatches_are_compared_with_the_rows_of_a_train_batch():
     message = "train_batch_size=8, with at most 80 rows, is smaller than sgd_minibatch_size=81"
     with pytest.raises(ConfigError, match=message):
         R2D2Config(train_batch_size=8, sgd_minibatch_size=81, model=model)
+
+
+def test_states_of_differently_rescaled_values_are_rejected():
+    given = spaces.Box(-1, 1, (3,)), spaces.Discrete(2)
+    state = R2D2TorchPolicy(*given, R2D2Config()).get_state()
+    for changes in ({"use_h_function": False}, {"h_function_epsilon": 0.1}):
+        policy = R2D2TorchPolicy(*given, R2D2Config(**changes))
+        with pytest.raises(ValueError, match="its values are rescaled in another way"):
+            policy.set_state(state)

@@ -220,7 +220,9 @@ def test_weights_of_branches_that_share_a_buffer():
     assert "weights_of_one_buffer" not in problems_of(without_weights)
 
 
-@pytest.mark.parametrize(("length", "is_found"), [(None, False), (16, False), (100, True)])
+@pytest.mark.parametrize(
+    ("length", "is_found"), [(None, False), ("auto", False), (16, False), (100, True)]
+)
 def test_rounds_of_rollouts_that_are_larger_than_the_batches(length, is_found):
     settings = {} if length is None else {"rollout_fragment_length": length}
     config = A2CConfig(**SMALL, num_envs_per_worker=2, **settings)

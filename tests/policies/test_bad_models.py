@@ -524,7 +524,7 @@ def test_state_without_filters_is_rejected_and_changes_nothing():
         policy = policy_class(BOX, TWO, {"seed": 0, "normalize_observations": True})
         before = policy.get_weights()
         state["weights"] = {name: one + 1 for name, one in state["weights"].items()}
-        with pytest.raises(ValueError, match="lacks the filter of observations"):
+        with pytest.raises(ValueError, match="trained without normalize_observations"):
             policy.set_state(state)
         for name, weight in before.items():
             np.testing.assert_array_equal(policy.get_weights()[name], weight)

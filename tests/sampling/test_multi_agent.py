@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.algorithms.ppo import PPOConfig, PPOTorchPolicy
+from flowrl.algorithms.ppo import PPO, PPOConfig, PPOTorchPolicy
 from flowrl.data import MultiAgentBatch
 from flowrl.data.checkpoint import CheckpointError
 from flowrl.envs import MultiAgentEnv, ParallelPettingZooEnv, PettingZooEnv
@@ -760,18 +760,40 @@ def test_contradictory_settings_raise(settings, message):
         PPOConfig(env="CartPole-v1").multi_agent(**settings).build()
 
 
-def test_multiagent_settings_are_accepted_as_a_dict():
-    config = PPOConfig(
-        multiagent={
+def assigned(multiagent):
+    config = PPOConfig(env="CartPole-v1")
+    config.multiagent = multiagent
+    return config
+
+
+@pytest.mark.parametrize(
+    "config_with",
+    [
+        lambda multiagent: PPOConfig(multiagent=multiagent),
+        lambda multiagent: PPOConfig().updated(multiagent=multiagent),
+        lambda multiagent: PPOConfig().multi_agent(multiagent=multiagent),
+        lambda multiagent: PPO(PPOConfig(env="CartPole-v1"), multiagent=multiagent).config,
+        assigned,
+    ],
+)
+def test_multiagent_settings_are_accepted_as_a_dict(config_with):
+    config = config_with(
+        {
             "policies": {"a": (None, None, None, {"lr": 0.5})},
             "policy_mapping_fn": lambda agent_id: "a",
             "count_steps_by": "agent_steps",
         }
     )
     assert config.count_steps_by == "agent_steps"
+    assert {"policies", "count_steps_by"} <= config.explicit_settings().keys()
     assert config.for_policy("a").lr == 0.5
     with pytest.raises(ConfigError, match="no policy 'b'"):
         config.for_policy("b")
+
+
+def test_settings_may_not_be_given_twice_by_multiagent():
+    with pytest.raises(ConfigError, match="policies is given twice, also in multiagent"):
+        PPOConfig(policies=["a"], multiagent={"policies": ["b"]})
 
 
 # -- PettingZoo ------------------------------------------------------------------------------------

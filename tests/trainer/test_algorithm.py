@@ -19,6 +19,7 @@ from flowrl.data.checkpoint import CheckpointError, read_manifest
 from flowrl.ops import ParallelRollouts
 from flowrl.policies import ConfigError
 from flowrl.sampling import RolloutWorker
+from flowrl.settings import setting
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.plan_files import plan_path
@@ -257,10 +258,36 @@ def test_config_of_another_class_keeps_the_algorithms_defaults():
     with PPO(AlgorithmConfig(env="CartPole-v1")) as algorithm:
         assert algorithm.config.plan == "ppo"
     for settings in ({}, {"lr": 5e-5}, {"double_q": False}):
-        with pytest.raises(ConfigError, match="needs a PPOConfig, got a DQNConfig"):
+        with pytest.raises(ConfigError, match="must be of the class PPOConfig, got DQNConfig"):
             PPO(DQNConfig(env="CartPole-v1", **settings))
-    with pytest.raises(ConfigError, match="needs a PPOConfig, a mapping of settings or an env"):
+    with pytest.raises(
+        ConfigError, match="of the class PPOConfig, a mapping of settings or an env"
+    ):
         PPO(3)
+
+
+class OwnConfig(PPOConfig):
+    bonus: float = setting(0.1)
+    """Own setting."""
+
+
+class OwnPPO(PPO):
+    config_class = OwnConfig
+
+
+def test_config_of_a_base_class_keeps_what_was_changed_in_place():
+    config = PPOConfig(env="CartPole-v1")
+    config.model.fcnet_hiddens = [8]
+    config.env_config["x"] = 1
+    with OwnPPO(config) as algorithm:
+        assert algorithm.config.model.fcnet_hiddens == [8]
+        assert algorithm.config.env_config == {"x": 1}
+
+
+def test_algorithm_without_a_policy_class_is_rejected():
+    message = "^Algorithm has no policy_class for 'default_policy': use an algorithm that has one"
+    with pytest.raises(ConfigError, match=message):
+        Algorithm(PPOConfig(env="CartPole-v1"))
 
 
 def test_checkpoint_has_the_hash_of_the_plan_that_was_built(tmp_path):

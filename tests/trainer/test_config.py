@@ -344,7 +344,13 @@ INVALID = [
     (PPOConfig, {"model": {"burn_in": 2}}, "burn_in needs use_lstm=True"),
     (PPOConfig, {"model": {"custom_model_config": {"a": 1}}}, "needs a custom_model"),
     (PPOConfig, {"exploration_config": {"scale": 0.5}}, "scale needs the type Gaussian"),
-    (DQNConfig, {"replay_buffer_capacity": 10}, "is less than train_batch_size=32"),
+    (DQNConfig, {"replay_buffer_capacity": 10}, "is less than the 32 rows of a train batch"),
+    (R2D2Config, {"replay_buffer_capacity": 100, "learning_starts": 100}, "than the 640 rows"),
+    (
+        IMPALAConfig,
+        {"num_learners": 1, "policies": {"a": PolicySpec(config={"microbatch_size": 8})}},
+        "learners on actors do not split minibatches",
+    ),
     (DQNConfig, {"prioritized_replay": False, "prioritized_replay_alpha": 0.3}, "needs priori"),
     (DQNConfig, {"replay_mode": "lockstep"}, "draws uniformly"),
     (PPOConfig, {"evaluation_parallel_to_training": True}, "needs evaluation workers"),
@@ -541,7 +547,7 @@ def test_restore_needs_an_env_that_the_checkpoint_cannot_hold(tmp_path, caplog):
         assert algorithm.train()["episode_len_mean"] == expected <= 7
     with pytest.raises(ConfigError, match="a mapping of changes"):
         PPO.from_checkpoint(tmp_path / "c", config=[1])
-    with pytest.raises(ConfigError, match="needs a DQNConfig, got a PPOConfig"):
+    with pytest.raises(ConfigError, match="must be of the class DQNConfig, got PPOConfig"):
         DQN(PPOConfig(env=CARTPOLE, clip_param=0.1))
 
 

@@ -567,6 +567,16 @@ def test_float16_observations_raise_no_warning_of_numpy():
         algorithm.check_start()
 
 
+def test_settings_of_evaluations_without_an_interval_are_reported(caplog):
+    for interval, is_reported in ((None, True), (1, False)):
+        caplog.clear()
+        config = PPOConfig(env="CartPole-v1", evaluation_num_workers=1)
+        with config.updated(evaluation_interval=interval).build() as algorithm:
+            algorithm.check_start()
+        message = "evaluation_num_workers: no effect without evaluation_interval"
+        assert (message in caplog.text) == is_reported
+
+
 def test_settings_that_no_policy_has_are_reported(caplog):
     own = PPOConfig(model={"fcnet_hiddens": [8]})
     policies = {"default_policy": PolicySpec(config=own)}

@@ -93,8 +93,9 @@ def rounds_larger_than_batches(plan: CheckedPlan) -> Iterator[PlanProblem]:
     """ConcatBatches after rounds of fragments that are much larger than its batches, because
     `rollout_fragment_length` was set."""
     config = plan.workers.config
-    names = getattr(config, "model_fields_set", ())
-    if "rollout_fragment_length" not in names or config.batch_mode != "truncate_episodes":
+    is_set = "rollout_fragment_length" in getattr(config, "model_fields_set", ())
+    is_automatic = config.rollout_fragment_length == "auto"
+    if not is_set or is_automatic or config.batch_mode != "truncate_episodes":
         return
     num_envs = config.num_envs_per_worker * max(plan.workers.num_workers, 1)
     steps = config.fragment_length * num_envs
