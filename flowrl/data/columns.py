@@ -104,7 +104,12 @@ def as_column(name: str, value: Any) -> Any:
             value,  # type: ignore[arg-type]
             is_leaf=lambda part: isinstance(part, list),
         )
-    return value if hasattr(value, "shape") else np.asarray(value)
+    if hasattr(value, "shape"):
+        return value
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise ValueError(f"column {name!r}: its rows differ in shape: {error}") from None
 
 
 def summarize(column: Any) -> str:
@@ -311,10 +316,11 @@ class Columns(dict[str, Any]):
         column = as_column(key, value)
         if not key.startswith(PER_SEQUENCE) and dict.__len__(self):
             for leaf in leaves_of(column):
-                rows = len(leaf) if np.ndim(leaf) else "no"
-                if rows != self._padded_count():
+                if not np.ndim(leaf):
+                    raise ValueError(f"column {key!r} has a single value instead of one per row")
+                if len(leaf) != self._padded_count():
                     raise ValueError(
-                        f"column {key!r} has {rows} rows, the batch {self._padded_count()}"
+                        f"column {key!r} has {len(leaf)} rows, the batch {self._padded_count()}"
                     )
         super().__setitem__(key, column)
 

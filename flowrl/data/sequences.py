@@ -11,7 +11,7 @@ import numpy as np
 from flowrl.data.columns import expand_runs, map_leaves
 from flowrl.data.sample_batch import SampleBatch
 
-MASK = "loss_mask"
+LOSS_MASK = "loss_mask"
 
 
 def sequence_lengths(
@@ -138,8 +138,8 @@ def pad_batch_to_sequences_of_same_size(
         batch = batch.with_columns(**states, seq_lens=lens)
     lens = batch["seq_lens"]
     length = max_seq_len or (int(lens.max()) if len(lens) else 1)
-    if MASK not in batch:
-        batch = batch.with_columns(**{MASK: np.ones(batch.count, bool)})
+    if LOSS_MASK not in batch:
+        batch = batch.with_columns(**{LOSS_MASK: np.ones(batch.count, bool)})
     return batch.right_zero_pad(length)
 
 
@@ -164,9 +164,9 @@ def without_masked_rows(batch: SampleBatch) -> tuple[SampleBatch, SampleBatch | 
     Raises:
         KeyError: no column `loss_mask`.
     """
-    mask = np.asarray(batch[MASK]).astype(bool)
+    mask = np.asarray(batch[LOSS_MASK]).astype(bool)
     if "seq_lens" not in batch:
-        return batch.map_rows(lambda leaf: leaf[mask]).without_columns(MASK), None
+        return batch.map_rows(lambda leaf: leaf[mask]).without_columns(LOSS_MASK), None
     lens = batch["seq_lens"]
     width = np.full(len(lens), batch.max_seq_len) if batch.zero_padded else lens
     sequence = np.repeat(np.arange(len(lens)), width)
@@ -175,11 +175,11 @@ def without_masked_rows(batch: SampleBatch) -> tuple[SampleBatch, SampleBatch | 
     seen_in_sequence = seen[:-1] - np.repeat(seen[np.cumsum(width) - width], width)
     burn_in = ~mask & (seen_in_sequence == 0) & (loss_lens > 0)[sequence]
     kept = np.flatnonzero(loss_lens > 0)
-    rows = _select(batch, mask, kept, loss_lens[kept]).without_columns(MASK)
+    rows = _select(batch, mask, kept, loss_lens[kept]).without_columns(LOSS_MASK)
     if not burn_in.any():
         return rows, None
     burn_in_lens = np.bincount(sequence[burn_in], minlength=len(lens))[kept]
-    return rows, _select(batch, burn_in, kept, burn_in_lens).without_columns(MASK)
+    return rows, _select(batch, burn_in, kept, burn_in_lens).without_columns(LOSS_MASK)
 
 
 def _select(
@@ -229,9 +229,9 @@ def loss_rows_of_sequences(batch: SampleBatch) -> np.ndarray:
     """Return the number of rows to learn from in each sequence, [sequences]: those whose
     `loss_mask` is not False."""
     lens: np.ndarray = batch["seq_lens"]
-    if MASK not in batch:
+    if LOSS_MASK not in batch:
         return lens
-    before = np.concatenate([[0], np.cumsum(batch[MASK])])
+    before = np.concatenate([[0], np.cumsum(batch[LOSS_MASK])])
     ends = np.cumsum(lens)
     loss_rows: np.ndarray = before[ends] - before[ends - lens]
     return loss_rows
@@ -292,7 +292,7 @@ def with_burn_in(batch: SampleBatch, max_seq_len: int, burn_in: int) -> SampleBa
     states = {n: np.asarray(c)[starts] for n, c in batch.items() if n.startswith("state_in_")}
     rows = batch.without_columns(*states).take_rows(index)
     mask = offsets >= np.repeat(burn_in_lens, lengths)
-    return rows.with_columns(**states, seq_lens=lengths.astype(np.int32), **{MASK: mask})
+    return rows.with_columns(**states, seq_lens=lengths.astype(np.int32), **{LOSS_MASK: mask})
 
 
 def add_time_dimension(padded: Any, max_seq_len: int, time_major: bool = False) -> Any:

@@ -167,6 +167,12 @@ def state_index(source: str) -> int:
     return int(source.removeprefix("state_out_"))
 
 
+def may_change_inputs(policy: Any) -> bool:
+    """Return whether a policy may change the observations that it gets in place, or keep them: the
+    class is not one of flowrl. It gets copies."""
+    return not type(policy).__module__.startswith("flowrl.")
+
+
 def is_state(view: View) -> bool:
     """Return whether a view shows recurrent states."""
     return view.source.startswith("state_out_")
@@ -226,6 +232,7 @@ class ActingViews:
         }
         self._use([*self._acting.values(), *self.agent_views.values()])
         self._fills: dict[str, Any] = {}
+        self._copies_obs = may_change_inputs(policy)
         if self.agent_views and not has_agents:
             raise ConfigError(
                 f"view {next(iter(self.agent_views))!r} shows other agents: this needs a worker, "
@@ -265,6 +272,8 @@ class ActingViews:
             column = columns.get(view.source)
             if view.source == "obs" and not view.is_window and view.shifts == (0,):
                 inputs[name] = map_leaves(lambda array: array[at], column)
+                if self._copies_obs:
+                    inputs[name] = map_leaves(np.copy, inputs[name])
             elif column is None:  # nothing is recorded yet
                 inputs[name] = self._blank(name, view, len(ages))
             else:

@@ -273,8 +273,11 @@ class BuiltTorchPolicy(TorchPolicy):
         inputs = input_dict or {"obs": obs_batch}
         outputs, dist_class, _ = self._call_distribution_fn(inputs, explore=False)
         with torch.inference_mode():
+            self._check_actions(actions, len(outputs))
             dist = dist_class(outputs, self.model)
-            on_device = torch.as_tensor(actions, device=outputs.device)
+            on_device: Any = optree.tree_map(
+                lambda leaf: torch.as_tensor(leaf, device=outputs.device), actions
+            )
             logp: np.ndarray = dist.logp(on_device).cpu().numpy()
         return logp
 

@@ -126,8 +126,8 @@ class CategoricalQ(QValues):
             atoms = torch.arange(self.num_atoms, device=probs.device)
             shares = (1 - (positions[:, :, None] - atoms).abs()).clamp(min=0.0)  # [B, from, to]
             return (probs[:, :, None] * shares).sum(1).float()
-        # rounding may move a position beyond the last atom
-        below = positions.long().clamp(max=self.num_atoms - 2)
+        # rounding may move a position beyond the last atom; that of a NaN stays NaN in `upper`
+        below = positions.nan_to_num().long().clamp(max=self.num_atoms - 2)
         upper = (positions - below).clamp(max=1.0)
         projected = torch.zeros(probs.shape, dtype=torch.float64, device=probs.device)
         projected.scatter_add_(1, below, (probs * (1 - upper)).double())

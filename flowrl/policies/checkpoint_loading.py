@@ -201,6 +201,14 @@ def _import_parts(
         for cls, expected in ((policy_class, base), (config_class, PolicyConfig)):
             if not (isinstance(cls, type) and issubclass(cls, expected)):
                 raise TypeError(f"{cls!r} is not a {expected.__name__}")
+        for name in ("observation_space", "action_space"):
+            if description[name] is None:
+                raise CheckpointError(
+                    f"the {name} of policy {policy_id!r} could not be saved: only Box, Discrete, "
+                    "MultiDiscrete and MultiBinary spaces can, and Tuple and Dict spaces of them "
+                    "whose keys are strings or integers. Use Algorithm.from_checkpoint(…)"
+                    ".get_policy(…)"
+                )
         return _PolicyParts(
             policy_class,
             config_class,

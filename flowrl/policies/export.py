@@ -150,8 +150,8 @@ def example_inputs(policy: ExportablePolicy, rows: int) -> dict[str, Any]:
             value = np.zeros((), np.float32)
         elif column == "obs":
             value = first_value_of(policy.observation_space)
-        elif column == "actions":  # in the policy's form: integers from 0
-            value = zeros_of(policy.action_space)
+        elif column == "actions":
+            value = _zero_action(policy.action_space)
         elif view.space is not None:
             value = first_value_of(view.space)
         else:
@@ -159,6 +159,19 @@ def example_inputs(policy: ExportablePolicy, rows: int) -> dict[str, Any]:
         shape = (rows, len(view.shifts)) if view.is_window else (rows,)
         inputs[name] = optree.tree_map(lambda leaf, s=shape: _repeat(leaf, s), value)
     return inputs
+
+
+def _zero_action(space: spaces.Space) -> Any:
+    """Return an action of zeros in the policy's form, as the exported program returns actions:
+    float32, or integers from 0."""
+    if isinstance(space, spaces.Dict):
+        return {key: _zero_action(space[key]) for key in sorted(space)}
+    if isinstance(space, spaces.Tuple):
+        return tuple(_zero_action(part) for part in space)
+    zeros: np.ndarray = zeros_of(space)
+    if isinstance(space, spaces.Box):
+        return zeros.astype(np.float32)
+    return zeros if isinstance(space, spaces.MultiBinary) else zeros.astype(np.int64)
 
 
 def _repeat(leaf: Any, shape: tuple[int, ...]) -> torch.Tensor:

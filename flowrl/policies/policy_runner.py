@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -80,8 +81,7 @@ class PolicyRunner:
         """
         policy, columns = self.policy, self._columns
         self._store("obs", optree.tree_map(lambda a: np.asarray(a)[None], preprocess(policy, obs)))
-        if not np.isfinite(prev_reward):
-            raise ConfigError(f"prev_reward is not finite: {prev_reward!r}")
+        _check_reward(prev_reward)
         rewards = columns.allocate("rewards", (), np.dtype(np.float32))
         rewards[columns.lookback - 1] = prev_reward if self._t else 0.0
         inputs = self._views.inputs(columns, 0, np.array([self._t]))
@@ -96,6 +96,15 @@ class PolicyRunner:
     def _store(self, column: str, values: Any) -> None:
         """Store values [1, …] in row 0."""
         write(self._columns.allocate_like(column, values), self._columns.lookback, values)
+
+
+def _check_reward(reward: Any) -> None:
+    try:
+        is_finite = math.isfinite(reward)
+    except TypeError:
+        is_finite = False
+    if not is_finite:
+        raise ConfigError(f"prev_reward must be a finite number, got {reward!r}")
 
 
 def preprocess(policy: ActingPolicy, obs: Any, batch: bool = False) -> Any:

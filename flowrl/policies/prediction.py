@@ -114,7 +114,7 @@ def _predict(
                 f"predict: {name} has shape {np.shape(part)}, expected "
                 f"{(num_rows, *initial.shape)[int(is_single) :]}"
             )
-        inputs[name] = part
+        inputs[name] = np.asarray(part, initial.dtype)
     actions, new_state, _ = policy.compute_actions_from_input_dict(inputs, explore=explore)
     actions = policy.actions_for_env(actions)
     if is_single:

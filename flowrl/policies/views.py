@@ -13,7 +13,7 @@ from gymnasium import spaces
 from flowrl.data.spaces import leaf_names, leaf_spaces, leaf_values
 from flowrl.errors import ConfigError
 
-MASK = "action_mask"  # leaf of a Dict observation: which actions are allowed
+ACTION_MASK = "action_mask"  # leaf of a Dict observation: which actions are allowed
 
 _RANGE = re.compile(r"\s*(-?\d+)\s*:\s*(-?\d+)\s*(?::\s*(\d+)\s*)?")
 
@@ -282,19 +282,19 @@ def find_masked(space: spaces.Space, observations: Any, actions: Any) -> str | N
         space: the action space.
         observations, actions: arrays [B, …] for which `find_mismatch` returns None.
     """
-    if not isinstance(observations, dict) or MASK not in observations:
+    if not isinstance(observations, dict) or ACTION_MASK not in observations:
         return None
     if not isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
         return None
     sizes = np.array([space.n]) if isinstance(space, spaces.Discrete) else space.nvec.reshape(-1)
-    mask = np.asarray(observations[MASK]).astype(bool)
+    mask = np.asarray(observations[ACTION_MASK]).astype(bool)
     if mask.shape != (len(actions), sizes.sum()):  # a custom model gives it another meaning
         return None
     columns = actions.reshape(len(actions), -1) + np.cumsum(sizes) - sizes
     rows = np.flatnonzero(~np.take_along_axis(mask, columns, 1).all(1))
     if not len(rows):
         return None
-    return f"actions: {actions[rows[0]]} in row {rows[0]} is forbidden by its {MASK}"
+    return f"actions: {actions[rows[0]]} in row {rows[0]} is forbidden by its {ACTION_MASK}"
 
 
 def _brief(values: Any) -> str:

@@ -22,7 +22,7 @@ from flowrl.data.serialization import savable_info
 from flowrl.envs.validation import ObservationCheck
 from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv, VectorStep
 from flowrl.errors import add_note
-from flowrl.policies.acting_views import InitialStates, signature_of
+from flowrl.policies.acting_views import InitialStates, may_change_inputs, signature_of
 from flowrl.policies.filters import ObservationFilter
 from flowrl.sampling.agent_checks import check_spaces
 from flowrl.sampling.callbacks import EVENTS_WITH_EPISODE, overrides
@@ -264,6 +264,8 @@ class ColumnSampler(EnvSampler):
         act, act_on_views = policy.compute_actions, policy.compute_actions_from_input_dict
         if self._views.defers_values:
             act = policy.compute_actions_only
+        if may_change_inputs(policy):
+            act = partial(_on_a_copy, act)
         if self.settings.explore:
             return act, act_on_views
         return partial(act, explore=False), partial(act_on_views, explore=False)
@@ -403,3 +405,7 @@ def _keep_freed_memory() -> None:
     """Allocate and free one large block: afterwards glibc keeps the memory of freed columns for new
     ones, instead of returning each to the system at the cost of page faults."""
     np.empty(16 << 20, np.uint8)
+
+
+def _on_a_copy(act: Callable[..., Any], obs: Any, **options: Any) -> Any:
+    return act(map_leaves(np.copy, obs), **options)

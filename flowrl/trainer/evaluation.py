@@ -514,6 +514,7 @@ def _evaluation_policy(policy: Policy, explore: bool) -> type[Policy]:
 
     class EvaluationPolicy(Policy):
         config_class = type(policy.config)
+        __module__ = type(policy).__module__  # samplers copy observations for classes of users
 
         def __init__(self, observation_space: Any, action_space: Any, config: AlgorithmConfig):
             super().__init__(observation_space, action_space, config)

@@ -478,7 +478,7 @@ def test_pickle_stores_shared_rows_once():
 
 def test_column_without_rows_is_rejected():
     batch = SampleBatch(obs=np.zeros((3, 2)))
-    with pytest.raises(ValueError, match="column 'mine' has no rows, the batch 3"):
+    with pytest.raises(ValueError, match="column 'mine' has a single value instead of one per row"):
         batch["mine"] = "abc"
 
 

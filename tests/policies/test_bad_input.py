@@ -48,7 +48,7 @@ def test_nonfinite_prev_reward_is_rejected():
     model = {"use_lstm": True, "lstm_use_prev_reward": True}
     runner = PPOTorchPolicy(BOX, TWO, {"model": model}).session()
     runner.compute_single_action([0.0, 0.0, 0.0])
-    with pytest.raises(ConfigError, match="prev_reward is not finite"):
+    with pytest.raises(ConfigError, match="prev_reward must be a finite number"):
         runner.compute_single_action([0.0, 0.0, 0.0], prev_reward=float("nan"))
 
 

@@ -92,3 +92,13 @@ def test_kernel_output_gradients_equal_autograd(dueling):
     (q_function.logits(outputs).gather(1, index).squeeze(1) * gradients).sum().backward()
     output_grad, _ = output_gradients(q_function, gradients.numpy(), actions.numpy())
     np.testing.assert_allclose(output_grad, outputs.grad.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_reward_that_is_not_a_number_makes_the_projection_not_a_number():
+    q_function = CategoricalQ(2, 5, -1, 1, False)
+    probs = np.full((2, 5), 0.2, np.float32)
+    rewards, discounts = np.array([np.nan, 0.0], np.float32), np.full(2, 0.9)
+    by_torch = q_function.project(*map(torch.from_numpy, (probs, rewards, discounts))).numpy()
+    for projected in (by_torch, project(q_function, probs, rewards, discounts)):
+        assert np.isnan(projected[0]).any()
+        np.testing.assert_allclose(projected[1].sum(), 1, atol=1e-6)

@@ -118,7 +118,8 @@ def test_message_describes_invalid_checkpoints(tmp_path):
     for change, match in (
         ({"class": "os:system"}, "is not a Policy"),
         ({"class": "no.such:Thing"}, "cannot be created"),
-        ({"observation_space": None}, "cannot be created"),
+        ({"observation_space": None}, "observation_space of policy .* could not be saved"),
+        ({"observation_space": {}}, "cannot be created"),
     ):
         policies = {"default_policy": {**metadata["policies"]["default_policy"], **change}}
         write_checkpoint(path, state, {**metadata, "policies": policies})

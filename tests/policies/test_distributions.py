@@ -227,3 +227,10 @@ def test_squashed_log_probability_of_a_sample_is_exact_for_small_deviations(log_
     np.testing.assert_allclose(
         logp, SquashedGaussian.from_noise(inputs.numpy(), noise.numpy())[2], rtol=1e-5
     )
+
+
+@pytest.mark.parametrize("action", [-100, -1, 3])
+def test_actions_outside_of_a_categorical_have_no_probability(action):
+    dist = Categorical(torch.zeros(2, 3))
+    with pytest.raises((IndexError, RuntimeError)):
+        dist.logp(torch.tensor([action, 0]))

@@ -349,3 +349,21 @@ def test_actions_have_the_dtype_of_the_space(tmp_path, space):
     assert policy.actions_for_env(actions).dtype == np.int32
     program = torch.export.load(policy.export(tmp_path / "p.pt2")).module()
     assert program({"obs": torch.zeros(1, 4)})["actions"].dtype == torch.int32
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Box(-1, 1, (2,), np.float64),
+        spaces.Discrete(3, dtype=np.int32),
+        spaces.MultiBinary(2),
+        spaces.Dict(a=spaces.Box(-1, 1, (1,)), b=spaces.Discrete(2)),
+    ],
+)
+def test_programs_take_their_own_actions_as_previous_actions(tmp_path, space):
+    model = {"use_lstm": True, "lstm_use_prev_action": True, "max_seq_len": 4}
+    policy = PPOTorchPolicy(BOX, space, {"seed": 1, "model": model})
+    program = torch.export.load(policy.export(tmp_path / "p.pt2")).module()
+    inputs = example_inputs(policy, 1)
+    outputs = program(inputs)
+    program({**inputs, "prev_actions": outputs["policy_actions"]})

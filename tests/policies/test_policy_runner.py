@@ -106,3 +106,26 @@ def test_runner_leaves_the_observation_writeable():
     PPOTorchPolicy(BOX, TWO, {}).session().compute_single_action(obs)
     obs[0] = 1
     assert SampleBatch(obs=obs[None]).count == 1
+
+
+class Scaling(PPOTorchPolicy):
+    """Changes its observations in place, and keeps them."""
+
+    def compute_actions(self, obs_batch, explore=True, **kwargs):
+        obs_batch /= 2
+        self.kept = [*getattr(self, "kept", []), obs_batch]
+        return super().compute_actions(obs_batch, explore, **kwargs)
+
+
+def test_policies_may_change_and_keep_their_observations():
+    settings = {"seed": 0, "rollout_fragment_length": 6}
+    worker = RolloutWorker(lambda context: RandomEnv(), Scaling, settings)
+    batches = [worker.sample(), worker.sample()]
+    seen = np.concatenate(worker.get_policy().kept)
+    expected = np.concatenate([batch["obs"] for batch in batches]) / 2
+    np.testing.assert_array_equal(seen[: len(expected)], expected)
+    policy = Scaling(BOX, TWO, {"seed": 0})
+    session = policy.session()
+    for value in (2.0, 4.0):
+        session.compute_single_action(np.full(3, value, np.float32))
+    assert [kept[0, 0] for kept in policy.kept] == [1.0, 2.0]

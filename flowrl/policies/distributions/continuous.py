@@ -105,7 +105,8 @@ class SquashedGaussian(DiagGaussian):
 
     Log standard deviations are clamped to [-20, 2]. The KL divergence is the one of the normal
     distributions, which squashing does not change. The entropy has no closed form; it is estimated
-    from one sample.
+    from one sample. `act` clips actions to within 1e-6 of the bounds, and returns the
+    log-probabilities of the actions before that.
     """
 
     def __init__(self, inputs: torch.Tensor, model: torch.nn.Module | None = None):

@@ -51,7 +51,7 @@ class Categorical(ActionDistribution):
         return self.logits.argmax(-1)
 
     def logp(self, actions: torch.Tensor) -> torch.Tensor:
-        return -F.nll_loss(self.logits, actions.long(), reduction="none")
+        return self.logits.gather(1, actions.long()[:, None])[:, 0]
 
     def entropy(self) -> torch.Tensor:
         return -(self.logits.exp() * self.logits).sum(-1)

@@ -15,7 +15,7 @@ from flowrl.data.sequences import sequence_minibatches
 Stats = dict[str, float]
 
 
-def check_batch(batch: Any, name: str, scalar_columns: Sequence[str]) -> None:
+def check_learnable(batch: Any, name: str, scalar_columns: Sequence[str]) -> None:
     """Check that a policy can learn from a batch.
 
     Args:

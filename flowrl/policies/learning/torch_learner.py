@@ -18,7 +18,7 @@ from flowrl.policies.cuda_graphs import running_on
 from flowrl.policies.learning.captured_update import CapturedUpdates
 from flowrl.policies.learning.epochs import (
     Stats,
-    check_batch,
+    check_learnable,
     concat_row_stats,
     run_epochs,
     shuffled_minibatches,
@@ -144,7 +144,7 @@ class TorchLearner:
     def _begin(self, batch: Any) -> None:
         """Check a batch, and whether the user has changed the policy, before the first update."""
         self.gradient.choose_kernel()
-        check_batch(batch, type(self.policy).__name__, self._scalar_columns)
+        check_learnable(batch, type(self.policy).__name__, self._scalar_columns)
 
     def minibatches(self, batch: SampleBatch, size: int) -> Iterator[SampleBatch]:
         """Yield the rows of a batch in random order, `size` at a time; the last may be smaller.
@@ -431,6 +431,7 @@ class TorchLearner:
     def standardize(self, values: torch.Tensor) -> torch.Tensor:
         """Scale the values [B] of a minibatch, over all processes, to mean 0 and standard
         deviation 1; a single value becomes 0."""
+        values = values if values.is_floating_point() else values.float()
         if self.process_group is not None:
             std, mean = self.process_group.std_mean(values)
         elif len(values) < 2:

@@ -22,7 +22,7 @@ from flowrl.policies.models.network_memory import check_network_memory
 from flowrl.policies.models.recurrent import RecurrentNetwork
 from flowrl.policies.models.torso import TorsoNetwork
 from flowrl.policies.torch_random import torch_seed
-from flowrl.policies.views import MASK, ViewRequirement
+from flowrl.policies.views import ACTION_MASK, ViewRequirement
 from flowrl.setting_values import nearest
 from flowrl.settings import import_object
 
@@ -80,9 +80,9 @@ def make_model(
     if (
         config.custom_model is None
         and isinstance(obs_space, spaces.Dict)
-        and MASK in obs_space.spaces
+        and ACTION_MASK in obs_space.spaces
     ):
-        unmasked = {key: space for key, space in obs_space.items() if key != MASK}
+        unmasked = {key: space for key, space in obs_space.items() if key != ACTION_MASK}
         if not unmasked:
             raise ConfigError(f"observation space {obs_space}: it has only an action_mask")
         inner_space = next(iter(unmasked.values())) if len(unmasked) == 1 else spaces.Dict(unmasked)
@@ -136,8 +136,10 @@ def _check_space(space: spaces.Space) -> None:
     """Raise ConfigError if a part of an observation space is empty, or has an action mask."""
     if nested_size(space) == 0:
         raise ConfigError(f"no model for the space {space}: it is empty")
-    if isinstance(space, spaces.Dict) and MASK in space.spaces:
-        raise ConfigError(f"{MASK}: must be at the top level of a Dict observation, not nested")
+    if isinstance(space, spaces.Dict) and ACTION_MASK in space.spaces:
+        raise ConfigError(
+            f"{ACTION_MASK}: must be at the top level of a Dict observation, not nested"
+        )
     if isinstance(space, (spaces.Dict, spaces.Tuple)):
         for part in space.values() if isinstance(space, spaces.Dict) else space:
             _check_space(part)

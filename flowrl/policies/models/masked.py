@@ -15,7 +15,7 @@ from flowrl.policies.config import ModelConfig
 from flowrl.policies.exploration import MASKED_OUTPUT
 from flowrl.policies.models.base import ModelV2, State
 from flowrl.policies.models.tensor_batch import InputDict
-from flowrl.policies.views import MASK, ViewRequirement, forward_views
+from flowrl.policies.views import ACTION_MASK, ViewRequirement, forward_views
 
 
 class MaskedModel(ModelV2):
@@ -58,15 +58,15 @@ class MaskedModel(ModelV2):
                 "action_mask: only Discrete and MultiDiscrete action spaces support masks, not "
                 f"{action_space}"
             )
-        shape = obs_space[MASK].shape
+        shape = obs_space[ACTION_MASK].shape
         self._num_unmasked = num_outputs - sum(self._sizes) * outputs_per_action
         if shape != (sum(self._sizes),) or self._num_unmasked < 0:
             raise ConfigError(
                 f"action_mask: {action_space} needs a mask of shape ({sum(self._sizes)},), the "
-                f"observation space has {obs_space[MASK]}"
+                f"observation space has {obs_space[ACTION_MASK]}"
             )
         self.model = model
-        self._keys = [key for key in sorted(obs_space) if key != MASK]
+        self._keys = [key for key in sorted(obs_space) if key != ACTION_MASK]
         self.view_requirements = {
             **model.view_requirements,
             "obs": ViewRequirement(space=obs_space),
@@ -97,7 +97,7 @@ class MaskedModel(ModelV2):
                 inner[name] = input_dict[name]
         inner["obs"] = self._without_mask(observations)
         outputs, state = self.model(inner, state, seq_lens)
-        allowed = observations[MASK] != 0
+        allowed = observations[ACTION_MASK] != 0
         if outputs.shape != allowed.shape:
             allowed = allowed.repeat_interleave(self._outputs_per_action, 1)
             allowed = F.pad(allowed, (0, self._num_unmasked), value=True)
@@ -118,7 +118,7 @@ class MaskedModel(ModelV2):
         outputs, values, state = self.model.compute_outputs(
             {**inputs, "obs": self._without_mask(observations)}
         )
-        allowed = np.asarray(observations[MASK]) != 0
+        allowed = np.asarray(observations[ACTION_MASK]) != 0
         if allowed.shape != (len(outputs), sum(self._sizes)):
             expected = len(outputs), sum(self._sizes)
             raise ValueError(

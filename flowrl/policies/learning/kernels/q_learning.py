@@ -127,8 +127,8 @@ def project(
     first, last = support[0], support[-1]
     moved = rewards[:, None] + discounts[:, None] * support
     positions = (moved.clip(first, last) - first) / (last - first) * (num_atoms - 1)
-    # rounding may move a position beyond the last atom
-    below = np.minimum(positions.astype(np.int64), num_atoms - 2)
+    # rounding may move a position beyond the last atom; that of a NaN stays NaN in `upper`
+    below = np.fmin(positions, num_atoms - 2).astype(np.int64)
     upper = np.minimum(positions - below, 1.0)
     rows = np.arange(len(rewards))[:, None]
     projected = np.zeros(probs.shape, np.float64)
