@@ -38,7 +38,8 @@ class _Request:
 
 
 class ReplayedPool(Pool):
-    """Workers that compute a reply when the plan reads it, with the weights as of the request.
+    """Workers that compute a reply when the plan reads it or a later one of the same worker, with
+    the weights as of the request.
 
     Args:
         workers: the WorkerSet.
@@ -72,8 +73,12 @@ class ReplayedPool(Pool):
 
     def result(self, ref: Any) -> Reply:
         if ref in self._requests:
-            self._requests.remove(ref)
-            self._compute(ref)
+            for sent in list(self._requests):  # a worker answers its requests in their order
+                if sent.worker is ref.worker:
+                    self._requests.remove(sent)
+                    self._compute(sent)
+                if sent is ref:
+                    break
         if ref.error is not None:
             raise ref.error
         reply: Reply = ref.reply

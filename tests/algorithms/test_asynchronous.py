@@ -11,6 +11,7 @@ from flowrl.algorithms.apex import APEXConfig
 from flowrl.algorithms.appo import APPOConfig
 from flowrl.algorithms.dqn import DQNConfig
 from flowrl.algorithms.impala import IMPALAConfig
+from flowrl.envs import make_multi_agent
 from flowrl.iter import MetricsContext, metrics_scope
 from flowrl.iter.stage import walk
 from flowrl.ops import (
@@ -175,6 +176,26 @@ def test_waiting_workers_never_exceed_the_policy_lag(ray_session, kind, max_lag)
     assert result["counters"]["num_sampling_waits"] > 0
     assert result["counters"].get("num_env_steps_dropped", 0) == 0
     assert result["num_env_steps_trained"] > 1000
+
+
+def test_waiting_continues_after_batches_that_train_no_policy():
+    config = IMPALAConfig(
+        env=make_multi_agent("CartPole-v1"),
+        env_config={"num_agents": 2},
+        policies=["a", "b"],
+        policy_mapping_fn=lambda agent_id: "ab"[int(agent_id)],
+        policies_to_train=[],
+        rollout_fragment_length=10,
+        train_batch_size=20,
+        max_policy_lag=1,
+        stale_policy="wait",
+        min_sample_timesteps_per_iteration=200,
+        seed=0,
+    )
+    with config.build() as algorithm:
+        counters = [algorithm.train()["counters"] for _ in range(2)][-1]
+    assert counters["num_env_steps_dropped"] >= 300
+    assert counters["num_env_steps_trained"] == 0
 
 
 def test_waiting_rejects_settings_that_break_the_limit():

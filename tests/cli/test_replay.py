@@ -331,6 +331,19 @@ def test_calls_on_workers_run_after_the_requests_in_flight():
         assert steps[0] == steps[1] > 0
 
 
+def test_a_worker_answers_requests_in_their_order():
+    config = A3CConfig(env="CartPole-v1", num_workers=1, rollout_fragment_length=5, seed=1)
+    with config.build() as algorithm:
+        algorithm.workers.replay_in_process()
+        shards = algorithm.workers.parallel_iterator()
+        first, second = shards.gather_async(num_async=2), shards.gather_async(num_async=1)
+        for stream in (first, second):
+            stream.metrics.journal = FirstOfShardOne()
+        batches = [next(first), next(second), next(first)]
+        begins = [(batch["eps_id"][0], batch["t"][0]) for batch in batches]
+        assert begins[0] < begins[2] < begins[1]
+
+
 class FirstOfShardOne:
     """A journal in which the replies of the first shard arrive first."""
 

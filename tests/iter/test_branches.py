@@ -426,3 +426,13 @@ def test_state_of_another_number_of_branches_is_rejected_before_anything_is_load
     with pytest.raises(ValueError, match="saved state is of another number of branches"):
         two.stage.check_state(three.stage.state_dict())
     two.stage.check_state(two.stage.state_dict())
+
+
+@pytest.mark.parametrize("mode", ["round_robin", "async"])
+def test_end_of_a_dropped_branch_with_another_endless_source(mode):
+    seen = []
+    a, b = LocalIterator(range(3)).duplicate(2)
+    side = b.for_each(lambda item: seen.append(item) or item).union(endless(9))
+    plan = Concurrently([a, side], mode=mode, output_indexes=[0])
+    assert list(plan) == [0, 1, 2]
+    assert seen == [0, 1, 2]

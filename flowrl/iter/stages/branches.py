@@ -160,12 +160,19 @@ class Union(Stage):
             if self._done[index]:
                 continue
             can_end = bool(children) and all(child.stream_has_ended for child in children)
-            while can_end:
+            # another source of the branch may have no end
+            has_other_source = self._has_other_source(index)
+            while can_end and not (has_other_source and not any(c.has_items for c in children)):
                 try:
                     can_end = self._pulls[index](False) is not NOT_READY
                 except StopIteration:
                     can_end = False
             self._end_branch(index)
+
+    def _has_other_source(self, index: int) -> bool:
+        """Return whether a branch has a source besides the children of `duplicate`."""
+        before = {stage for child in self._children[index] for stage in walk(child)}
+        return any(not one.parents and one not in before for one in walk(self.parents[index]))
 
     def _next_turn(self, idle: set[int]) -> int:
         """Return the branch whose turn it is; the turn of an idle "*" branch ends."""
@@ -454,6 +461,11 @@ class DuplicateChild(Stage):
     def stream_has_ended(self) -> bool:
         """Whether the stream that is duplicated has ended."""
         return self._duplicate.has_ended
+
+    @property
+    def has_items(self) -> bool:
+        """Whether items are buffered for this child."""
+        return bool(self._duplicate.buffers[self._index])
 
     @property
     def has_reading_siblings(self) -> bool:

@@ -377,6 +377,8 @@ class Transform(Stage):
                 raise
             if item is not NOT_READY:
                 return item
+            if self.journal is not None and self.journal.replays:
+                continue  # the journal determines how often the plan is pulled
             waits = self.parents[0].waits()
             if waits:
                 with self.waiting():
