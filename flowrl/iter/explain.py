@@ -63,19 +63,21 @@ def _shard_lines(stage: Stage) -> list[str]:
 def stats_rows(stage: Stage, profiler: Profiler | None = None) -> list[dict[str, Any]]:
     """Return one dict per stage, end first, as described in `LocalIterator.stats()`."""
     ids = {node: index for index, node in enumerate(walk(stage))}
-    return [
-        {
+    rows = []
+    for node, index in ids.items():
+        row = {
             "id": index,
             "stage": str(node),
             "chained_at": node.line,
             "parents": [ids[parent] for parent in node.parents],
             "items": node.items,
             **(profiler.times(node) if profiler is not None else {}),
-            **node.extra_stats(),
             **({"shards": shards} if (shards := node.shard_stats()) else {}),
         }
-        for node, index in ids.items()
-    ]
+        for name, value in _plain(node.extra_stats()).items():
+            row[f"own_{name}" if name in row else name] = value
+        rows.append(row)
+    return rows
 
 
 def mermaid(stage: Stage, profiler: Profiler | None = None) -> str:
@@ -92,11 +94,17 @@ def mermaid(stage: Stage, profiler: Profiler | None = None) -> str:
 
 def as_json(stage: Stage, profiler: Profiler | None = None) -> str:
     """Return the rows of `stats_rows` as JSON."""
-    return json.dumps(stats_rows(stage, profiler), indent=1, default=_plain)
+    return json.dumps(stats_rows(stage, profiler), indent=1)
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of an operator's `extra_stats` for JSON: numbers of numpy as numbers."""
+    """Return a value of an operator's `extra_stats` in the types of JSON; others as text."""
+    if isinstance(value, dict):
+        return {str(name): _plain(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    if value is None or type(value) in (bool, int, float, str):
+        return value
     return value.item() if getattr(value, "size", None) == 1 else str(value)
 
 

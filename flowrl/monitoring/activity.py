@@ -375,9 +375,11 @@ def _stage_activity(
     known |= {*SHARES, *(f"{name}_s" for name in SHARES)}
     values = {name: value for name, value in row.items() if name not in known}
     values |= {
-        name: value - before.get(name, 0.0)
+        name: value - earlier
         for name, value in values.items()
-        if name.endswith("_s") and isinstance(value, Real)
+        if name.endswith("_s")
+        and isinstance(value, Real)
+        and isinstance(earlier := before.get(name, 0.0), Real)
     }
     return StageActivity(
         id=row["id"],

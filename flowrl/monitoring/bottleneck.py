@@ -274,7 +274,8 @@ def _learner_thread(stage: StageActivity, activity: Activity, facts: PlanFacts) 
     text = f"Training limits this run: the learner takes {share:.0%} of the time"
     if full > 0.1:
         text += f", its queue is full {full:.0%} of it"
-        share = max(share, MIN_SHARE_OF_FULL_QUEUE)  # sampling waits for it
+        if share > 0.5:
+            share = max(share, MIN_SHARE_OF_FULL_QUEUE)  # sampling waits for it
     draws = facts.replay is not None
     return _training_finding(text, "learner", share, facts, draws, stage.line)
 

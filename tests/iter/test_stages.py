@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -746,6 +747,37 @@ def test_error_in_extra_stats_is_a_value_of_the_stats():
     (text,) = [one["extra_stats"] for one in stream.stats() if "extra_stats" in one]
     assert text == "raised TypeError: 'int' object is not iterable"
     assert text in stream.explain()
+
+
+class OddStats:
+    """Has statistics that JSON cannot hold, and names of the engine."""
+
+    def __call__(self, item):
+        return item
+
+    def extra_stats(self):
+        return {"id": 7, (1, "a"): np.float32(0.5), "rows": {2: None}, "lock": threading.Lock()}
+
+
+def test_statistics_of_an_operator_are_plain_and_replace_none_of_the_engine():
+    stream = LocalIterator(range(3)).for_each(OddStats())
+    assert stream.take(1) == [0]
+    row = stream.stats()[0]
+    assert (row["id"], row["own_id"], row["(1, 'a')"], row["rows"]) == (0, 7, 0.5, {"2": None})
+    assert json.loads(stream.explain("json"))[0]["rows"] == {"2": None}
+
+
+def test_operator_without_the_state_of_the_saved_plan(caplog):
+    def stream(**members):
+        operator = type("Counter", (), {"__call__": lambda self, item: item, **members})
+        return LocalIterator(range(3)).for_each(operator())
+
+    methods = {"state_dict": lambda self: {}, "load_state_dict": lambda self, state: None}
+    message = r"for_each\(Counter\), chained at .*: .* but the operator has no load_state_dict"
+    with pytest.raises(ValueError, match=message):
+        stream().load_state_dict(stream(**methods).state_dict())
+    stream(**methods).load_state_dict(stream().state_dict())
+    assert "has no state of this operator, so the operator starts anew" in caplog.text
 
 
 @dataclasses.dataclass

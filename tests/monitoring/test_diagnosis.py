@@ -213,6 +213,8 @@ def test_learner_thread_whose_queue_is_full():
     assert "the learner takes 98% of the time, its queue is full 60% of it" in found.text
     found = first(activity(*learner_thread(0.0, 9.0, 1.0), workers=TWO_WORKERS), of_thread)
     assert found.cause == "inference"
+    found = first(activity(*learner_thread(1.4, 8.6, 1.2), workers=TWO_WORKERS), of_thread)
+    assert found.cause == "inference"  # the learner is mostly idle
     found = first(activity(*learner_thread(4.0, 3.0, 6.0), workers=TWO_WORKERS), of_thread)
     assert found.cause == "queue_too_small"
     old = activity(*learner_thread(6.0, 0.1, 9.8, queue=100), policy_lag_mean=90.0)

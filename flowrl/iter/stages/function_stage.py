@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -19,6 +20,8 @@ from flowrl.iter.errors import (
 from flowrl.iter.metrics import current_metrics
 from flowrl.iter.stage import Stage, describe, function_title
 from flowrl.state_schema import Fields, Natural, check_own_state
+
+log = logging.getLogger("flowrl")
 
 DROPPED = object()  # result of an item that the error policy drops
 
@@ -192,9 +195,20 @@ class FunctionStage(Stage):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.items, self.skipped = state["items"], state["skipped"]
+        load = self._method("load_state_dict")
+        if "operator" not in state and self._method("state_dict") is not None:
+            log.warning(
+                "%s, chained at %s: the saved plan has no state of this operator, so the operator "
+                "starts anew", self, self.line,
+            )  # fmt: skip
         if "operator" in state:
+            if load is None:
+                raise ValueError(
+                    f"{self}, chained at {self.line}: the saved plan has a state of this operator, "
+                    "but the operator has no load_state_dict(state)"
+                )
             try:
-                self.fn.load_state_dict(state["operator"])  # type: ignore[attr-defined]
+                load(state["operator"])
             except Exception as error:
                 if not is_user_defined(self.fn):
                     raise  # its message names it
