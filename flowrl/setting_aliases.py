@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Mapping
 from typing import Any
 
 from flowrl.errors import ConfigError
@@ -188,6 +188,8 @@ def _flattened(values: dict[str, Any]) -> dict[str, Any]:
     if "multiagent" not in values:
         return values
     nested = values["multiagent"] or {}
+    if not isinstance(nested, Mapping):
+        raise ConfigError(f"multiagent: must be a mapping of settings, got {nested!r}")
     unknown = sorted(set(nested) - set(_MULTIAGENT_KEYS))
     if unknown:
         hint = nearest(unknown[0], list(_MULTIAGENT_KEYS))

@@ -323,7 +323,9 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
     "normalize": [
         ("normalize_observations", "Use `normalize_observations` and `normalize_rewards`"),
     ],
-    "config": [("train_batch_size", "Pass the config as the first argument")],
+    "config": [
+        ("train_batch_size", 'Pass the config as the first argument: PPO({…}, env="CartPole-v1")')
+    ],
     # reports
     "timesteps_total": [("total_timesteps", "`total_timesteps`")],
     "log_level": [

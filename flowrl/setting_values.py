@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import math
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -12,6 +13,8 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
+
+log = logging.getLogger("flowrl")
 
 
 def whole_number(value: Any) -> int | None:
@@ -61,6 +64,21 @@ def nearest(name: str, known: list[str]) -> str:
     """Return ` Did you mean 'x'?`, or an empty string if no known name is similar."""
     similar = nearest_name(name, known)
     return "" if similar is None else f" Did you mean {similar!r}?"
+
+
+def warn_of_misspelled_members(cls: type) -> None:
+    """Warn of public members of a user's class that are named almost like an inherited one, which
+    they probably should override."""
+    if cls.__module__.startswith("flowrl."):
+        return
+    inherited = {name for base in cls.__mro__[1:] for name in vars(base)}
+    known = sorted(name for name in inherited if not name.startswith("_"))
+    for name in vars(cls).keys() - inherited:
+        similar = nearest_name(name, known, 0.9)
+        if similar is not None and not name.startswith("_"):
+            log.warning(
+                "%s.%s overrides nothing: did you mean %s?", cls.__qualname__, name, similar
+            )
 
 
 def type_text(annotation: Any) -> str:

@@ -30,6 +30,7 @@ RULES: list[Callable[[CheckedPlan], Iterator[PlanProblem]]] = [
     replay.rows_that_a_buffer_rejects,
     replay.weights_of_one_buffer,
     replay.priorities_not_updated,
+    replay.priorities_of_another_buffer,
     operators.no_return,
     operators.in_place_change,
     operators.trains_without_record,

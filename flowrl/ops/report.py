@@ -91,6 +91,11 @@ class StandardMetricsReporting(LocalIterator[Result]):
         config: Any,
         selected_workers: SelectedWorkers = None,
     ):
+        if isinstance(train_op, WorkerSet):
+            raise TypeError(
+                "StandardMetricsReporting takes (stream, workers, config): the workers are the "
+                "second argument"
+            )
         if not isinstance(train_op, LocalIterator):
             raise TypeError(
                 "StandardMetricsReporting takes a LocalIterator, got a "

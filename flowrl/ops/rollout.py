@@ -90,7 +90,9 @@ def ParallelRollouts(
             f"{type(workers).__name__}"
         )
     if mode not in ("bulk_sync", "async", "raw"):
-        raise ValueError(f'mode must be "bulk_sync", "async" or "raw", got {mode!r}')
+        raise ValueError(
+            f'ParallelRollouts: mode must be "bulk_sync", "async" or "raw", got {mode!r}'
+        )
     if mode != "async":
         for name, is_default in (
             ("num_async", num_async == 1),

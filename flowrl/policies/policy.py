@@ -19,6 +19,7 @@ from flowrl.policies.prediction import ActsOnObservations
 from flowrl.policies.schedules import value_at
 from flowrl.policies.views import ViewRequirement, find_masked, find_mismatch, find_out_of_range
 from flowrl.seeding import random_stream, restore_stream, stream_state
+from flowrl.setting_values import warn_of_misspelled_members
 from flowrl.state_schema import Fields, Natural, check_state
 
 _ACTING_FIELDS: Fields = {
@@ -63,6 +64,10 @@ class Policy(ActsOnObservations):
     config_class: ClassVar[type[PolicyConfig]] = PolicyConfig
     is_on_policy: ClassVar[bool] = False
     """Whether the loss assumes that fragments were sampled with the current weights."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        warn_of_misspelled_members(cls)
 
     def __init__(self, observation_space: spaces.Space, action_space: spaces.Space, config: Any):
         self.observation_space = observation_space

@@ -453,10 +453,15 @@ def check_workers(workers: Any, operator: str) -> None:
     """Check the argument `workers` of an operator.
 
     Raises:
-        TypeError: it is the config, the other argument of a plan.
+        TypeError: it is the config, the other argument of a plan, or one worker.
     """
     if isinstance(workers, Settings):
         raise TypeError(
             f"{operator} takes the WorkerSet, the first argument of a plan, got a "
             f"{type(workers).__name__}"
+        )
+    if isinstance(workers, RolloutWorker):
+        raise TypeError(
+            f"{operator} takes the WorkerSet, got a RolloutWorker: pass workers instead of "
+            "workers.local_worker()"
         )

@@ -30,6 +30,7 @@ from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import check_policy_classes
 from flowrl.sampling.callbacks import call
 from flowrl.sampling.worker_set import WorkerSet
+from flowrl.setting_values import warn_of_misspelled_members
 from flowrl.threads import allow_background_calls, limit_threads, limit_torch, num_free_cores
 from flowrl.trainer.acting import ActsWithPolicies
 from flowrl.trainer.checkpointing import Checkpointing
@@ -82,6 +83,10 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
     policy_class: ClassVar[PolicyClass] = None  # None: each PolicySpec has its own
     config_class: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
     execution_plan: ClassVar[Any] = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        warn_of_misspelled_members(cls)
 
     @with_hints
     def __init__(self, env_or_config: Any = None, **settings: Any):

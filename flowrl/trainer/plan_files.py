@@ -94,8 +94,10 @@ def plan_path(plan: str) -> Path:
     if path.name and path.with_suffix(".py").is_file():
         raise ConfigError(f"plan: unknown plan {plan!r}. Did you mean the file '{plan}.py'?")
     if (path / "config.json").is_file():
+        of_run = path / "plan.py"
+        found = of_run if of_run.is_file() else path / "plan.txt"  # plan.txt: only drawn
         raise ConfigError(
-            f"plan: {plan!r} is a run directory, whose plan is in {path / 'plan.txt'}. To continue "
+            f"plan: {plan!r} is a run directory, whose plan is in {found}. To continue "
             f"the run, use `{shlex.join(['flowrl', 'resume', plan])}`"
         )
     known = sorted(shipped_plans())

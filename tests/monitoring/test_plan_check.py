@@ -34,7 +34,7 @@ from flowrl.ops import (
 )
 from flowrl.ops.staleness import StalenessLimit
 from flowrl.policies.policy_spec import PolicySpec
-from flowrl.replay import MultiAgentReplayBuffer, ReplayBuffer
+from flowrl.replay import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer
 from flowrl.sampling import WorkerSet
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.plan_settings import plan_config
@@ -218,6 +218,48 @@ def test_weights_of_branches_that_share_a_buffer():
         return plan(workers, config, None)
 
     assert "weights_of_one_buffer" not in problems_of(without_weights)
+
+
+def test_weights_of_branches_with_separate_buffers():
+    def plan(workers, config):
+        buffers = [
+            MultiAgentReplayBuffer(lambda policy_id: ReplayBuffer(100), replay_batch_size=8)
+            for _ in range(2)
+        ]
+        stored = ParallelRollouts(workers)
+        for buffer in buffers:
+            stored = stored.for_each(StoreToReplayBuffer(local_buffer=buffer))
+        draws = [Replay(local_buffer=buffer) for buffer in buffers]
+        mixed = Concurrently(draws, round_robin_weights=[1, 3]).for_each(TrainOneStep(workers))
+        return report(Concurrently([stored, mixed], output_indexes=[1]), workers, config)
+
+    assert "weights_of_one_buffer" not in problems_of(plan)
+
+
+def test_priorities_of_another_buffer():
+    def plan(workers, config, same=False):
+        buffers = [
+            MultiAgentReplayBuffer(
+                lambda policy_id: PrioritizedReplayBuffer(100), replay_batch_size=8
+            )
+            for _ in range(2)
+        ]
+        stored = ParallelRollouts(workers)
+        for buffer in buffers:
+            stored = stored.for_each(StoreToReplayBuffer(local_buffer=buffer))
+        branches = [stored]
+        for buffer, updated in zip(buffers, buffers if same else buffers[::-1], strict=True):
+            trained = Replay(local_buffer=buffer).for_each(TrainOneStep(workers))
+            branches.append(trained.for_each(UpdateReplayPriorities(local_buffer=updated)))
+        return report(Concurrently(branches, output_indexes=[1, 2]), workers, config)
+
+    text = problems_of(plan)["priorities_of_another_buffer"]
+    assert "another buffer than the one that Replay, chained at " in text
+
+    def with_same_buffers(workers, config):
+        return plan(workers, config, True)
+
+    assert "priorities_of_another_buffer" not in problems_of(with_same_buffers)
 
 
 @pytest.mark.parametrize(

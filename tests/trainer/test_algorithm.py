@@ -284,6 +284,21 @@ def test_config_of_a_base_class_keeps_what_was_changed_in_place():
         assert algorithm.config.env_config == {"x": 1}
 
 
+def test_misspelled_members_of_subclasses_are_reported(caplog):
+    class Misspelled(PPO):
+        policy_clas = PPOTorchPolicy
+
+        def helper(self): ...
+
+    assert "Misspelled.policy_clas overrides nothing: did you mean policy_class?" in caplog.text
+
+    class MisspelledPolicy(PPOTorchPolicy):
+        def postprocess_trajectry(self, batch): ...
+
+    assert "did you mean postprocess_trajectory?" in caplog.text
+    assert len(caplog.messages) == 2
+
+
 def test_algorithm_without_a_policy_class_is_rejected():
     message = "^Algorithm has no policy_class for 'default_policy': use an algorithm that has one"
     with pytest.raises(ConfigError, match=message):

@@ -90,7 +90,9 @@ def weights_of_one_buffer(plan: CheckedPlan) -> Iterator[PlanProblem]:
         branches = [set(walk(branch)) for branch in union.parents]
         for stage, store in plan.stages_with(StoreToReplayBuffer):
             for _, draw in plan.stages_with(ReplayStage):
-                is_divided = any((stage in b) != (draw in b) for b in branches)
+                storing = [stage in branch for branch in branches]
+                drawing = [draw in branch for branch in branches]
+                is_divided = any(storing) and any(drawing) and storing != drawing
                 if draw.buffer is store.buffer and is_divided:
                     yield PlanProblem(
                         "weights_of_one_buffer",
@@ -136,4 +138,17 @@ def priorities_not_updated(plan: CheckedPlan) -> Iterator[PlanProblem]:
                 draw.line,
                 "Replay draws by priorities that are never updated: chain "
                 "UpdateReplayPriorities after TrainOneStep, or set prioritized_replay=False",
+            )
+
+
+def priorities_of_another_buffer(plan: CheckedPlan) -> Iterator[PlanProblem]:
+    """UpdateReplayPriorities on another buffer than the one that its batches are drawn from."""
+    for stage, update in plan.stages_with(UpdateReplayPriorities):
+        draws = [one for one in walk(stage) if isinstance(one, ReplayStage)]
+        if draws and all(draw.buffer is not update.buffer for draw in draws):
+            yield PlanProblem(
+                "priorities_of_another_buffer",
+                stage.line,
+                "UpdateReplayPriorities changes the priorities of another buffer than the one that "
+                f"Replay, chained at {draws[0].line}, draws from: pass the same buffer to both",
             )
