@@ -121,9 +121,15 @@ class ObservationCheck:
         """
         problem = None if self.is_array else _structure_problem(self.space, observation, "obs")
         if problem is not None:
+            hint = ""
+            if isinstance(self.space, spaces.Dict) and not isinstance(observation, dict):
+                hint = (
+                    ". If the keys of the space are ids of agents, set observation_spaces and "
+                    "action_spaces of the MultiAgentEnv instead"
+                )
             raise ConfigError(
                 f"env: an observation does not fit the space {self.space}: {problem}: return it "
-                "with the structure of the space, or correct the space"
+                f"with the structure of the space, or correct the space{hint}"
             )
         values = [observation] if self.is_array else leaf_values(self.space, observation)
         for name, space, value in zip(self._names, self._leaves, values, strict=True):

@@ -75,6 +75,7 @@ class Gather(Stage):
     state_fields: ClassVar[Fields] = {
         "skipped": Natural,
         "num_received": list[Natural],
+        "errors": list[Natural],
         "ended": list[bool],
         "queue": list[list[Any]],
         "seed": int | str | None,
@@ -443,6 +444,7 @@ class Gather(Stage):
             "items": self.items,
             "skipped": self.skipped,
             "num_received": [shard.num_received for shard in self.states],
+            "errors": [shard.errors for shard in self.states],
             "ended": [shard.status == "ended" for shard in self.states],
             "queue": [[item, sources_to_list([source])] for item, source in self._queue],
             "seed": self.shards.seed,
@@ -463,10 +465,10 @@ class Gather(Stage):
         self.items = state["items"]
         self.shards.seed, self._loaded = state["seed"], True
         self._update_members()
-        for shard, num_received, ended in zip(
-            self.states, state["num_received"], state["ended"], strict=True
+        for shard, num_received, errors, ended in zip(
+            self.states, state["num_received"], state["errors"], state["ended"], strict=True
         ):
-            shard.num_received = num_received
+            shard.num_received, shard.errors = num_received, errors
             if shard.status != "left":
                 shard.status = "ended" if ended else "live"
 

@@ -126,13 +126,13 @@ def ParallelRollouts(
         else shards.gather_async(num_async=num_async, limit=limit)
     )
     rollouts = fragments.zip_with_source().for_each(CountRollouts(workers))
+    name = f"ParallelRollouts(mode={mode!r})"
+    rollouts.stage.name, rollouts.stage.title = "ParallelRollouts", name
     if output is not None:
         rollouts = rollouts.for_each(WriteParquet(output, workers.config.output_rows_per_file))
     if max_policy_lag is not None:
         rollouts = rollouts.filter(DropStale(workers, max_policy_lag))
-    named = LocalIterator[Any](rollouts.stage, f"ParallelRollouts(mode={mode!r})")
-    named.stage.name, named.stage.title = "ParallelRollouts", named.name
-    return named
+    return LocalIterator[Any](rollouts.stage, name)
 
 
 def check_lag(max_policy_lag: int | None) -> None:

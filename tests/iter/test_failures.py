@@ -786,3 +786,21 @@ def test_operator_that_cannot_be_sent_names_its_stage(ray_session):
         with pytest.raises(TypeError) as caught:
             next(stream)
         assert "chained at" in "".join(caught.value.__notes__)
+
+
+def test_error_of_a_shard_is_not_raised_again_after_a_resume():
+    def fail_on_one(item):
+        if item == 1:
+            raise ValueError("boom")
+        return item
+
+    def new_stream():
+        shards = from_iterators([range(4)], in_process=True).for_each(fail_on_one)
+        return shards.gather_sync()
+
+    stream, resumed = new_stream(), new_stream()
+    assert next(stream) == 0
+    with pytest.raises(ValueError, match="boom"):
+        next(stream)
+    resumed.load_state_dict(stream.state_dict())
+    assert list(resumed) == list(stream) == [2, 3]
