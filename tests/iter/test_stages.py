@@ -809,3 +809,17 @@ def test_type_error_names_the_stage_before():
         next(stream)
     notes = "".join(caught.value.__notes__)
     assert "the items of this stage come from for_each(<lambda>)" in notes
+
+
+def test_plan_may_be_restored_with_tasks_but_not_without_those_in_flight():
+    def stream(**options):
+        return LocalIterator(range(3)).for_each(abs, **options)
+
+    without, with_tasks = stream(), stream(max_concurrency=2)
+    with_tasks.load_state_dict(without.state_dict())
+    state = with_tasks.state_dict()
+    without.load_state_dict(state)
+    (saved,) = [one for one in state["stages"].values() if "in_flight" in one]
+    saved["in_flight"] = [[1, [], 0]]
+    with pytest.raises(ValueError, match="in Ray tasks, which had 1 items in flight"):
+        without.load_state_dict(state)

@@ -190,6 +190,12 @@ class FunctionStage(Stage):
 
     def check_state(self, state: dict[str, Any]) -> None:
         super().check_state(state)
+        if state.get("in_flight") and "in_flight" not in self.state_fields:
+            raise ValueError(
+                f"{self}, chained at {self.line}: the saved plan ran this operator in Ray tasks, "
+                f"which had {len(state['in_flight'])} items in flight: restore the plan with the "
+                "same max_concurrency"
+            )
         if self._method("state_fields") is not None:
             check_own_state(self.fn, state.get("operator"), f"{self.name}/operator")
 

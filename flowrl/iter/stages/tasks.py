@@ -185,11 +185,14 @@ class ForEachConcurrent(FunctionStage):
         in_flight = [[task.item, sources_to_list(task.sources), task.retries] for task in tasks]
         return {**super().state_dict(), "in_flight": in_flight}
 
+    def check_state(self, state: dict[str, Any]) -> None:
+        super().check_state({"in_flight": [], **state})  # the saved plan may have had no tasks
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._to_submit = deque(
             _Task(item, sources_from_list(sources), retries)
-            for item, sources, retries in state["in_flight"]
+            for item, sources, retries in state.get("in_flight", [])
         )
 
     def stop(self) -> None:
