@@ -279,7 +279,9 @@ class DequeueStage(Stage):
             raise item
         if item is not NOT_READY and self.learner_thread is not None:
             learned, item = item, _record(self.learner_thread, item)
-            self.last_update = UpdateSpan(learned.ended_at, learned.learn_s, learned.batch.count)
+            self.last_update = UpdateSpan(
+                learned.ended_at, learned.learn_s, learned.batch.agent_steps()
+            )
             self._item_sources = item[0].sources
         return item
 

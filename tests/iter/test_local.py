@@ -1,5 +1,6 @@
 """LocalIterator: running, metrics context, one consumer per stream, explain and stats."""
 
+import collections.abc
 import dataclasses
 import itertools
 import json
@@ -561,3 +562,20 @@ def test_all_errors_of_stopping_a_plan_are_shown():
         stream.stop()
     shown = [str(caught.value), *caught.value.__notes__]
     assert all(any(name in text for text in shown) for name in ("first", "second"))
+
+
+def test_sequence_continues_after_an_item_that_raises():
+    class Rows(collections.abc.Sequence):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            if index == 1:
+                raise ValueError("damaged row")
+            return index
+
+    stream = LocalIterator(Rows())
+    assert next(stream) == 0
+    with pytest.raises(ValueError, match="damaged row"):
+        next(stream)
+    assert list(stream) == [2]

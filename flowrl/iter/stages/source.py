@@ -46,7 +46,9 @@ class FromIterable(Stage):
 
     def _open(self) -> Iterator[Any]:
         iterable = self._iterable() if callable(self._iterable) else self._iterable
-        if isinstance(iterable, Sequence) and self._skip:
+        is_builtin = isinstance(iterable, (list, tuple, range))
+        # the iterator of another sequence may have ended after an error
+        if isinstance(iterable, Sequence) and (self._skip or not is_builtin):
             indices, self._skip = range(self._skip, len(iterable)), 0
             return map(iterable.__getitem__, indices)  # a deque cannot be sliced
         return iter(iterable)
