@@ -15,7 +15,7 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.setting_hints import SETTING_HINTS
-from flowrl.setting_values import nearest, nearest_name
+from flowrl.setting_values import equal, nearest, nearest_name
 
 log = logging.getLogger("flowrl")
 
@@ -195,7 +195,7 @@ def _flattened(values: dict[str, Any]) -> dict[str, Any]:
         hint = nearest(unknown[0], list(_MULTIAGENT_KEYS))
         raise ConfigError(f"multiagent: unknown setting {unknown[0]!r}.{hint}")
     entries = {name: value for name, value in nested.items() if value is not None}
-    twice = sorted(entries.keys() & values.keys())
-    if twice:
-        raise ConfigError(f"{twice[0]} is given twice, also in multiagent: give it once")
+    for name in sorted(entries.keys() & values.keys()):
+        if not equal(entries[name], values[name]):
+            raise ConfigError(f"{name} is given twice, also in multiagent: give it once")
     return {name: value for name, value in values.items() if name != "multiagent"} | entries

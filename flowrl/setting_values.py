@@ -75,7 +75,10 @@ def warn_of_misspelled_members(cls: type) -> None:
     known = sorted(name for name in inherited if not name.startswith("_"))
     for name in vars(cls).keys() - inherited:
         similar = nearest_name(name, known, 0.9)
-        if similar is not None and not name.startswith("_"):
+        if similar is None or name.startswith("_"):
+            continue
+        shorter, longer = sorted((name, similar), key=len)
+        if longer != shorter + "s" or longer.endswith("ss"):  # a plural is another name
             log.warning(
                 "%s.%s overrides nothing: did you mean %s?", cls.__qualname__, name, similar
             )

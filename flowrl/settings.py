@@ -161,9 +161,11 @@ def unchecked_combinations(when: bool = True) -> Iterator[None]:
 
 def adjusted(settings: R, **changes: Any) -> R:
     """Return a copy of valid settings with changes that no user made, such as those for an
-    evaluation; whether they fit together is not checked again."""
+    evaluation. Whether its settings fit together is not checked again, nor that of its copies."""
     with unchecked_combinations():
-        return settings.updated(**changes)
+        copied = settings.updated(**changes)
+    copied._is_adjusted = True
+    return copied
 
 
 def check_of_settings(method: Callable[[R], R]) -> Any:
@@ -340,6 +342,7 @@ class Settings(BaseModel):
         return [name for name in super().__dir__() if name not in hidden]
 
     _frozen: bool = PrivateAttr(default=False)
+    _is_adjusted: bool = PrivateAttr(default=False)  # by `adjusted`
 
     def frozen(self) -> Self:
         """Return a copy whose settings cannot be assigned; dicts and lists in it stay mutable."""
@@ -480,7 +483,9 @@ class Settings(BaseModel):
                     values[name] = value.updated(**changes[name])
             except ConfigError as error:
                 raise ConfigError(within_record(name, str(error))) from None
-        copied = type(self)(**values)
+        with unchecked_combinations(self._is_adjusted):
+            copied = type(self)(**values)
+        copied._is_adjusted = self._is_adjusted
         copied.model_fields_set.clear()
         copied.model_fields_set.update(self.model_fields_set, changes)
         return copied

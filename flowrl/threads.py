@@ -36,11 +36,25 @@ def limit_threads(count: Threads) -> None:
     limit_torch(count)
 
 
+_torch_limit = 0  # the last one that `limit_torch` has set
+
+
 def limit_torch(count: int) -> None:
     """Limit torch to `count` threads, if it is imported."""
+    global _torch_limit
     torch: Any = sys.modules.get("torch")
-    if torch is not None and torch.get_num_threads() != count:
-        torch.set_num_threads(count)
+    if torch is not None:
+        _torch_limit = count
+        if torch.get_num_threads() != count:
+            torch.set_num_threads(count)
+
+
+def limit_torch_again(count: int | None) -> None:
+    """Limit torch to `count` threads, if there is a limit and another algorithm has changed it. A
+    number that the user has set since then stays."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and count and torch.get_num_threads() == _torch_limit != count:
+        limit_torch(count)
 
 
 @contextmanager

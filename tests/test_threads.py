@@ -82,7 +82,7 @@ def test_only_torch_has_several_threads():
 @pytest.mark.parametrize(
     ("env", "num_workers", "expected"),
     [
-        ("CartPole-v1", 0, ["auto", 1]),
+        ("CartPole-v1", 0, ["auto"]),
         (Images, 0, ["auto", 3]),
         (Images, 1, ["auto", 2]),
         (Images, 4, ["auto", 1]),
@@ -93,7 +93,6 @@ def test_convolutions_use_the_cores_that_no_worker_uses(env, num_workers, expect
     monkeypatch.setattr("flowrl.threads.num_cores", lambda: 3)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("flowrl.trainer.algorithm.limit_threads", limits.append)
-    monkeypatch.setattr("flowrl.trainer.algorithm.limit_torch", limits.append)
     settings = {"horizon": 5, "train_batch_size": 8, "seed": 0}
     with A2CConfig(env=env, num_workers=num_workers, **settings).build() as algorithm:
         monkeypatch.setattr(type(algorithm.plan), "__next__", lambda plan: {})  # trains nothing
@@ -106,7 +105,6 @@ def test_resumed_algorithm_uses_the_free_cores(monkeypatch, tmp_path):
     limits = []
     monkeypatch.setattr("flowrl.trainer.algorithm.num_free_cores", lambda num_workers: 3)
     monkeypatch.setattr("flowrl.trainer.algorithm.limit_threads", limits.append)
-    monkeypatch.setattr("flowrl.trainer.algorithm.limit_torch", limits.append)
     settings = {"horizon": 5, "train_batch_size": 8, "rollout_fragment_length": 4, "seed": 0}
     with A2CConfig(env=Images, **settings).build() as algorithm:
         algorithm.train()
@@ -114,7 +112,7 @@ def test_resumed_algorithm_uses_the_free_cores(monkeypatch, tmp_path):
         algorithm.save(tmp_path / "checkpoint")
     with A2C.from_checkpoint(tmp_path / "checkpoint", env=Images) as algorithm:
         algorithm.train()
-    assert limits == ["auto", 3, 3, "auto", 3]
+    assert limits == ["auto", 3, "auto", 3]
 
 
 @pytest.mark.parametrize(("value", "expected"), [("2", 2), ("16", 8), ("0", 8), ("x", 8)])
@@ -385,3 +383,21 @@ def test_small_updates_stay_in_one_thread(monkeypatch):
     monkeypatch.setattr(kernel, "_actor_loss", recorded)
     kernel(kernel._policy.tensors(rows(0)))
     assert threads == {threading.current_thread()}
+
+
+def test_training_keeps_the_number_of_threads_of_the_user_but_not_of_another_algorithm():
+    before = torch.get_num_threads()
+    settings = {"env": "CartPole-v1", "train_batch_size": 8, "seed": 0}
+    two = A2CConfig(**settings).resources(num_threads_per_process=2)
+    try:
+        with two.build() as first, A2CConfig(**settings).build() as second:
+            assert torch.get_num_threads() == 1  # of the second one
+            first.train()
+            assert torch.get_num_threads() == 2
+            second.train()
+            assert torch.get_num_threads() == 1
+            torch.set_num_threads(3)
+            second.train()
+            assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

@@ -70,15 +70,11 @@ class OffPolicyConfig(AlgorithmConfig):
 
     @check_of_settings
     def _check_replay_settings(self) -> Self:
-        needed = {
-            f"the {self.rows_per_train_batch()} rows of a train batch": self.rows_per_train_batch(),
-            f"learning_starts={self.learning_starts}": self.learning_starts,
-        }
-        for text, rows in needed.items():
-            if self.replay_buffer_capacity < rows:
+        for name in ("train_batch_size", "learning_starts"):
+            if self.replay_buffer_capacity < getattr(self, name):
                 raise ValueError(
-                    f"replay_buffer_capacity={self.replay_buffer_capacity} is less than {text}: "
-                    "increase the capacity"
+                    f"replay_buffer_capacity={self.replay_buffer_capacity} is less than "
+                    f"{name}={getattr(self, name)}: increase the capacity"
                 )
         if self.replay_mode == "lockstep" and self.prioritized_replay:
             raise ValueError('replay_mode="lockstep" draws uniformly: leave prioritized_replay out')

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from numbers import Integral, Real
 from typing import Any
 
 from flowrl.iter.profiler import Profiler
 from flowrl.iter.stage import Stage, walk
+
+MAX_DEPTH = 8  # of dicts and lists in the statistics of an operator
 
 
 def tree(stage: Stage, profiler: Profiler | None = None) -> str:
@@ -97,15 +100,28 @@ def as_json(stage: Stage, profiler: Profiler | None = None) -> str:
     return json.dumps(stats_rows(stage, profiler), indent=1)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, depth: int = 0) -> Any:
     """Return a value of an operator's `extra_stats` in the types of JSON; others as text."""
-    if isinstance(value, dict):
-        return {str(name): _plain(part) for name, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(part) for part in value]
-    if value is None or type(value) in (bool, int, float, str):
+    if value is None or isinstance(value, (bool, str)):
         return value
-    return value.item() if getattr(value, "size", None) == 1 else str(value)
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    if depth < MAX_DEPTH and isinstance(value, dict):
+        return {_text(name): _plain(part, depth + 1) for name, part in value.items()}
+    if depth < MAX_DEPTH and isinstance(value, (list, tuple)):
+        return [_plain(part, depth + 1) for part in value]
+    if getattr(value, "size", None) == 1 and isinstance(number := value.item(), (bool, int, float)):
+        return number
+    return _text(value)
+
+
+def _text(value: Any) -> str:
+    try:
+        return str(value)
+    except Exception as error:  # it must not end a training that is displayed
+        return f"<{type(value).__name__} whose text raised {type(error).__name__}>"
 
 
 FORMATS = {"tree": tree, "mermaid": mermaid, "json": as_json}

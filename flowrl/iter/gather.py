@@ -242,8 +242,8 @@ class Gather(Stage):
     def _handle_error(self, shard: ShardState, error: BaseException) -> list[Any]:
         """Apply the error policy to an exception in the code of a shard."""
         policy = self.on_error
-        shard.errors += 1
         if isinstance(error, Exception):
+            shard.errors += 1
             limit = policy.max if isinstance(policy, Skip) else 0
             if (limit is None or self.skipped < limit) and not is_permanent(error):
                 self.skipped += 1

@@ -26,7 +26,6 @@ from flowrl.policies.learning.epochs import concat_row_stats, mean_stats
 from flowrl.policies.policy import Policy
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.setting_values import check_int
-from flowrl.settings import adjusted
 from flowrl.threads import Threads, limit_threads
 
 log = logging.getLogger("flowrl")
@@ -61,7 +60,7 @@ class LearnerActor:
         limit_threads(num_threads)
         self.policies: dict[str, Any] = {}
         for policy_id, (policy_class, *arguments, config, state) in policies.items():
-            policy = policy_class(*arguments, adjusted(config, device=device))
+            policy = policy_class(*arguments, config.updated(device=device))
             policy.set_state(state)
             self.policies[policy_id] = policy
         self._is_first = rank == 0
@@ -330,12 +329,13 @@ class LearnerGroup(Learner):
         with self._lock:
             if self._actors:
                 self._kill_actors()
-        # an update in another thread would start Ray again
-        if self._updating.acquire(timeout=STOP_TIMEOUT_S):
-            self._updating.release()
-        if self._owns_ray:
-            self._owns_ray = False
-            leave_ray()
+            owns_ray, self._owns_ray = self._owns_ray, False
+        try:  # an update in another thread would start Ray again
+            if self._updating.acquire(timeout=STOP_TIMEOUT_S):
+                self._updating.release()
+        finally:
+            if owns_ray:
+                leave_ray()
 
 
 def make_learner(

@@ -239,9 +239,10 @@ class LearnerThread:
         if thread is not None:
             self._stopping = True
             self._stop_signal.fire()
+        until = time.monotonic() + JOIN_TIMEOUT_S
         self.learner.stop()  # so that the thread does not wait for actors
         if thread is not None:
-            thread.join(JOIN_TIMEOUT_S)
+            thread.join(max(until - time.monotonic(), 1.0))
             if thread.is_alive():
                 log.warning(
                     "the learner thread is still in an update after %d s; it ends after the update",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar, NoReturn
 
 import numpy as np
 import optree
 import torch
+from gymnasium import spaces
 from pydantic import create_model
 
 from flowrl.data import SampleBatch
@@ -273,12 +275,11 @@ class BuiltTorchPolicy(TorchPolicy):
         inputs = input_dict or {"obs": obs_batch}
         outputs, dist_class, _ = self._call_distribution_fn(inputs, explore=False)
         with torch.inference_mode():
-            self._check_actions(actions, len(outputs))
             dist = dist_class(outputs, self.model)
-            on_device: Any = optree.tree_map(
-                lambda leaf: torch.as_tensor(leaf, device=outputs.device), actions
-            )
-            logp: np.ndarray = dist.logp(on_device).cpu().numpy()
+            on_device: Any = partial(torch.as_tensor, device=outputs.device)
+            is_nested = isinstance(self.action_space, (spaces.Dict, spaces.Tuple))
+            tensors = optree.tree_map(on_device, actions) if is_nested else on_device(actions)
+            logp: np.ndarray = dist.logp(tensors).cpu().numpy()
         return logp
 
     def export(self, path: Any, format: str | None = None) -> Any:

@@ -8,7 +8,6 @@ from typing import TypeVar
 import torch
 
 from flowrl.policies.config import PolicyConfig
-from flowrl.settings import adjusted
 
 log = logging.getLogger("flowrl")
 
@@ -34,4 +33,4 @@ def on_available_device(config: C) -> C:
     if missing_reason(config.device) is None:
         return config
     log.warning("device: %r is not available, so the CPU is used", config.device)
-    return adjusted(config, device="cpu")
+    return config.updated(device="cpu")

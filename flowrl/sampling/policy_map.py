@@ -19,7 +19,6 @@ from flowrl.policies.policy_spec import PolicyMapping, PolicySpec
 from flowrl.sampling.worker_config import WORKER_SETTINGS
 from flowrl.seeding import derive_seed
 from flowrl.setting_aliases import canonical_names
-from flowrl.settings import adjusted
 
 log = logging.getLogger("flowrl")
 
@@ -151,9 +150,7 @@ def policy_class_and_config(
     if policy_id != DEFAULT_POLICY_ID and "seed" not in overrides:
         overrides = {**overrides, "seed": derive_seed(seed, "policy", policy_id)}
     if isinstance(config, policy_class.config_class):
-        if isinstance(spec.config, Mapping):
-            return policy_class, config.updated(**overrides)
-        return policy_class, adjusted(config, **overrides) if overrides else config
+        return policy_class, config.updated(**overrides) if overrides else config
     return policy_class, {**_policy_settings(policy_class, config), **overrides}
 
 
@@ -181,4 +178,4 @@ def _with_device(settings: Any, num_gpus: float) -> Any:
     elif not index.isdecimal() or int(index) < num_gpus:
         return settings
     is_record = isinstance(settings, PolicyConfig)
-    return adjusted(settings, device=device) if is_record else {**settings, "device": device}
+    return settings.updated(device=device) if is_record else {**settings, "device": device}

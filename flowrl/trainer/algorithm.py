@@ -31,7 +31,7 @@ from flowrl.policies.policy_spec import check_policy_classes
 from flowrl.sampling.callbacks import call
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.setting_values import warn_of_misspelled_members
-from flowrl.threads import allow_background_calls, limit_threads, limit_torch, num_free_cores
+from flowrl.threads import allow_background_calls, limit_threads, limit_torch_again, num_free_cores
 from flowrl.trainer.acting import ActsWithPolicies
 from flowrl.trainer.checkpointing import Checkpointing
 from flowrl.trainer.config import AlgorithmConfig
@@ -139,6 +139,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         num_free = num_free_cores(self.workers.num_workers)
         policies = self.workers.local_worker().policy_map.values()
         if any(has_convolutions(getattr(policy, "model", None)) for policy in policies):
+            limit_threads(num_free)
             self._num_torch_threads = num_free
             return False
         return num_free > 1
@@ -362,8 +363,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         if self._allows_background_calls is None:
             self._allows_background_calls = self._use_free_cores()
         allow_background_calls(self._allows_background_calls)
-        if self._num_torch_threads is not None:  # another algorithm may have changed it
-            limit_torch(self._num_torch_threads)
+        limit_torch_again(self._num_torch_threads)
         if self.config.log_to:
             self._loggers.start()
         self.plan.start(self.config.seed)

@@ -22,7 +22,7 @@ from flowrl.policies.config import PolicyConfig
 from flowrl.policies.policy_spec import PolicyMapping, changed_specs, changes_specs, specs_of
 from flowrl.seeding import derive_seed
 from flowrl.setting_aliases import canonical_names
-from flowrl.setting_values import equal, nearest
+from flowrl.setting_values import equal, is_search, nearest
 from flowrl.settings import (
     Count,
     NonNegativeInt,
@@ -271,8 +271,14 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
 
     def _uses_microbatches(self) -> bool:
         """Return whether a policy splits its minibatches (`microbatch_size`)."""
-        configs = [spec.config or {} for spec in specs_of(self.policies).values()]
-        return any(one.get("microbatch_size", self.microbatch_size) for one in configs)
+        configs = [spec.config for spec in specs_of(self.policies).values()]
+        sizes = [
+            config.get("microbatch_size", self.microbatch_size)
+            if isinstance(config, (Mapping, PolicyConfig))
+            else self.microbatch_size
+            for config in configs
+        ]
+        return any(size and not is_search(size) for size in sizes)
 
     @property
     def policy_class(self) -> Any:

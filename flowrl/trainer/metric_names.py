@@ -74,7 +74,7 @@ def metric_hint(name: str, known: list[str]) -> str:
     aliases = {alias.rpartition("/")[2]: metric for alias, metric in RESULT_ALIASES.items()}
     group = "evaluation/" if name.startswith("evaluation/") else ""
     if group and known and not any(one.startswith(group) for one in known):
-        return " There are no evaluations: set evaluation_interval"
+        return " There was no evaluation so far (setting evaluation_interval)"
     custom = f"{group}custom_metrics/{name.removeprefix(group).removeprefix('custom_metrics/')}"
     for one in (custom, f"{custom}_mean"):
         if one in known:

@@ -436,3 +436,20 @@ def test_end_of_a_dropped_branch_with_another_endless_source(mode):
     plan = Concurrently([a, side], mode=mode, output_indexes=[0])
     assert list(plan) == [0, 1, 2]
     assert seen == [0, 1, 2]
+
+
+def test_end_of_a_dropped_branch_with_another_source_loses_no_item():
+    seen = []
+    a, b = LocalIterator(range(3)).duplicate(2)
+    side = b.combine(lambda item: [item] * 3).union(LocalIterator(range(10, 15)))
+    plan = Concurrently([a, side.for_each(seen.append)], output_indexes=[0])
+    assert list(plan) == [0, 1, 2]
+    assert sorted(seen) == [0, 0, 0, 1, 1, 1, 2, 2, 2, *range(10, 15)]
+
+
+def test_end_of_a_dropped_branch_that_is_blocked():
+    full = queue.Queue(1)
+    full.put(0)
+    a, b = LocalIterator(range(3)).duplicate(2, max_buffered=9)
+    plan = Concurrently([a, b.for_each(Enqueue(full)).union(endless(9))], output_indexes=[0])
+    assert list(plan) == [0, 1, 2]

@@ -16,6 +16,7 @@ from flowrl.data.lazy_columns import LazyColumn
 from flowrl.iter import NOT_READY, LocalIterator, Retry, Skip, Stage, from_items, metrics_scope
 from flowrl.iter.metrics import MetricsContext
 from flowrl.iter.stage import walk
+from flowrl.ops import Replay, SimpleReplayBuffer
 from flowrl.ops.report import ReportDue
 
 
@@ -756,7 +757,17 @@ class OddStats:
         return item
 
     def extra_stats(self):
-        return {"id": 7, (1, "a"): np.float32(0.5), "rows": {2: None}, "lock": threading.Lock()}
+        loop = {}
+        loop["self"] = loop
+        return {
+            "id": 7, (1, "a"): np.float32(0.5), "rows": {2: None}, "lock": threading.Lock(),
+            "loop": loop, "time": np.datetime64("2026-01-01"), "broken": NoText(), "n": np.int8(3),
+        }  # fmt: skip
+
+
+class NoText:
+    def __str__(self):
+        raise RuntimeError
 
 
 def test_statistics_of_an_operator_are_plain_and_replace_none_of_the_engine():
@@ -764,6 +775,8 @@ def test_statistics_of_an_operator_are_plain_and_replace_none_of_the_engine():
     assert stream.take(1) == [0]
     row = stream.stats()[0]
     assert (row["id"], row["own_id"], row["(1, 'a')"], row["rows"]) == (0, 7, 0.5, {"2": None})
+    assert (row["n"], row["time"]) == (3, "2026-01-01")
+    assert row["broken"] == "<NoText whose text raised RuntimeError>"
     assert json.loads(stream.explain("json"))[0]["rows"] == {"2": None}
 
 
@@ -823,3 +836,17 @@ def test_plan_may_be_restored_with_tasks_but_not_without_those_in_flight():
     saved["in_flight"] = [[1, [], 0]]
     with pytest.raises(ValueError, match="in Ray tasks, which had 1 items in flight"):
         without.load_state_dict(state)
+
+
+def test_blocked_transform_raises_in_a_replay():
+    class Replaying:
+        replays, num_observed = True, 0
+
+        @property
+        def plan_log(self):
+            return self
+
+    stream = Replay(local_buffer=SimpleReplayBuffer(2)).transform(iter)
+    stream.metrics.journal = Replaying()
+    with pytest.raises(RuntimeError, match=r"transform\(iter\) is blocked"):
+        next(stream)

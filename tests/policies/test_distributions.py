@@ -234,3 +234,8 @@ def test_actions_outside_of_a_categorical_have_no_probability(action):
     dist = Categorical(torch.zeros(2, 3))
     with pytest.raises((IndexError, RuntimeError)):
         dist.logp(torch.tensor([action, 0]))
+
+
+def test_actions_of_other_rows_have_no_probability():
+    with pytest.raises(ValueError, match="1 actions for 2 rows"):
+        Categorical(torch.zeros(2, 3)).logp(torch.tensor([0]))

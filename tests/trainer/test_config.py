@@ -344,8 +344,7 @@ INVALID = [
     (PPOConfig, {"model": {"burn_in": 2}}, "burn_in needs use_lstm=True"),
     (PPOConfig, {"model": {"custom_model_config": {"a": 1}}}, "needs a custom_model"),
     (PPOConfig, {"exploration_config": {"scale": 0.5}}, "scale needs the type Gaussian"),
-    (DQNConfig, {"replay_buffer_capacity": 10}, "is less than the 32 rows of a train batch"),
-    (R2D2Config, {"replay_buffer_capacity": 100, "learning_starts": 100}, "than the 640 rows"),
+    (DQNConfig, {"replay_buffer_capacity": 10}, "is less than train_batch_size=32"),
     (
         IMPALAConfig,
         {"num_learners": 1, "policies": {"a": PolicySpec(config={"microbatch_size": 8})}},

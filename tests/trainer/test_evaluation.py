@@ -19,7 +19,7 @@ from flowrl.algorithms.td3 import TD3
 from flowrl.data.checkpoint import CheckpointError, list_checkpoints
 from flowrl.envs import MultiAgentEnv
 from flowrl.iter.ray_runtime import death_errors
-from flowrl.policies import ConfigError, ViewRequirement
+from flowrl.policies import ConfigError, PolicySpec, ViewRequirement
 from flowrl.sampling.callbacks import DefaultCallbacks
 from flowrl.trainer.evaluation import (
     EvaluationWorkers,
@@ -186,12 +186,20 @@ def test_evaluation_starts_no_spare_workers():
             max_policy_lag=0,
             evaluation_num_workers=3,
         ),
+        DDPPOConfig(
+            policies={"default_policy": PolicySpec(config={"lr": 1e-3})},
+            train_batch_size=200,
+            microbatch_size=50,
+            evaluation_num_workers=1,
+        ),
     ],
 )
 def test_settings_of_training_are_not_checked_again_for_evaluations(config):
     with config.updated(env="CartPole-v1", evaluation_interval=1, seed=0).build() as algorithm:
         algorithm.check_start()
-        EvaluationWorkers(evaluation_settings(algorithm.config), algorithm.policy_class)
+        settings = evaluation_settings(algorithm.config)
+        workers = EvaluationWorkers(settings, algorithm.policy_class)._workers
+        assert workers.local_worker().get_policy().config.microbatch_size == config.microbatch_size
         assert algorithm.evaluate(episodes=1)["episodes"] == 1
 
 

@@ -19,6 +19,7 @@ from flowrl.source import Source, sources_from_list, sources_to_list
 from flowrl.state_schema import Fields, Integer, Natural
 
 MAX_STAR_ITEMS = 100  # items of a "*" branch per turn
+MAX_OTHERS = 10_000  # items of a branch that ends, after the last one of a duplicated stream
 MAX_DROPPED = 100  # items dropped in one pull, before the siblings of the union may run
 
 FULL_CREDIT = 1 - 1e-9  # a full credit: ten times 0.1 is less than 1 by rounding
@@ -160,19 +161,14 @@ class Union(Stage):
             if self._done[index]:
                 continue
             can_end = bool(children) and all(child.stream_has_ended for child in children)
-            # another source of the branch may have no end
-            has_other_source = self._has_other_source(index)
-            while can_end and not (has_other_source and not any(c.has_items for c in children)):
+            num_others = 0  # items in a row without one of the children
+            while can_end and num_others < MAX_OTHERS:  # another source may have no end
                 try:
                     can_end = self._pulls[index](False) is not NOT_READY
                 except StopIteration:
                     can_end = False
+                num_others = 0 if self._has_progressed(index) else num_others + 1
             self._end_branch(index)
-
-    def _has_other_source(self, index: int) -> bool:
-        """Return whether a branch has a source besides the children of `duplicate`."""
-        before = {stage for child in self._children[index] for stage in walk(child)}
-        return any(not one.parents and one not in before for one in walk(self.parents[index]))
 
     def _next_turn(self, idle: set[int]) -> int:
         """Return the branch whose turn it is; the turn of an idle "*" branch ends."""
@@ -461,11 +457,6 @@ class DuplicateChild(Stage):
     def stream_has_ended(self) -> bool:
         """Whether the stream that is duplicated has ended."""
         return self._duplicate.has_ended
-
-    @property
-    def has_items(self) -> bool:
-        """Whether items are buffered for this child."""
-        return bool(self._duplicate.buffers[self._index])
 
     @property
     def has_reading_siblings(self) -> bool:

@@ -377,14 +377,17 @@ class Transform(Stage):
                 raise
             if item is not NOT_READY:
                 return item
-            if self.journal is not None and self.journal.replays:
-                continue  # the journal determines how often the plan is pulled
-            waits = self.parents[0].waits()
+            journal: Any = self.journal
+            replays = journal is not None and journal.replays
+            # in a replay, the journal determines how often the plan is pulled
+            waits = [] if replays else self.parents[0].waits()
             if waits:
                 with self.waiting():
                     self._waiter.wait(waits)
                 continue
             before, total_items = total_items, sum(s.items for s in walk(self.parents[0]))
+            if replays:
+                total_items += journal.plan_log.num_observed
             if total_items == before:
                 raise RuntimeError(
                     f"{self} is blocked: the stages before it wait for another branch of the plan"

@@ -92,16 +92,19 @@ def weights_of_one_buffer(plan: CheckedPlan) -> Iterator[PlanProblem]:
             for _, draw in plan.stages_with(ReplayStage):
                 storing = [stage in branch for branch in branches]
                 drawing = [draw in branch for branch in branches]
-                is_divided = any(storing) and any(drawing) and storing != drawing
-                if draw.buffer is store.buffer and is_divided:
-                    yield PlanProblem(
-                        "weights_of_one_buffer",
-                        union.line,
-                        "round_robin_weights has no effect on branches that store to a replay "
-                        "buffer and draw from it, because the buffer keeps their ratio: remove the "
-                        "weights, and set training_intensity to the drawn rows per stored row",
-                    )
-                    return
+                if draw.buffer is not store.buffer or storing == drawing:
+                    continue
+                what = "branches that store to a replay buffer and draw from it"
+                if not any(storing):
+                    what = "the numbers of batches that branches draw from replay buffers"
+                yield PlanProblem(
+                    "weights_of_one_buffer",
+                    union.line,
+                    f"round_robin_weights has no effect on {what}, because a buffer keeps its "
+                    "ratio of drawn to stored rows: remove the weights, and set "
+                    "training_intensity to the drawn rows per stored row",
+                )
+                return
 
 
 def _capacity_of(buffer: Any, plan: CheckedPlan) -> int | None:
@@ -145,10 +148,12 @@ def priorities_of_another_buffer(plan: CheckedPlan) -> Iterator[PlanProblem]:
     """UpdateReplayPriorities on another buffer than the one that its batches are drawn from."""
     for stage, update in plan.stages_with(UpdateReplayPriorities):
         draws = [one for one in walk(stage) if isinstance(one, ReplayStage)]
-        if draws and all(draw.buffer is not update.buffer for draw in draws):
+        others = [draw for draw in draws if draw.buffer is not update.buffer]
+        if others and not plan.refers_to(update.buffer):
             yield PlanProblem(
                 "priorities_of_another_buffer",
                 stage.line,
-                "UpdateReplayPriorities changes the priorities of another buffer than the one that "
-                f"Replay, chained at {draws[0].line}, draws from: pass the same buffer to both",
+                "UpdateReplayPriorities gets batches of another buffer, which Replay, chained at "
+                f"{others[0].line}, draws from: chain it to the batches of its own buffer, before "
+                "they are merged with others",
             )

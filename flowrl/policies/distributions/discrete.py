@@ -51,6 +51,8 @@ class Categorical(ActionDistribution):
         return self.logits.argmax(-1)
 
     def logp(self, actions: torch.Tensor) -> torch.Tensor:
+        if len(actions) != len(self.logits):
+            raise ValueError(f"{len(actions)} actions for {len(self.logits)} rows")
         return self.logits.gather(1, actions.long()[:, None])[:, 0]
 
     def entropy(self) -> torch.Tensor:
