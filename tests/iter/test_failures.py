@@ -92,7 +92,7 @@ def test_shard_that_dies_repeatedly_fails(ray_session):
         assert sorted(items) == [0, 0, 1, 1, 2, 3]
         (failure,) = failures
         assert "shard 1 of mortals has failed: it died 3 times in a row" in str(failure)
-        assert "remaining 1 of 2 shards" in str(failure)
+        assert "1 of 2 shards remain" in str(failure)
         stats = stream.stats()[0]
         assert (stats["shards_failed"], stats["restarts"]) == (1, 2)
         assert stream.metrics.counters == {"num_shard_restarts": 2, "num_shards_failed": 1}
