@@ -161,7 +161,10 @@ def unchecked_combinations(when: bool = True) -> Iterator[None]:
 
 def adjusted(settings: R, **changes: Any) -> R:
     """Return a copy of valid settings with changes that no user made, such as those for an
-    evaluation. Whether its settings fit together is not checked again, nor that of its copies."""
+    evaluation.
+
+    Neither the copy nor copies of it are checked for settings that do not fit together.
+    """
     with unchecked_combinations():
         copied = settings.updated(**changes)
     copied._is_adjusted = True

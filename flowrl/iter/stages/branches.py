@@ -19,7 +19,7 @@ from flowrl.source import Source, sources_from_list, sources_to_list
 from flowrl.state_schema import Fields, Integer, Natural
 
 MAX_STAR_ITEMS = 100  # items of a "*" branch per turn
-MAX_OTHERS = 10_000  # items of a branch that ends, after the last one of a duplicated stream
+MAX_OTHERS = 100  # items of a branch that ends, after the last one of a duplicated stream
 MAX_DROPPED = 100  # items dropped in one pull, before the siblings of the union may run
 
 FULL_CREDIT = 1 - 1e-9  # a full credit: ten times 0.1 is less than 1 by rounding
