@@ -36,7 +36,7 @@ def limit_threads(count: Threads) -> None:
     limit_torch(count)
 
 
-_torch_limit = 0  # the last one that `limit_torch` has set
+_torch_limit = 0  # number of threads that `limit_torch` has set last; 0: none
 
 
 def limit_torch(count: int) -> None:

@@ -275,10 +275,11 @@ def record_updates(
     _ = context.timers["update"]  # WeightSync adds the durations
     trainer = PlanMetrics.of(context).trainer(operator, context.operators)
     is_used = bool(updates) or learn_s is None  # None: the user's operator may have no statistics
-    is_only_one = sum(getattr(one, "trains", False) for one in context.operators) == 1
-    # a StalenessLimit waits for each batch
-    if not is_used and is_only_one and context.on_lost:
-        counters["num_env_steps_dropped"] += env_steps
+    if not is_used and context.on_lost:  # a StalenessLimit waits for each batch
+        # another training operator may use the batch
+        num_trainers = sum(getattr(one, "trains", False) for one in context.operators)
+        if num_trainers == 1:
+            counters["num_env_steps_dropped"] += env_steps
     env_steps = env_steps if is_used else 0
     counters["num_env_steps_trained"] += env_steps
     trainer.num_env_steps_trained += env_steps

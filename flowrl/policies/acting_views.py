@@ -168,8 +168,8 @@ def state_index(source: str) -> int:
 
 
 def may_change_inputs(policy: Any) -> bool:
-    """Return whether a policy may change the observations that it gets in place, or keep them: the
-    class is not one of flowrl. It gets copies."""
+    """Return whether a policy may change its observations in place, or keep them, and therefore
+    gets copies: its class is not one of flowrl."""
     return not type(policy).__module__.startswith("flowrl.")
 
 

@@ -271,14 +271,13 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
 
     def _uses_microbatches(self) -> bool:
         """Return whether a policy splits its minibatches (`microbatch_size`)."""
-        configs = [spec.config for spec in specs_of(self.policies).values()]
-        sizes = [
-            config.get("microbatch_size", self.microbatch_size)
-            if isinstance(config, (Mapping, PolicyConfig))
-            else self.microbatch_size
-            for config in configs
-        ]
-        return any(size and not is_search(size) for size in sizes)
+        for spec in specs_of(self.policies).values():
+            has_settings = isinstance(spec.config, (Mapping, PolicyConfig))
+            settings: Any = spec.config if has_settings else {}
+            size = settings.get("microbatch_size", self.microbatch_size)
+            if size and not is_search(size):
+                return True
+        return False
 
     @property
     def policy_class(self) -> Any:

@@ -790,7 +790,7 @@ def test_operator_without_the_state_of_the_saved_plan(caplog):
     with pytest.raises(ValueError, match=message):
         stream().load_state_dict(stream(**methods).state_dict())
     stream(**methods).load_state_dict(stream().state_dict())
-    assert "has no state of this operator, so the operator starts anew" in caplog.text
+    assert "has no state of this operator: it begins with its initial state" in caplog.text
 
 
 @dataclasses.dataclass

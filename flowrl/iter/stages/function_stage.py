@@ -204,8 +204,8 @@ class FunctionStage(Stage):
         load = self._method("load_state_dict")
         if "operator" not in state and self._method("state_dict") is not None:
             log.warning(
-                "%s, chained at %s: the saved plan has no state of this operator, so the operator "
-                "starts anew", self, self.line,
+                "%s, chained at %s: the saved plan has no state of this operator: it begins with "
+                "its initial state", self, self.line,
             )  # fmt: skip
         if "operator" in state:
             if load is None:
