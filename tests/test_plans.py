@@ -29,7 +29,7 @@ from tests.learner_threads import held_batches
 PLANS = list(shipped_plans())
 OFFLINE = ("bc", "cql", "marwil")  # these need files: see test_marwil.py, test_cql.py
 SMALL = {"num_envs_per_worker": 2, "seed": 0, "min_sample_timesteps_per_iteration": 128}
-REPLAYED = {"learning_starts": 32, "replay_buffer_capacity": 500}
+REPLAYED = {"learning_starts": 32, "replay_buffer_capacity": 500, "train_batch_size": 32}
 SHARDED = ("apex", "dqn_distributed")
 MAX_CODE_LINES = {
     "a2c": 8,

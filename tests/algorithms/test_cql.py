@@ -151,7 +151,7 @@ def test_penalty_reduces_the_gap():
     for weight in (0.0, 5.0):
         settings = {**SMALL, "min_q_weight": weight, "lr": 3e-3}
         policy = CQLTorchPolicy(BOX, THREE, settings)
-        for _ in range(300):
+        for _ in range(100):
             policy.learn_on_minibatches(batch)
         gaps[weight] = float(policy.gaps(policy.tensors(batch)).mean())
     assert gaps[5.0] < gaps[0.0] - 0.5

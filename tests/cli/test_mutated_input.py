@@ -13,7 +13,7 @@ from flowrl.errors import ConfigError
 from flowrl.trainer.plan_settings import plan_config
 
 NUM_CASES = 400
-NUM_QUICK = 60
+NUM_QUICK = 30
 SMALL = {
     "ppo": {"train_batch_size": 64, "sgd_minibatch_size": 32, "num_sgd_iter": 1},
     "dqn": {"learning_starts": 50, "train_batch_size": 16, "replay_buffer_capacity": 500},

@@ -101,7 +101,7 @@ def assert_same_episodes(columns, rows):
     no_done_at_end=st.booleans(),
     normalize=st.booleans(),
 )
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_rows_equal_columns(length, fragment, envs, horizon, soft, no_done_at_end, normalize):
     columns, rows = pair(
         length,
@@ -139,7 +139,7 @@ def test_rows_equal_columns_for_normalized_float64_observations():
 
 
 @given(st.integers(1, 5), st.integers(1, 9), st.sampled_from([None, 2, 4]), st.booleans())
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_episode_metrics_equal_columns(length, fragment, horizon, soft):
     columns, rows = pair(length, fragment, horizon=horizon, soft_horizon=soft and bool(horizon))
     for _ in range(4):
@@ -161,7 +161,7 @@ SHIFTS = st.one_of(
     st.integers(1, 7),
     st.sampled_from([None, 2, 3]),
 )
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_views_equal_columns(shift, column, length, fragment, soft):
     from gymnasium.spaces import Box
 
@@ -196,7 +196,7 @@ MODELS = {
     max_seq_len=st.integers(1, 4),
     soft=st.sampled_from([None, 3]),
 )
-@settings(max_examples=12)
+@settings(max_examples=6)
 def test_memory_and_nested_spaces_equal_columns(
     model, env, length, fragment, envs, max_seq_len, soft
 ):
@@ -221,7 +221,7 @@ def test_memory_and_nested_spaces_equal_columns(
     envs=st.integers(1, 3),
     normalize=st.booleans(),
 )
-@settings(max_examples=12)
+@settings(max_examples=6)
 def test_whole_episodes_equal_columns(model, length, fragment, envs, normalize):
     columns, rows = pair(
         length,
@@ -298,7 +298,7 @@ class Recorder(DefaultCallbacks):
     soft=st.booleans(),
     normalize=st.booleans(),
 )
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_callbacks_see_the_same_as_with_rows(length, fragment, envs, horizon, soft, normalize):
     columns, rows = pair(
         length,

@@ -92,7 +92,7 @@ def check_rows(batch, length):
 
 
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 3))
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_fragments_continue_each_other(length, fragment, envs):
     w = worker(length, fragment, envs)
     fragments = [w.sample() for _ in range(4)]
@@ -143,7 +143,7 @@ def test_episodes_do_not_depend_on_autoreset_mode(mode, envs):
     st.booleans(),
     st.booleans(),
 )
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_resets_of_vector_environments_cost_no_rows(lengths, fragment, by_row, with_views):
     """Fragments of a NEXT_STEP environment have all their rows and continue each other."""
     envs = len(lengths)

@@ -84,7 +84,7 @@ def segments(batch):
     st.integers(1, 7),
     st.sampled_from(list(COLLECTORS)),
 )
-@settings(max_examples=80)
+@settings(max_examples=40)
 def test_remaining_rows_are_complete_after_any_failure(at, length, fragment, collector):
     worker = failing_worker(at, length, fragment, collector=COLLECTORS[collector])
     clean = failing_worker(set(), length, fragment, collector=COLLECTORS[collector])

@@ -196,7 +196,7 @@ def test_horizon_keeps_every_reward(soft):
     st.sets(st.integers(0, 3)),
     st.integers(1, 5),
 )
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_rows_are_consistent_for_any_schedule(steps, first, fragment):
     script = Script(sorted(first), *steps)
     worker = play(script, fragment)
@@ -454,7 +454,7 @@ class RecordsInputs(Idle):
     st.integers(1, 4),
     st.sampled_from([0, -1, [-1, 0], "-2:0"]),
 )
-@settings(max_examples=80)
+@settings(max_examples=40)
 def test_views_of_other_agents_are_equal_for_acting_and_training(steps, fragment, shift):
     script = Script([0, 1, 2], *steps)
     worker = RolloutWorker(

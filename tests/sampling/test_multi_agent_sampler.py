@@ -162,7 +162,7 @@ SEEDS = st.integers(0, 10_000)
     count_steps_by=st.sampled_from(["env_steps", "agent_steps"]),
     fail_at=st.sampled_from([None, 3, 8]),
 )
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_columns_equal_rows(
     kind, seed, fragment, envs, horizon, soft, no_done_at_end, normalize, count_steps_by, fail_at
 ):
@@ -205,7 +205,7 @@ def test_columns_equal_rows(
     count_steps_by=st.sampled_from(["env_steps", "agent_steps"]),
     fail_at=st.sampled_from([None, 3, 8]),
 )
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_whole_episodes_equal_rows(kind, seed, fragment, envs, normalize, count_steps_by, fail_at):
     workers = pair(
         kind,
@@ -253,7 +253,7 @@ SHIFTS = st.one_of(
     fragment=st.integers(1, 7),
     soft=st.sampled_from([None, 2, 3]),
 )
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_views_equal_rows(kind, seed, shift, column, fragment, soft):
     view = ViewRequirement(column, shift=shift)
     if column == "vf_preds":
@@ -277,7 +277,7 @@ MODELS = {"lstm": {**RECURRENT, "lstm_use_prev_action": True}, "attention": ATTE
     soft=st.sampled_from([None, 3]),
     batch_mode=st.sampled_from(["truncate_episodes", "complete_episodes"]),
 )
-@settings(max_examples=8)
+@settings(max_examples=4)
 def test_memory_equals_rows(model, kind, seed, fragment, max_seq_len, soft, batch_mode):
     whole = batch_mode == "complete_episodes"
     columns, rows = pair(
@@ -399,7 +399,7 @@ class StepRecorder(Recorder):
     fail_at=st.sampled_from([None, 4]),
     recorder=st.sampled_from([Recorder, StepRecorder]),
 )
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_callbacks_see_the_same_as_with_rows(
     kind, seed, fragment, soft, normalize, fail_at, recorder
 ):
@@ -432,7 +432,7 @@ def test_callbacks_see_the_same_as_with_rows(
     soft=st.sampled_from([None, 3]),
     batch_mode=st.sampled_from(["truncate_episodes", "complete_episodes"]),
 )
-@settings(max_examples=5)
+@settings(max_examples=3)
 def test_restored_sampler_continues_exactly(model, kind, seed, fragment, soft, batch_mode):
     config = {
         "kind": kind,
@@ -498,7 +498,7 @@ class AddsColumn(DefaultCallbacks):
     custom=st.sampled_from(["policy", "callback", "both"]),
     batch_mode=st.sampled_from(["truncate_episodes", "complete_episodes"]),
 )
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_postprocessing_of_each_agent_equals_rows(
     kind, seed, fragment, soft, normalize, fail_at, custom, batch_mode
 ):
@@ -536,7 +536,7 @@ def test_postprocessing_of_each_agent_equals_rows(
     fail_at=st.sampled_from([None, 4]),
     normalize=st.booleans(),
 )
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_views_of_other_agents_equal_rows(
     kind, seed, fragment, shift, column, agents, soft, fail_at, normalize
 ):

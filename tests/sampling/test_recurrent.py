@@ -56,7 +56,7 @@ def state_before(t):
 
 
 @given(st.integers(1, 9), st.integers(1, 11), st.integers(1, 3))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_states_and_sequences_are_consistent(length, fragment, envs):
     w = worker(length, fragment, envs)
     batches = [w.sample() for _ in range(3)]

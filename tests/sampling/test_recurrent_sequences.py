@@ -209,7 +209,7 @@ cases = {
 
 
 @given(**cases)
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_truncated_episodes(lengths, fragment, envs, max_seq_len, policy):
     worker = make_worker(policy, lengths, fragment, envs, max_seq_len, "truncate_episodes")
     steps = {env: steps_of(lengths, env) for env in range(envs)}
@@ -231,7 +231,7 @@ def test_truncated_episodes(lengths, fragment, envs, max_seq_len, policy):
 
 
 @given(**cases)
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_complete_episodes(lengths, fragment, envs, max_seq_len, policy):
     worker = make_worker(policy, lengths, fragment, envs, max_seq_len, "complete_episodes")
     num_episodes = defaultdict(int)
@@ -255,7 +255,7 @@ def test_complete_episodes(lengths, fragment, envs, max_seq_len, policy):
     burn_in=st.integers(1, 3),
     batch_mode=st.sampled_from(["truncate_episodes", "complete_episodes"]),
 )
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_sequences_with_burn_in(lengths, fragment, envs, max_seq_len, policy, burn_in, batch_mode):
     worker = make_worker(policy, lengths, fragment, envs, max_seq_len, batch_mode, burn_in)
     buffer = ReplayBuffer(

@@ -52,7 +52,7 @@ def test_complete_episodes_example_of_the_rllib_documentation():
 
 
 @given(st.integers(1, 9), st.integers(1, 12), st.integers(1, 3))
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_complete_episodes_are_complete_and_none_is_lost(length, fragment, envs):
     w = worker(length, fragment, envs, batch_mode="complete_episodes")
     batches = [w.sample() for _ in range(4)]
