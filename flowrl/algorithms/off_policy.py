@@ -14,6 +14,7 @@ from flowrl.ops import ReplayActors
 from flowrl.policies.policy_spec import specs_of
 from flowrl.policies.schedules import LinearSchedule, env_step
 from flowrl.replay import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer
+from flowrl.replay.multi_agent import check_collection
 from flowrl.seeding import derive_seed
 from flowrl.settings import (
     Count,
@@ -145,10 +146,12 @@ class OffPolicyConfig(AlgorithmConfig):
             policies: ids of the policies whose rows are stored; None for all policies.
 
         Raises:
+            TypeError: `policies` is a single id.
             ConfigError: a setting that only replay actors use is set. Later, when the first rows of
                 a policy are stored: its algorithm does not learn from replay, or it has another
                 value of a setting of the common buffer.
         """
+        check_collection(policies)
         ids = policies or specs_of(self.policies)
         configs = [self, *(self.for_policy(policy_id) for policy_id in ids if self.policies)]
         for config in configs:
@@ -200,7 +203,7 @@ class OffPolicyConfig(AlgorithmConfig):
         this process if there are none.
 
         Raises:
-            ConfigError: see `replay_buffer`; or a setting needs actors.
+            TypeError, ConfigError: see `replay_buffer`; or a setting needs actors.
         """
         if self.num_replay_shards == 0:
             if not self.replay_buffer_shards_colocated_with_driver:
@@ -209,6 +212,7 @@ class OffPolicyConfig(AlgorithmConfig):
                     "at least 1: leave it out"
                 )
             return self._new_multi_agent_buffer(policies)
+        check_collection(policies)
         ids = policies or specs_of(self.policies)
         return ReplayActors(
             lambda shard: self._new_multi_agent_buffer(policies, shard, self.num_replay_shards),

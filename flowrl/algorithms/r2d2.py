@@ -57,6 +57,12 @@ class R2D2Config(DQNConfig):
                 raise ValueError(f"{name}: R2D2 does not support this option of DQN: leave it out")
         if self.replay_mode == "lockstep":
             raise ValueError('replay_mode="lockstep" draws rows, R2D2 learns from sequences')
+        rows = self.model.max_seq_len + self.model.burn_in
+        if self.replay_buffer_capacity < rows:
+            raise ValueError(
+                f"replay_buffer_capacity={self.replay_buffer_capacity} is less than a sequence of "
+                f"{rows} rows (model.max_seq_len and model.burn_in): increase the capacity"
+            )
         self._require(self.use_h_function, "use_h_function=True", "h_function_epsilon")
         return self
 

@@ -403,13 +403,16 @@ def concat_columns(batches: Sequence[Columns]) -> dict[str, Any]:
             values = {name: MISSING.get(name, 0) for name in filled}
             log.warning("columns are missing in some batches: filled there with %s", values)
         names = dict.fromkeys(name for name in names if name not in dropped)
-    return {name: _concat_column(name, batches) for name in names}
+    bases: dict[tuple[int, ...], list[Any]] = {}
+    return {name: _concat_column(name, batches, bases) for name in names}
 
 
-def _concat_column(name: str, batches: Sequence[Columns]) -> Any:
+def _concat_column(
+    name: str, batches: Sequence[Columns], bases: dict[tuple[int, ...], list[Any]]
+) -> Any:
     stored = [dict.get(batch, name) for batch in batches]
     if all(isinstance(part, IndexedColumn) for part in stored):
-        return IndexedColumn.concat(stored)  # type: ignore[arg-type]
+        return IndexedColumn.concat(stored, bases)  # type: ignore[arg-type]
     parts: list[Any] = [batch[name] for batch in batches if dict.__contains__(batch, name)]
     if len(parts) < len(batches):
         like, present = parts[0], iter(parts)

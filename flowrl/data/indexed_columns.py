@@ -107,8 +107,16 @@ class IndexedColumn:
         return f"IndexedColumn(shape={self.shape}, dtype={self.dtype})"
 
     @staticmethod
-    def concat(parts: Sequence[IndexedColumn]) -> IndexedColumn:
-        """Concatenate columns; only positions are copied."""
+    def concat(
+        parts: Sequence[IndexedColumn], known: dict[tuple[int, ...], list[Any]] | None = None
+    ) -> IndexedColumn:
+        """Concatenate columns; only positions are copied.
+
+        Args:
+            parts: the columns.
+            known: ids of bases -> list of these bases; columns that were concatenated with the same
+                dict share the lists, so that bases are joined once for all of them.
+        """
         bases: list[np.ndarray | LazyColumn] = []
         indices = []
         offset = 0
@@ -118,6 +126,8 @@ class IndexedColumn:
             part_bases = list(part._bases)  # another thread may join them
             bases += part_bases
             offset += sum(map(len, part_bases))
+        if known is not None:
+            bases = known.setdefault(tuple(map(id, bases)), bases)
         return _with_bases(bases, np.concatenate(indices))
 
 

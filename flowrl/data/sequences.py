@@ -12,15 +12,20 @@ from flowrl.data.columns import expand_runs, map_leaves
 from flowrl.data.sample_batch import SampleBatch
 
 LOSS_MASK = "loss_mask"
+TRAJECTORY_KEYS = ("eps_id", "unroll_id", "agent_index", "t")  # arguments of sequence_lengths
 
 
 def sequence_lengths(
-    max_seq_len: int, episode_ids: Any, unroll_ids: Any = None, agent_indices: Any = None
+    max_seq_len: int,
+    episode_ids: Any,
+    unroll_ids: Any = None,
+    agent_indices: Any = None,
+    steps: Any = None,
 ) -> np.ndarray:
     """Return the lengths [sequences], int32, of the sequences in consecutive rows.
 
-    A sequence begins where the episode, the unroll or the agent differs from the row before, and
-    after `max_seq_len` rows.
+    A sequence begins where the episode, the unroll or the agent differs from the row before, where
+    the step is not later than that of the row before, and after `max_seq_len` rows.
 
     Raises:
         ValueError: max_seq_len is below 1, or the ids differ in length.
@@ -31,6 +36,11 @@ def sequence_lengths(
     if max_seq_len < 1:
         raise ValueError(f"max_seq_len must be at least 1, got {max_seq_len}")
     keys = [np.asarray(k) for k in (episode_ids, unroll_ids, agent_indices) if k is not None]
+    if steps is not None:
+        steps = np.asarray(steps)
+        restarts = np.zeros(len(steps), np.int64)
+        restarts[1:] = np.cumsum(steps[1:] <= steps[:-1])
+        keys.append(restarts)
     if len({len(key) for key in keys}) > 1:
         raise ValueError(f"ids of different lengths: {[len(key) for key in keys]}")
     rows = len(keys[0])
@@ -129,7 +139,7 @@ def pad_batch_to_sequences_of_same_size(
     if "seq_lens" not in batch:
         if "eps_id" not in batch:
             raise ValueError("a batch without seq_lens and eps_id cannot be chopped into sequences")
-        keys = [batch.get(name) for name in ("eps_id", "unroll_id", "agent_index")]
+        keys = map(batch.get, TRAJECTORY_KEYS)
         length = max_seq_len or max(batch.count, 1)
         lens = sequence_lengths(length, *keys)
         starts = np.cumsum(lens) - lens
@@ -258,7 +268,7 @@ def burn_in_spans(
     Returns:
         first rows, lengths, and numbers of burn-in rows; [sequences] each, int64.
     """
-    keys = [batch.get(name) for name in ("eps_id", "unroll_id", "agent_index")]
+    keys = [batch.get(name) for name in TRAJECTORY_KEYS]
     lens = sequence_lengths(max_seq_len, *keys).astype(np.int64)
     starts = np.cumsum(lens) - lens
     trajectory_lens = sequence_lengths(max(batch.count, 1), *keys)

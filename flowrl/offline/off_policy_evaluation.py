@@ -99,22 +99,22 @@ def estimate(
         parts = [_select_columns(policy, 0, batch) for batch in batches]
     episodes = _episodes_of(parts)
     gamma = policy.config.gamma if gamma is None else gamma
-    discounted = episodes.rewards * gamma ** np.arange(episodes.rewards.shape[1])
-    log_weights = np.cumsum(episodes.log_ratios, 1)  # constant after the end of an episode
-    max_log_weights = log_weights.max(0)
-    scaled = np.exp(log_weights - max_log_weights)  # cannot overflow
-    any_possible = max_log_weights > MIN_LOG_RATIO / 2
-    normalized = np.where(any_possible, scaled / scaled.sum(0), 0.0)
-    sum_of_squares = float(np.square(normalized[:, -1]).sum())
+    discounted = episodes.rewards * gamma**episodes.steps
+    log_weights = episodes.cumulative_log_ratios()
+    last = log_weights[episodes.starts + episodes.lengths - 1]
+    scaled = np.exp(last - last.max()) if last.max() > MIN_LOG_RATIO / 2 else np.zeros_like(last)
+    sum_of_squares = float(np.square(scaled / (scaled.sum() or 1.0)).sum())
     ess = 1.0 / sum_of_squares if sum_of_squares else 0.0
-    returns = discounted.sum(1)
+    returns = np.add.reduceat(discounted, episodes.starts)
     v_behavior = float(returns.mean())
     results: dict[str, dict[str, float]] = {}
     for method in methods:
         with np.errstate(over="ignore", invalid="ignore"):
-            weights = np.exp(log_weights) if method == "is" else normalized * len(normalized)
+            relative = log_weights if method == "is" else episodes.relative_to_mean(log_weights)
+            weights = np.exp(relative)
             # a weight of inf times a reward of 0 is nan
-            weighted_returns = np.where(discounted == 0, 0.0, weights * discounted).sum(1)
+            weighted = np.where(discounted == 0, 0.0, weights * discounted)
+            weighted_returns = np.add.reduceat(weighted, episodes.starts)
             v_target, v_target_std = float(weighted_returns.mean()), float(weighted_returns.std())
         results[method] = {
             "v_behavior": v_behavior,
@@ -132,18 +132,42 @@ def estimate(
 
 @dataclass
 class RecordedEpisodes:
-    """Complete episodes as matrices, padded with zeros.
+    """Complete episodes, one after the other.
 
     Attributes:
-        rewards: float64 [episodes, length of the longest].
-        log_ratios: float64 [episodes, length of the longest]: log-probability of each action under
-            the evaluated policy minus that under the recorded one.
+        rewards: float64 [rows], those of an episode in the order of its steps.
+        log_ratios: float64 [rows]: log-probability of each action under the evaluated policy minus
+            that under the recorded one.
+        lengths: rows of each episode [episodes].
         num_incomplete: number of episodes with missing rows, which are not included.
     """
 
     rewards: np.ndarray
     log_ratios: np.ndarray
+    lengths: np.ndarray
     num_incomplete: int
+
+    def __post_init__(self) -> None:
+        self.starts = np.cumsum(self.lengths) - self.lengths
+        self.steps = np.arange(len(self.rewards)) - np.repeat(self.starts, self.lengths)
+
+    def cumulative_log_ratios(self) -> np.ndarray:
+        """Return the log-weights [rows]: the sums of an episode's log-ratios up to each row."""
+        parts = np.split(self.log_ratios, self.starts[1:])
+        return np.concatenate([np.cumsum(part) for part in parts])
+
+    def relative_to_mean(self, log_weights: np.ndarray) -> np.ndarray:
+        """Return log-weights [rows] minus the logarithm of the mean weight of all episodes at the
+        same step; ended episodes keep their last weight. -inf where all weights are 0."""
+        last = log_weights[self.starts + self.lengths - 1]
+        num_steps = int(self.lengths.max())
+        log_sums = np.full(num_steps + 1, -np.inf)
+        np.logaddexp.at(log_sums, self.lengths, last)
+        log_sums = np.logaddexp.accumulate(log_sums)[:num_steps]  # of the ended episodes
+        np.logaddexp.at(log_sums, self.steps, log_weights)
+        log_means = log_sums - np.log(len(self.lengths))
+        is_possible = log_means > MIN_LOG_RATIO / 2
+        return np.where(is_possible[self.steps], log_weights - log_means[self.steps], -np.inf)
 
 
 def _episodes_of(parts: list[dict[str, np.ndarray]]) -> RecordedEpisodes:
@@ -186,13 +210,10 @@ def _episodes_of(parts: list[dict[str, np.ndarray]]) -> RecordedEpisodes:
             "of its episode, and the last one must be terminated or truncated (rows that were "
             "recorded with no_done_at_end or soft_horizon are not)"
         )
-    shape = int(complete.sum()), int(lengths[complete].max())
     selected = complete[episode]
-    index = (np.cumsum(complete) - 1)[episode[selected]], step[selected]
-    rewards, log_ratios = np.zeros(shape), np.zeros(shape)
-    rewards[index] = rows["reward"][selected]
-    log_ratios[index] = np.maximum(rows["log_ratio"][selected], MIN_LOG_RATIO)
-    return RecordedEpisodes(rewards, log_ratios, int((~complete).sum()))
+    log_ratios = np.maximum(rows["log_ratio"][selected], MIN_LOG_RATIO)
+    num_incomplete = int((~complete).sum())
+    return RecordedEpisodes(rows["reward"][selected], log_ratios, lengths[complete], num_incomplete)
 
 
 def _check_policy(policy: Policy) -> None:
@@ -227,9 +248,6 @@ def _select_columns(policy: Policy, run: int, batch: SampleBatch) -> dict[str, n
         )
     if batch.count:
         batch = rows_for_policy(batch, policy, policy.observation_filter is not None)
-    for name in ("rewards", "action_logp"):
-        if not np.isfinite(np.asarray(batch[name], np.float64)).all():
-            raise OfflineDataError(f"the column {name!r} has values that are not finite")
     parts = batch.timeslices(size=ROWS_AT_A_TIME)
     logp = np.concatenate([np.zeros(0), *(_log_probabilities(policy, part) for part in parts)])
     agents = batch["agent_index"] if "agent_index" in batch else np.zeros(batch.count, int)

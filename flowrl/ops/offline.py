@@ -268,7 +268,12 @@ class ReadStage(Stage):
             self._position += rows.count
             needed -= rows.count
             slices.append(rows)
-        batch: SampleBatch = slices[0] if len(slices) == 1 else SampleBatch.concat_samples(slices)
+        if len(slices) == 1:
+            return slices[0]
+        # a column that some parts lack is left out: zeros in it would be trained on
+        common = set.intersection(*map(set, slices))
+        slices = [rows.without_columns(*(set(rows) - common)) for rows in slices]
+        batch: SampleBatch = SampleBatch.concat_samples(slices)
         return batch
 
     def _open_next_part(self) -> None:

@@ -3,6 +3,7 @@ when they are stored."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -163,6 +164,9 @@ class ReplayActors:
         if self.journal is not None:
             self.journal.end(f"replay actor {index} died")
         shard = self.shards[index]
+        with contextlib.suppress(Exception):  # of the batches that it had not stored
+            while shard.pending_adds and ready_refs([shard.pending_adds[0].ref]):
+                self._note_stored(shard)
         shard.deaths += 1
         if shard.deaths >= MAX_DEATHS:
             raise RuntimeError(
@@ -262,10 +266,8 @@ class ReplayActors:
             adds = shard.pending_adds
             while adds and self.is_ready(adds[0].ref, f"stored for {purpose}"):
                 try:
-                    added: AddReply = fetch(adds[0].ref)
-                    shard.rows, shard.has_items, bytes_received, shard.node = added
-                    shard.deaths = 0
-                    count_bytes_between_nodes(bytes_received)
+                    self._note_stored(shard)
+                    continue
                 except ObjectLostError as error:  # its worker died
                     log.warning("a fragment was lost before it was stored: %s", error)
                     self._count("num_replay_fragments_lost")
@@ -276,6 +278,14 @@ class ReplayActors:
                     adds.popleft()
                     raise
                 adds.popleft()
+
+    def _note_stored(self, shard: ShardRecord) -> None:
+        """Process the reply to a shard's oldest pending batch; raise its error."""
+        added: AddReply = fetch(shard.pending_adds[0].ref)
+        shard.rows, shard.has_items, bytes_received, shard.node = added
+        shard.pending_adds.popleft()
+        shard.deaths = 0
+        count_bytes_between_nodes(bytes_received)
 
     def is_ready(self, ref: Any, name: str) -> bool:
         """Return whether a shard has replied.

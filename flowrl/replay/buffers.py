@@ -160,6 +160,11 @@ class ReplayBuffer:
             self._ring.check(self._sequences.rows_of(batch))
         if self.n_step > 1 and "rewards" not in batch:
             raise ValueError(f"the batch has no column rewards, which n_step={self.n_step} needs")
+        if self.n_step > 1 and "n_steps" in batch:
+            raise ValueError(
+                f"the rows span several steps already (column n_steps) and are stored with n_step="
+                f"{self.n_step}: draw them from a buffer with n_step=1"
+            )
         if self.n_step > 1 and "dones" in batch and not set(DONE_FLAGS) <= set(batch):
             raise ValueError(
                 f"n_step={self.n_step} needs the columns terminateds and truncateds; the batch has "
@@ -199,7 +204,7 @@ class ReplayBuffer:
                 raise
             states = sum(array.nbytes for name, array in batch.stored() if name.startswith(STATE))
             row_bytes = self._ring.row_bytes + states // batch.count
-            self._max_pending_rows = min(self.capacity, MAX_PENDING_BYTES // row_bytes)
+            self._max_pending_rows = min(self.capacity, MAX_PENDING_BYTES // max(row_bytes, 1))
 
     def _flush(self) -> None:
         if self._pending:
@@ -273,6 +278,7 @@ class ReplayBuffer:
         """
         self._flush()
         first, end = self._ring.num_added - len(self._ring), self._ring.num_added
+        row_ids = np.asarray(row_ids)
         if len(row_ids) and not first <= row_ids.min() <= row_ids.max() < end:
             stored = f"the rows {first} to {end - 1} are stored" if end else "the buffer is empty"
             raise KeyError(f"row ids {row_ids}: {stored}")
@@ -355,8 +361,10 @@ class ReplayBuffer:
             ValueError: the state is of another kind of buffer, or of one with other settings; do
                 not use the buffer afterwards.
         """
-        check_own_state(self, state)
-        settings: dict[str, Any] = {"kind": type(self).__name__, "storage_unit": self.storage_unit}
+        kind = type(self).__name__
+        if state.get("kind", kind) == kind:  # another kind has other fields
+            check_own_state(self, state)
+        settings: dict[str, Any] = {"kind": kind, "storage_unit": self.storage_unit}
         saved: dict[str, Any] = {"kind": state["kind"], "storage_unit": "timesteps"}
         if self._sequences is not None:
             settings["max_seq_len"] = self._sequences.max_seq_len

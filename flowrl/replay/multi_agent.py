@@ -60,8 +60,7 @@ class MultiAgentReplayBuffer:
         mode: Literal["independent", "lockstep"] = "independent",
     ):
         check_int("replay_batch_size", replay_batch_size)
-        if isinstance(policies, str):
-            raise TypeError(f"policies must be a collection of ids, such as [{policies!r}]")
+        check_collection(policies)
         if mode not in ("independent", "lockstep"):
             raise ValueError(f'mode must be "independent" or "lockstep", got {mode!r}')
         self.make_buffer = make_buffer
@@ -179,7 +178,6 @@ class MultiAgentReplayBuffer:
         if not self.buffers or (self._env_steps is not None and not len(self._env_steps)):
             raise ValueError(EMPTY)
         size = self.replay_batch_size
-        steps = size
         if self._env_steps is None:
             drawn = {pid: buffer.sample(size) for pid, buffer in self.buffers.items()}
             steps = max(batch.count for batch in drawn.values())  # sequences have several rows
@@ -187,6 +185,7 @@ class MultiAgentReplayBuffer:
             rng = self.buffers[min(self.buffers)].rng
             row_ids = self._env_steps.draw(size, rng)
             drawn = {pid: self.buffers[pid].rows_by_id(ids) for pid, ids in row_ids.items()}
+            steps = size
         self.ratio.note_drawn(sum(map(loss_rows, drawn.values())))
         return MultiAgentBatch.wrap_as_needed(drawn, steps)
 
@@ -270,3 +269,9 @@ def loss_rows(batch: Batch) -> int:
         int(np.count_nonzero(rows["loss_mask"])) if "loss_mask" in rows else rows.count
         for rows in batch.policy_batches.values()
     )
+
+
+def check_collection(policies: Any) -> None:
+    """Raise TypeError if `policies` is a single id instead of a collection."""
+    if isinstance(policies, str):
+        raise TypeError(f"policies must be a collection of ids, such as [{policies!r}]")

@@ -33,9 +33,8 @@ from flowrl.replay.trajectories import (
     sort_rows,
     split_final_observations,
 )
-from flowrl.state_schema import Fields, Natural, check_finite, check_own_state
+from flowrl.state_schema import Fields, Natural, check_own_state
 
-_FINITE = (OBS, "actions", "rewards")
 _ANY_KIND = "biufScO"
 POOLED_BYTES = 1 << 20  # outputs of at least this size reuse memory
 
@@ -367,8 +366,8 @@ class RingBuffer:
         """Restore the result of `state_dict` of a ring buffer of the same capacity.
 
         Raises:
-            ValueError: the state has another capacity, columns of other lengths or types, or
-                observations, actions or rewards that are not finite; nothing is changed.
+            ValueError: the state has another capacity, or columns of other lengths or types;
+                nothing is changed.
         """
         check_own_state(self, state)
         if int(state["capacity"]) != self.capacity:
@@ -389,9 +388,6 @@ class RingBuffer:
                 kinds, _ = FLAT_KINDS.get(name, (_ANY_KIND, ""))
                 if not has_one_axis or leaf.dtype.kind not in kinds:
                     raise ValueError(f"the column {name!r} is {leaf.dtype} of shape {leaf.shape}")
-        for name in _FINITE:
-            check_finite(state["columns"].get(name, []), f"columns/{name}")
-        check_finite(state["final_observations"], "final_observations")
         ring = RingBuffer(self.capacity, self.directory, self._link_rule)
         ring._successors.load_state_dict(state["successors"], state["num_added"])
         rows = min(int(state["num_added"]), self.capacity)

@@ -10,7 +10,7 @@ from flowrl.data.columns import PER_SEQUENCE, expand_runs
 from flowrl.data.sample_batch import SampleBatch
 from flowrl.data.sequences import burn_in_spans, sequence_lengths
 from flowrl.replay.schema import DONE_FLAGS
-from flowrl.replay.trajectories import row_order
+from flowrl.replay.trajectories import row_order, sort_rows
 from flowrl.state_schema import Fields, Natural, check_own_state
 
 STATE = "state_in_"
@@ -89,6 +89,7 @@ class SequenceIndex:
         if "eps_id" not in batch:
             raise ValueError(f"{self.storage_unit} need the column eps_id, which is missing")
         if self.storage_unit == "episodes":
+            batch = _sorted(batch)
             lengths = _trajectory_lengths(batch)
             self._check_complete(batch, lengths)
         elif "seq_lens" in batch:
@@ -117,7 +118,9 @@ class SequenceIndex:
         last = np.cumsum(lengths) - 1
         single_agent = not ("agent_index" in batch and np.any(batch["agent_index"]))
         continued = "t" in batch and single_agent and np.any(batch["t"][last - lengths + 1])
-        if continued or not done[last].all() or done.sum() > len(last):
+        # an episode may go on after a lost life, which is a done flag for training
+        has_several = "t" not in batch and done.sum() > len(last)
+        if continued or not done[last].all() or has_several:
             raise ValueError(
                 "a batch with part of an episode for a buffer of whole episodes: sample with "
                 'batch_mode="complete_episodes"'
@@ -143,6 +146,8 @@ class SequenceIndex:
 
     def split(self, batch: SampleBatch) -> tuple[SampleBatch, Sequences]:
         """Return the rows of a checked batch, in the order to store them, and their sequences."""
+        if self.storage_unit == "episodes":
+            batch = _sorted(batch)
         rows = self.rows_of(batch)
         starts, lengths, burn_ins = self._spans(batch)
         states = {n: np.asarray(batch[n]) for n in batch if n.startswith(STATE)}
@@ -268,7 +273,15 @@ class SequenceIndex:
         self._loss_rows = int((self._lengths[slots] - self._burn_ins[slots]).sum())
 
 
+def _sorted(batch: SampleBatch) -> SampleBatch:
+    """Return the rows with those of each episode one after the other."""
+    return batch if "seq_lens" in batch else sort_rows(batch)
+
+
 def _trajectory_lengths(batch: SampleBatch) -> np.ndarray:
-    """Return the lengths [n] of the consecutive rows with equal episode and agent."""
-    lengths = sequence_lengths(batch.count, batch["eps_id"], None, batch.get("agent_index"))
+    """Return the lengths [n] of the consecutive rows with equal episode and agent, in the order of
+    their steps."""
+    lengths = sequence_lengths(
+        batch.count, batch["eps_id"], None, batch.get("agent_index"), batch.get("t")
+    )
     return lengths.astype(np.int64)

@@ -176,16 +176,13 @@ class SuccessorTable:
             same &= key[part] == key[next_part]
         adjacent = same & unfinished[part] & (first_steps[next_part] == last_steps[part] + 1)
         adjacent &= next_part > part  # a row must not outlive its successor
-        # several parts may continue a trajectory with copies: only one has the next observation
         overlaps = same & (first_steps[next_part] <= last_steps[part])
-        compares = np.full(len(part), not across_changes)
-        if across_changes and overlaps.any():
+        if overlaps.any():  # copies of steps: linked in the order of the parts, by _take_earlier
             trajectory = np.cumsum(~same)  # number of the trajectory of next_part
-            compares = np.isin(trajectory, trajectory[overlaps])
-        compares &= adjacent
-        if compares.any():
-            is_next = continues(end_slots[part[compares]], start_slots[next_part[compares]])
-            adjacent[compares] = is_next
+            adjacent &= ~np.isin(trajectory, trajectory[overlaps])
+        if not across_changes and adjacent.any():
+            is_next = continues(end_slots[part[adjacent]], start_slots[next_part[adjacent]])
+            adjacent[np.flatnonzero(adjacent)] = is_next
         part, next_part = part[adjacent], next_part[adjacent]
         self._release(self.next_slots[end_slots[part]])
         self.next_slots[end_slots[part]] = start_slots[next_part]

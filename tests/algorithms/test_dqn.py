@@ -370,6 +370,16 @@ def test_actions_of_small_dtypes_are_numbers_of_actions(dtype, num_atoms, numpy_
     np.testing.assert_array_equal(*gradients)
 
 
+def test_td_errors_are_those_of_the_last_pass():
+    policy, other = (DQNTorchPolicy(BOX, THREE, {"seed": 0, "lr": 0.01}) for _ in range(2))
+    policy.learn_on_minibatches(rows(), 3, 12)
+    for _ in range(3):
+        other.learn_on_minibatches(rows(), 1, 12)
+    assert policy.row_stats.keys() == other.row_stats.keys()
+    for name, values in policy.row_stats.items():
+        np.testing.assert_array_equal(values, other.row_stats[name])
+
+
 def test_skipped_update_reports_no_td_errors():
     policy = DQNTorchPolicy(BOX, THREE, {"on_nonfinite_update": "skip", "seed": 0})
     batch = rows()
@@ -390,7 +400,7 @@ def test_td_errors_are_reported_by_all_ways_of_learning():
         policy.learn_on_batch(batch)  # reports only this batch
         assert policy.row_stats["batch_indexes"].tolist() == list(range(12))
         policy.learn_on_minibatches(batch, 2, 6)
-    assert sorted(policy.row_stats["batch_indexes"]) == sorted([*range(12)] * 2)
+    assert sorted(policy.row_stats["batch_indexes"]) == [*range(12)]  # of the last pass
     with WorkerSet("CartPole-v1", DQNTorchPolicy, DQNConfig(env="CartPole-v1", seed=0)) as workers:
         drawn = workers.local_worker().sample().with_columns(batch_indexes=np.arange(4))
         with metrics_scope(MetricsContext()):
@@ -826,6 +836,13 @@ def test_float64_weights_of_custom_buffers_give_the_same_gradient():
     as_float64 = batch.with_columns(weights=batch["weights"].astype(np.float64))
     gradient, expected = (policy.compute_gradients(rows_)[0] for rows_ in (as_float64, batch))
     np.testing.assert_array_equal(gradient, expected)
+
+
+@pytest.mark.parametrize("method", ["replay_buffer", "replay_actors"])
+def test_policies_of_a_buffer_are_a_collection(method):
+    config = DQNConfig(env="CartPole-v1", num_replay_shards=2 if method == "replay_actors" else 0)
+    with pytest.raises(TypeError, match=r"policies must be a collection.*\['dqn'\]"):
+        getattr(config, method)("dqn")
 
 
 def test_replay_actor_settings_of_a_policy_are_rejected_with_a_local_buffer():

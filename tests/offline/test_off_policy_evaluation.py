@@ -1,5 +1,7 @@
 """Off-policy evaluation: importance sampling, incomplete episodes, invalid input."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -384,3 +386,15 @@ def test_rows_that_occur_several_times_are_reported(policy, caplog):
 def test_experience_of_another_type_is_rejected(policy, experience):
     with pytest.raises(ConfigError, match="expected a folder, a SampleBatch or an iterable"):
         estimate(policy, experience)
+
+
+def test_memory_does_not_depend_on_the_longest_episode(policy):
+    lengths = [1] * 1000 + [1000]
+    batch = SampleBatch.concat_samples(
+        [episode_batch(k, np.zeros(n, np.int64), np.ones(n)) for k, n in enumerate(lengths)]
+    )
+    tracemalloc.start()
+    estimate(policy, batch)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 20 * batch.size_bytes()

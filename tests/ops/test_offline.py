@@ -251,6 +251,7 @@ def test_each_pass_reads_every_row_once_although_a_read_fails(seed, restored, mo
         ),
         ({"terminateds": np.zeros((8, 1), bool)}, "the column 'terminateds' must have the shape"),
         ({"new_obs": np.zeros((8, 3), np.float32)}, "new_obs"),
+        ({"rewards": np.full(8, -np.inf)}, "the column 'rewards' has values that are not finite"),
     ],
 )
 def test_columns_with_other_shapes_are_named(tmp_path, changes, message):
@@ -267,6 +268,17 @@ def test_columns_with_other_shapes_are_named(tmp_path, changes, message):
         ReadParquet(algorithm.workers, tmp_path, 4).take(1)
     assert "a.parquet" in str(caught.value)
     assert message in str(caught.value)
+
+
+def test_columns_that_some_files_lack_are_not_filled(tmp_path):
+    rows = SampleBatch(obs=np.zeros((8, 4), np.float32), actions=np.zeros(8, np.int64))
+    write_parquet(tmp_path / "a.parquet", rows)
+    write_parquet(tmp_path / "b.parquet", rows.with_columns(rewards=np.ones(8, np.float32)))
+    with A2CConfig(env="CartPole-v1").build() as algorithm:
+        (both,) = ReadParquet(algorithm.workers, tmp_path, 16).take(1)
+        assert set(both) == {"obs", "actions"}
+        for batch in ReadParquet(algorithm.workers, tmp_path, 8).take(4):
+            assert "rewards" not in batch or (batch["rewards"] == 1).all()
 
 
 def test_columns_are_a_list_of_names(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 from flowrl.data import SampleBatch
 from flowrl.errors import ConfigError
 from flowrl.iter import LocalIterator, MetricsContext, Source, metrics_scope
+from flowrl.iter.waiting import ready_refs
 from flowrl.ops import (
     BatchRef,
     Concurrently,
@@ -247,6 +248,23 @@ def test_dead_shard_is_replaced(actors):
         assert [len(batches) for batches in drawn] == [1, 0]
         assert metrics.counters["num_replay_shard_restarts"] == 1
     assert actors.ratio.drawn == 4
+
+
+def test_rows_that_are_stored_again_are_not_lost(actors):
+    for i in range(10):
+        actors.add(rows(5, i))
+    deadline = time.monotonic() + 60
+    while not all(ready_refs([add.ref]) for s in actors.shards for add in s.pending_adds):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with metrics_scope(MetricsContext()) as metrics:
+        # the replies to draws count rows of batches whose own replies are not processed yet
+        assert all(actors.receive_batches(actors.request_batches()) for _ in range(2))
+        kill_actor(actors.started_shards()[0].actor)
+        before = rows_of(actors)[0]
+        assert actors.receive_batches(actors.request_batches()) == []
+        stored = sum(wait_until_stored(actors))
+        assert metrics.counters["num_replay_rows_lost"] == before == 50 - stored
 
 
 SHARD_0 = Source(0, origin="replay")

@@ -498,8 +498,12 @@ def test_invalid_first_batch_leaves_the_buffer_unchanged(make, columns, match):
 
 def test_state_of_another_kind_and_rows_without_rewards_are_rejected():
     batch = FragmentStream(1, [5]).fragment(3, "plain")
-    with pytest.raises(ValueError, match="kind="):
-        ReplayBuffer(9, n_step=2).load_state_dict(PrioritizedReplayBuffer(9).state_dict())
+    for one, other in (
+        (ReplayBuffer, PrioritizedReplayBuffer),
+        (PrioritizedReplayBuffer, ReplayBuffer),
+    ):
+        with pytest.raises(ValueError, match=f"kind='{other.__name__}'.*prioritized_replay"):
+            one(9).load_state_dict(other(9).state_dict())
     with pytest.raises(ValueError, match="no column rewards"):
         ReplayBuffer(9, n_step=2).add(batch.without_columns("rewards"))
 
@@ -580,6 +584,52 @@ def test_copies_of_an_episode_with_other_goals_stay_separate(links, how, fragmen
             assert n == min(3, 6 - t)
         elif goal == 0 and links == "consecutive" and how == "separate batches" and flushes:
             assert n == min(3, 6 - t)  # the copies do not take the place of the original
+
+
+def part_of_an_episode(t, reward):
+    t = np.array(t)
+    obs, flags = t[:, None].astype(np.float32), np.zeros(len(t), bool)
+    return SampleBatch(
+        obs=obs,
+        new_obs=obs + 1,
+        rewards=np.full(len(t), reward, np.float32),
+        terminateds=flags,
+        truncateds=flags,
+        eps_id=np.zeros(len(t), np.int64),
+        t=t,
+    )
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_copies_with_equal_observations_do_not_take_over_links(draws):
+    buffer = ReplayBuffer(50, n_step=3, gamma=1.0, seed=0)
+    for t in ([0, 1], [2, 3]):
+        for reward in (1, 100):  # the original, and a copy with another reward
+            buffer.add(part_of_an_episode(t, reward))
+            if draws:
+                buffer.sample(1)
+    rows = buffer.rows_by_id(list(range(8)))
+    assert rows["rewards"].tolist() == [3, 3, 200, 100, 2, 1, 200, 100]
+    assert rows["n_steps"].tolist() == [3, 3, 2, 1, 2, 1, 2, 1]
+
+
+def test_rows_of_several_steps_are_no_single_steps():
+    buffer = ReplayBuffer(50, n_step=3, gamma=1.0, seed=0)
+    buffer.add(part_of_an_episode(range(9), 1))
+    with pytest.raises(ValueError, match=r"column n_steps.*n_step=3: draw them from a buffer with"):
+        buffer.add(buffer.sample(4))
+
+
+@pytest.mark.parametrize("name", ["obs", "rewards"])
+def test_infinite_values_are_restored(name):
+    batch = part_of_an_episode(range(4), 1)
+    column = batch[name].copy()
+    column[2] = -np.inf
+    buffer = ReplayBuffer(10, seed=0)
+    buffer.add(batch.with_columns(**{name: column}))
+    restored = ReplayBuffer(10, seed=0)
+    restored.load_state_dict(buffer.state_dict())
+    np.testing.assert_array_equal(restored.sample(20)[name], buffer.sample(20)[name])
 
 
 def test_strings_are_not_truncated():

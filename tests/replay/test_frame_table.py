@@ -228,3 +228,17 @@ def test_other_stacks_are_rejected():
     buffer.add(with_stacks(stream.fragment(2), 3))
     with pytest.raises(ValueError, match=r"column 'obs' has rows of float32 \[4, 2\]"):
         buffer.add(with_stacks(stream.fragment(2), 4))
+
+
+def test_each_frame_is_stored_once_although_concatenated_rows_were_read():
+    stream = FragmentStream(2, [7] * 100)
+    batch = SampleBatch.concat_samples([with_stacks(stream.fragment(10), 3) for _ in range(2)])
+    buffer = ReplayBuffer(100, seed=0)
+    buffer.add(batch)
+    read = SampleBatch.concat_samples([with_stacks(stream.fragment(10), 3) for _ in range(2)])
+    assert read["obs"].shape[0] == 40
+    buffer.add(read)
+    assert buffer.sample(10)["obs"].shape[0] == 10
+    frames = buffer._ring._frames
+    num_frames = frames._end - frames._num_released
+    assert num_frames < 80 + 40  # a row has one frame, an episode up to two further ones

@@ -211,6 +211,32 @@ def test_recurrent_policy_learns_from_draws_as_from_fragments(burn_in):
     np.testing.assert_allclose(sum(parts) / sum(weights), expected, atol=2e-6)
 
 
+@pytest.mark.parametrize("order", ["by episode", "by step"])
+def test_episodes_with_lost_lives_and_interleaved_rows_are_stored(order):
+    batch = FragmentStream(2, [4, 4]).fragment(4, "plain")
+    if order == "by step":
+        batch = batch.take_rows(np.argsort(batch["t"], kind="stable"))
+    flags = batch["terminateds"] | (batch["t"] == 1)
+    buffer = ReplayBuffer(20, storage_unit="episodes", seed=0)
+    buffer.add(batch.with_columns(terminateds=flags))
+    drawn = buffer.sample(20)
+    assert set(drawn["seq_lens"].tolist()) == {4}
+    assert drawn["t"].tolist() == [0, 1, 2, 3] * 20
+    assert (drawn["eps_id"].reshape(20, 4) == drawn["eps_id"][::4, None]).all()
+
+
+def test_sequences_do_not_continue_in_a_copy_of_their_episode():
+    batch = FragmentStream(1, [6]).fragment(6, "plain")
+    copy = batch.with_columns(rewards=batch["rewards"] + 100)
+    buffer = ReplayBuffer(40, storage_unit="sequences", max_seq_len=4, burn_in=2, seed=0)
+    buffer.add(SampleBatch.concat_samples([batch, copy]))
+    drawn = buffer.sample(50)
+    ends = np.cumsum(drawn["seq_lens"])
+    sequences = np.split(drawn["rewards"] >= 100, ends[:-1])
+    assert {bool(rows.any()) for rows in sequences} == {False, True}
+    assert all(rows.all() or not rows.any() for rows in sequences)
+
+
 def test_invalid_sequences_are_rejected():
     batch = fragment(FragmentStream(1, [9]), 6)
     sequences = {"storage_unit": "sequences", "max_seq_len": 4}

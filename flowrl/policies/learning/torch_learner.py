@@ -107,7 +107,7 @@ class TorchLearner:
         self.num_updates, self.updates_in_batch = 0, 1
         self.num_skipped_updates = 0
         self._warned_of_buffers = False
-        self._epoch_row_stats: list[dict[str, np.ndarray]] | None = None  # of all minibatches
+        self._epoch_row_stats: list[dict[str, np.ndarray]] | None = None  # of a pass
         self.kernel = find_kernel(policy, self._has_single_optimizer())
         self.gradient = LossGradient(policy, self.parameters, self.kernel, self.microbatches)
         self.captured = CapturedUpdates(self)
@@ -177,7 +177,7 @@ class TorchLearner:
         """Update the policy by minibatches; see Policy.learn_on_minibatches."""
         self._begin(batch)
         policy = self.policy
-        row_stats = self._epoch_row_stats = []
+        self._epoch_row_stats = []
         before = self.num_updates
         self.gradient.num_rows = 0
         try:
@@ -185,11 +185,11 @@ class TorchLearner:
             is_captured = self.captured.supports(batch, size or batch.count)
             one_pass = self.captured.one_pass if is_captured else self.one_pass
             stats = run_epochs(policy, one_pass, batch, num_sgd_iter, size)
+            policy.row_stats = concat_row_stats(self._epoch_row_stats)
         finally:
             self._epoch_row_stats = None
             self.updates_in_batch = self.num_updates - before
             self.captured.release()
-        policy.row_stats = concat_row_stats(row_stats)
         stats["cur_lr"] = float(self.optimizers[0].param_groups[0]["lr"])
         if policy.config.on_nonfinite_update == "skip":
             stats["num_skipped_updates"] = float(self.num_skipped_updates)
@@ -198,6 +198,7 @@ class TorchLearner:
     def one_pass(self, batch: SampleBatch, size: int) -> list[Stats]:
         """Update the policy once by each minibatch of a pass; return the statistics of the
         updates."""
+        self._epoch_row_stats = []
         group, minibatches = self.process_group, self.minibatches(batch, size)
         if group is not None and not group.splits_rows:
             minibatches = group.pad_minibatches(minibatches)
@@ -401,9 +402,8 @@ class TorchLearner:
         self.gradient.row_stats.append(row_stats)
 
     def record_epoch_row_stats(self, row_stats: Iterable[dict[str, np.ndarray]]) -> None:
-        """Keep values per row of several updates."""
-        assert self._epoch_row_stats is not None
-        self._epoch_row_stats += row_stats
+        """Keep values per row of the updates of a pass."""
+        self._epoch_row_stats = list(row_stats)
 
     def mean_over_group(self, value: float | None) -> float | None:
         """Return the mean of a number over the processes that pass one; all get the same mean."""
