@@ -79,15 +79,20 @@ def limit_seconds(seconds: float, message: str) -> Iterator[None]:
         _warn_of_threads()
         yield
     else:
+        is_over = False
 
         def on_alarm(*_: Any) -> None:
-            raise TimeoutError(message)
+            if not is_over:
+                raise TimeoutError(message)
 
         handler = signal.signal(signal.SIGALRM, on_alarm)
         timer = signal.setitimer(signal.ITIMER_REAL, min(seconds, LONGEST_TIMER))
         try:
-            yield
-        finally:
+            try:
+                yield
+            finally:
+                is_over = True
+        finally:  # also if the alarm comes at the end of the block
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, handler)
             if timer[0]:  # a timer of the caller

@@ -5,16 +5,28 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import logging
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import optree
-from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
+from gymnasium.wrappers import (
+    OrderEnforcing,
+    PassiveEnvChecker,
+    TimeLimit,
+    TransformAction,
+    TransformObservation,
+    TransformReward,
+)
 
 from flowrl.data.serialization import can_be_saved
 from flowrl.envs.time_limit import get_elapsed_steps, set_elapsed_steps
 from flowrl.envs.validation import unwrapped
 from flowrl.seeding import restore_stream
+
+log = logging.getLogger("flowrl")
+_warned: set[tuple[str, str]] = set()
 
 
 def find_rng(env: Any) -> np.random.Generator | None:
@@ -26,38 +38,52 @@ def find_rng(env: Any) -> np.random.Generator | None:
     return None
 
 
-def _stateful_layer(env: Any) -> tuple[Any, list[Any]]:
-    """Return the layer that has `get_state()` and `set_state(state)`, and the TimeLimits around it.
-
-    The layer is None if no layer has both methods, or if a wrapper around it may have state.
-    """
+def _stateful_layer(env: Any) -> tuple[Any, list[Any], Any]:
+    """Return the outermost layer that has `get_state()` and `set_state(state)`, the TimeLimits
+    around it, and a wrapper around it that may have state; None for what does not exist."""
     limits: list[Any] = []
+    wrapper = None
     while env is not None:
         methods: list[Any] = [getattr(env, name, None) for name in ("get_state", "set_state")]
         if all(callable(method) for method in methods):
             with contextlib.suppress(TypeError, ValueError):
                 inspect.signature(methods[0]).bind()
                 inspect.signature(methods[1]).bind(None)
-                return env, limits
-            return None, limits
+                return env, limits, wrapper
+            return None, limits, wrapper
         if isinstance(env, TimeLimit):
             limits.append(env)
-        elif not isinstance(env, (OrderEnforcing, PassiveEnvChecker)):
-            return None, limits
-        env = env.env
-    return None, limits
+        elif not _is_stateless(env):
+            wrapper = wrapper or env
+        env = env.env if isinstance(env, gym.Wrapper) else None
+    return None, limits, wrapper
+
+
+def _is_stateless(wrapper: Any) -> bool:
+    """Return whether an object is a wrapper of Gymnasium without state."""
+    if isinstance(wrapper, (OrderEnforcing, PassiveEnvChecker)):
+        return True
+    transforms = isinstance(wrapper, (TransformAction, TransformObservation, TransformReward))
+    return transforms and type(wrapper).__module__.startswith("gymnasium.")
+
+
+def _restorable_layer(env: Any) -> tuple[Any, list[Any]]:
+    """Return the layer whose methods restore the environment, and the TimeLimits around it; None if
+    no layer has the methods, or a wrapper around it may have state."""
+    layer, limits, wrapper = _stateful_layer(env)
+    return None if wrapper is not None else layer, limits
 
 
 def has_whole_state(env: Any) -> bool:
     """Return whether `get_state` and `set_state` are methods of the environment itself, not of a
     wrapper, whose state does not contain that of the environment in it."""
-    layer, _ = _stateful_layer(env)
+    layer, _ = _restorable_layer(env)
     return layer is not None and getattr(layer, "unwrapped", layer) is layer
 
 
 def has_wrapper_state(env: Any) -> bool:
     """Return whether `get_state` and `set_state` are methods of a wrapper only."""
-    layer, _ = _stateful_layer(env)
+    layer, _ = _restorable_layer(env)
     return layer is not None and getattr(layer, "unwrapped", layer) is not layer
 
 
@@ -66,10 +92,18 @@ def get_env_state(env: Any) -> dict[str, Any] | None:
 
     Returns:
         its state, the state of the random generator and the elapsed steps of the TimeLimits; None
-        if the environment does not implement the methods or its state cannot be saved.
+        if the environment does not implement the methods or its state cannot be saved, with a
+        warning for the latter.
     """
-    layer, limits = _stateful_layer(env)
+    layer, limits, wrapper = _stateful_layer(env)
     if layer is None:
+        return None
+    if wrapper is not None:
+        _warn(
+            layer,
+            f"the wrapper {type(wrapper).__name__} around it may have state: give the wrapper "
+            "get_state() and set_state(state), which contain the state of the environment in it",
+        )
         return None
     rng = find_rng(env)
     state = {
@@ -77,13 +111,31 @@ def get_env_state(env: Any) -> dict[str, Any] | None:
         "rng": None if rng is None else rng.bit_generator.state,
         "elapsed_steps": [get_elapsed_steps(limit) for limit in limits],
     }
-    return copy.deepcopy(state) if can_be_saved(state) else None
+    if not can_be_saved(state):
+        _warn(
+            layer,
+            "get_state() returned an object that they cannot contain: return dicts and lists of "
+            "numbers, strings and arrays",
+        )
+        return None
+    return copy.deepcopy(state)
+
+
+def _warn(layer: Any, problem: str) -> None:
+    """Warn once that an environment is restored by repeating its actions."""
+    name = type(layer).__name__
+    if (name, problem) not in _warned:
+        _warned.add((name, problem))
+        log.warning(
+            "checkpoints do not contain the state of %s: %s. A resumed run resets it and repeats "
+            "its actions", name, problem,
+        )  # fmt: skip
 
 
 def set_env_state(env: Any, state: dict[str, Any]) -> bool:
     """Restore the result of `get_env_state`; return False if the wrappers do not match, or the
     environment has no random generator."""
-    layer, limits = _stateful_layer(env)
+    layer, limits = _restorable_layer(env)
     if layer is None or len(limits) != len(state["elapsed_steps"]):
         return False
     layer.set_state(state["state"])

@@ -12,7 +12,7 @@ from gymnasium.vector.utils import batch_space, concatenate, create_empty_array,
 
 from flowrl.envs.restarting_envs import close_quietly
 from flowrl.envs.validation import ObservationCheck, space_of, unwrapped
-from flowrl.envs.vector_env import StartInfos, VectorStep
+from flowrl.envs.vector_env import StartInfos, VectorStep, copied_info
 from flowrl.errors import ConfigError, add_note
 from flowrl.seeding import derive_seed
 
@@ -100,7 +100,7 @@ class GymnasiumVectorEnv:
         self._is_seeded = True
         self._resetting = ()
         self._failed = False
-        return _StartInfos(_copied(infos), self.num_envs, range(self.num_envs))
+        return _StartInfos(copied_info(infos), self.num_envs, range(self.num_envs))
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the vector environment; its errors get a note."""
@@ -193,7 +193,7 @@ class GymnasiumVectorEnv:
         started, start_infos = ended, None
         if self.autoreset_mode is AutoresetMode.DISABLED and len(result.ended):
             reset, start_infos = self._call("reset", options={"reset_mask": done})
-            next_obs, start_infos = self._by_env(reset), _copied(start_infos)
+            next_obs, start_infos = self._by_env(reset), copied_info(start_infos)
         if self.resets_in_next_step:
             started = result.skipped = self._resetting
             self._resetting = ended
@@ -241,11 +241,11 @@ class _Infos(Sequence[dict[str, Any]]):
     """
 
     def __init__(self, infos: dict[str, Any], num_envs: int, ended: set[int]):
-        self.infos = _copied({k: v for k, v in infos.items() if k not in _FINAL_KEYS})
+        self.infos = copied_info({k: v for k, v in infos.items() if k not in _FINAL_KEYS})
         self._num_envs = num_envs
         # in SAME_STEP mode the infos of an episode's last step are in final_info
         self._ended = ended if "final_info" in infos else set()
-        self._final_infos = _copied(infos.get("final_info"))
+        self._final_infos = copied_info(infos.get("final_info"))
 
     def __len__(self) -> int:
         return self._num_envs
@@ -280,13 +280,6 @@ class _StartInfos(Mapping[int, dict[str, Any]]):
 
     def __len__(self) -> int:
         return len(self._indices)
-
-
-def _copied(infos: Any) -> Any:
-    """Return a copy of infos: an environment may reuse its dicts and arrays in the next step."""
-    if isinstance(infos, dict):
-        return {key: _copied(value) for key, value in infos.items()}
-    return infos.copy() if isinstance(infos, (np.ndarray, list)) else infos
 
 
 def _info_of(infos: dict[str, Any], index: int, num_envs: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -178,6 +179,9 @@ class IndependentAgents(MultiAgentEnv):
             elif self._episode_steps is None:
                 self._finished.add(agent)
             elif not is_last:
+                # the reset may overwrite the arrays of the last step
+                for column in (observations, infos):
+                    column[agent] = copy.deepcopy(column[agent])
                 observations[agent + count], infos[agent + count] = env.reset()
         terminateds["__all__"] = len(self._finished) == count
         truncateds["__all__"] = is_last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ from flowrl.envs.validation import (
     check_reward,
     invalid_step_error,
 )
-from flowrl.envs.vector_env import DirectEnvs, SteppedEnvs
+from flowrl.envs.vector_env import DirectEnvs, SteppedEnvs, copied_info
 from flowrl.errors import ConfigError, add_note
 
 ResetResult = tuple[dict[Any, Any], dict[Any, dict[str, Any]]]  # observations and infos by agent
@@ -203,6 +204,12 @@ class DirectMultiAgentVectorEnv(DirectEnvs):
         for flags in (step.terminateds, step.truncateds):
             if not FLAG_TYPES.issuperset(map(type, flags.values())):
                 check_flags(flags.values(), f"the flags of sub-environment {index}")
+        for agent, info in step.infos.items():
+            if info.__class__ is not dict and not isinstance(info, Mapping):
+                raise ConfigError(
+                    f"env: step() of sub-environment {index} returned the info {info!r} for agent "
+                    f"{agent!r}: infos are dicts"
+                )
         if self._drop_invalid:
             try:
                 self._check_values(index, step.obs, step.rewards)
@@ -217,7 +224,7 @@ class DirectMultiAgentVectorEnv(DirectEnvs):
             self._envs.mark_finished(index)
             # the reset may overwrite the arrays and dicts of the last step
             step.obs = {agent: self._copied(index, agent, obs) for agent, obs in step.obs.items()}
-            step.rewards, step.infos = dict(step.rewards), dict(step.infos)
+            step.rewards, step.infos = dict(step.rewards), copied_info(step.infos)
             step.terminateds, step.truncateds = dict(step.terminateds), dict(step.truncateds)
             step.start, step.start_infos = self._reset(index)
         return step

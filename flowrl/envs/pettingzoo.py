@@ -5,6 +5,7 @@ An environment that a creator returns is wrapped automatically.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from gymnasium import spaces
@@ -111,6 +112,9 @@ class PettingZooEnv(_PettingZoo):
                 break
             terminateds[agent] = bool(env.terminations[agent])
             truncateds[agent] = bool(env.truncations[agent])
+            # the environment may reuse its arrays for the next agent
+            observations[agent] = copy.deepcopy(observations[agent])
+            infos[agent] = copy.deepcopy(infos[agent])
             env.step(None)  # PettingZoo removes a finished agent on this call
         flags = _flags_with_all(terminateds, truncateds, done=not env.agents)
         return observations, rewards, *flags, infos

@@ -180,7 +180,8 @@ def _make_by_id(env_id: str, context: EnvContext) -> gym.Env:
             return FilterObservation(env, ["image", "direction"])
         return env
     except TypeError as error:
-        if "unexpected keyword" in str(error) or "required positional" in str(error):
+        texts = "unexpected keyword", "required positional", "multiple values for"
+        if any(text in str(error) for text in texts):
             raise ConfigError(
                 f"env_config: {env_id} does not accept {dict(context)}: {error}. If you did "
                 "not set env_config, the plan sets it, for another environment."

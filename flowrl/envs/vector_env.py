@@ -32,8 +32,20 @@ from flowrl.envs.validation import (
 )
 from flowrl.errors import ConfigError, add_note
 
+_SCALARS = frozenset((bool, int, float, str, type(None)))
+
 StartInfos = Mapping[int, dict[str, Any]]
 """Infos that environments returned with the first observation of an episode, by index."""
+
+
+def copied_info(info: Any) -> Any:
+    """Return a copy of an info: an environment may reuse its dicts and arrays in the next step."""
+    if isinstance(info, Mapping):
+        return {
+            key: value if type(value) in _SCALARS else copied_info(value)
+            for key, value in info.items()
+        }
+    return info.copy() if isinstance(info, (np.ndarray, list)) else info
 
 
 class SteppedEnvs(Protocol):
@@ -209,9 +221,11 @@ class DirectVectorEnv(DirectEnvs):
         while True:
             observation, info = self._envs.reset(index)
             # a copy: an environment may reuse its dict
-            infos[index] = dict(info) if isinstance(info, Mapping) else {}
+            infos[index] = copied_info(info) if isinstance(info, Mapping) else {}
             if self._unchecked[index]:
                 self._check_reset(index, observation)
+            elif not self._check.matches_shape_and_dtype(observation):
+                self._check.check_structure(observation)  # numpy would broadcast and cast it
             if not self._drop_invalid:
                 return observation
             try:
@@ -297,7 +311,7 @@ class DirectVectorEnv(DirectEnvs):
                 rewards[i] = 0.0
                 observations[i] = self._reset(i, start_infos)
                 continue
-            infos.append(info.copy() if info else info)  # an environment may reuse its dict
+            infos.append(copied_info(info) if info else info)  # an environment may reuse it
             if terminated or truncated:
                 terminateds[i] = terminated
                 truncateds[i] = truncated

@@ -126,6 +126,9 @@ class AgentEpisodes:
                 "step in which the last agent ends"
             )
 
+        for flags in (step.terminateds, step.truncateds):
+            self._check_flags(episode, step, flags)
+
         def ends_of(agent: AgentID) -> tuple[bool, bool]:
             ends = bool(step.terminateds.get(agent)), bool(step.truncateds.get(agent))
             return ends if any(ends) else whole
@@ -143,6 +146,18 @@ class AgentEpisodes:
             if agent not in step.obs and any(ends := ends_of(agent)):
                 # no final observation was returned: use the latest one
                 self._complete(episode, trajectory, None, t, step.infos.get(agent), ends)
+
+    def _check_flags(
+        self, episode: RunningEpisode, step: MultiAgentStep, flags: dict[AgentID, bool]
+    ) -> None:
+        """Warn of flags of agents that are not in the episode."""
+        for agent, flag in flags.items():
+            known = agent in episode.record.records or agent in step.obs
+            if flag and agent != "__all__" and not known:
+                self.checks.warn(
+                    f"step() returned an end of agent {agent!r}, which had no observation in this "
+                    f"episode; its agents are {list(episode.record.records)}"
+                )
 
     def _complete(
         self,

@@ -93,7 +93,7 @@ class DefaultCallbacks:
         env_index: int,
         **kwargs: Any,
     ) -> None:
-        """Called when an episode ends, after its rows were postprocessed.
+        """Called when an episode ends. Its last rows may not be postprocessed yet.
 
         `episode.is_faulty` is True if the environment failed.
         """

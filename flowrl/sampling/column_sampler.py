@@ -198,6 +198,8 @@ class ColumnSampler(EnvSampler):
         start = clock()
         raw, obs, rewards, terminateds, truncateds = self._step_columns(t)
         while num_steps < min_steps:
+            if self.is_stopped:
+                self._check_running()
             if t == columns.length:
                 columns.resize(2 * t)
                 raw, obs, rewards, terminateds, truncateds = self._step_columns(t)

@@ -36,6 +36,7 @@ class EnvSampler(ABC):
         self.timings = dict.fromkeys(TIMINGS, 0.0)
         self._whole = settings.batch_mode == "complete_episodes"
         self._is_running = False  # whether the next fragment continues episodes
+        self.is_stopped = False  # set by another thread; ends the running fragment by an error
 
     def collect(self, min_steps: int) -> SampleBatch | MultiAgentBatch:
         """Return one fragment.
@@ -60,6 +61,10 @@ class EnvSampler(ABC):
         self.timings["postprocess_s"] += finished - rolled - values_s
         self.timings["sample_s"] += finished - started
         return batch
+
+    def _check_running(self) -> None:
+        if self.is_stopped:
+            raise RuntimeError("this sampler was stopped")
 
     @abstractmethod
     def _begin_fragment(self) -> None:

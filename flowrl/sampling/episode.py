@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,6 +12,9 @@ from flowrl.data.serialization import can_be_saved, savable_info
 from flowrl.data.types import AgentID, EpisodeID, PolicyID
 from flowrl.errors import ConfigError
 from flowrl.sampling.callback_worker import CallbackWorker
+
+log = logging.getLogger("flowrl")
+_warned: set[tuple[str, str]] = set()  # names and keys of values that cannot be saved
 
 
 class EpisodeMetrics(NamedTuple):
@@ -196,9 +200,9 @@ class MultiAgentEpisode:
             records[agent] = {**fields, "info": savable_info(fields["info"])}
         return {
             **{name: getattr(self, name) for name in _STATE_FIELDS},
-            "custom_metrics": {k: v for k, v in self.custom_metrics.items() if can_be_saved(v)},
-            "hist_data": {k: list(v) for k, v in self.hist_data.items() if can_be_saved(v)},
-            "user_data": {k: v for k, v in self.user_data.items() if can_be_saved({k: v})},
+            "custom_metrics": _savable("custom_metrics", self.custom_metrics),
+            "hist_data": _savable("hist_data", {k: list(v) for k, v in self.hist_data.items()}),
+            "user_data": _savable("user_data", self.user_data),
             "records": records,
             "policy_ids": dict(self._policy_ids),
             "next_index": self._next_index,
@@ -268,3 +272,16 @@ class MultiAgentEpisode:
     def __repr__(self) -> str:
         agents = ", ".join(map(repr, self.records))
         return f"MultiAgentEpisode(episode_id={self.episode_id}, length={self.length}, [{agents}])"
+
+
+def _savable(name: str, values: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the entries that checkpoints can contain; warn once of each other one."""
+    lost = [key for key, value in values.items() if not can_be_saved({key: value})]
+    for key in lost:
+        if (name, str(key)) not in _warned:
+            _warned.add((name, str(key)))
+            log.warning(
+                "episode.%s[%r] is a %s, which checkpoints cannot contain: a resumed run "
+                "continues the episode without it", name, key, type(values[key]).__name__,
+            )  # fmt: skip
+    return {key: value for key, value in values.items() if key not in lost}

@@ -289,6 +289,7 @@ class FragmentSampler:
                 self._envs.reopen()
         except Exception:
             self.unroll_ids = unroll_ids
+            self._env_sampler = None  # its environments have changed: the next one resets them
             raise
         self._env_sampler = env_sampler
         self._returned_steps = list(state["returned_steps"])
@@ -305,5 +306,6 @@ class FragmentSampler:
 
     def stop(self) -> None:
         """Stop sampling for good."""
-        if self._sampler is not None:
-            self._sampler.stop()
+        if self._env_sampler is not None:
+            self._env_sampler.is_stopped = True
+        self.sampler.stop()

@@ -18,6 +18,7 @@ from flowrl.data.fragment_columns import FragmentColumns, write
 from flowrl.data.spaces import stack_values, zeros_of
 from flowrl.data.types import AgentID, PolicyID
 from flowrl.envs.validation import ObservationCheck
+from flowrl.envs.vector_env import copied_info
 from flowrl.policies.acting_views import InitialStates
 from flowrl.policies.policy import Policy
 from flowrl.sampling.running_episodes import RunningEpisode, Segment, Trajectory
@@ -210,7 +211,7 @@ class LaneRows:
         columns["rewards"][at] = trajectory.pending_reward
         trajectory.pending_reward = 0.0
         columns["t"][at] = t
-        self._write_infos(at, info.copy() if info else None)
+        self._write_infos(at, copied_info(info) if info else None)
         if self.shows_agents:
             flags = terminated, truncated, terminated or truncated
             for name, flag in zip(FLAGS, flags, strict=True):

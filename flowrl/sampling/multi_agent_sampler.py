@@ -19,6 +19,7 @@ from flowrl.data import MultiAgentBatch
 from flowrl.data.types import AgentID, PolicyID
 from flowrl.envs.multi_agent_vector_env import MultiAgentStep, MultiAgentVectorEnv
 from flowrl.envs.validation import NUMBERS, check_reward
+from flowrl.envs.vector_env import copied_info
 from flowrl.errors import add_note
 from flowrl.sampling.agent_batches import AgentBatches, trajectories_of
 from flowrl.sampling.agent_checks import AgentChecks
@@ -157,6 +158,7 @@ class MultiAgentSampler(EnvSampler):
         self._num_ended = self._ended_steps = 0
         self._episodes.changed.update(range(agent_envs.num_envs))
         while True:
+            self._check_running()
             if not (self._whole or self._by_agent):
                 found = steps * agent_envs.num_envs - skipped
             else:
@@ -289,7 +291,7 @@ class MultiAgentSampler(EnvSampler):
             if has_infos:
                 results.has_infos = True
                 # an environment may reuse its dicts
-                results.infos += [dict(infos.get(agent) or ()) for agent in agents]
+                results.infos += [copied_info(infos.get(agent) or {}) for agent in agents]
             else:
                 results.infos += [None] * count
         episode.record.length = length + 1

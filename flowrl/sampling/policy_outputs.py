@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import optree
 
-from flowrl.data.columns import map_leaves
+from flowrl.data.columns import leaves_of, map_leaves
 from flowrl.data.fragment_columns import FragmentColumns, write
 from flowrl.envs.validation import ObservationCheck
 from flowrl.policies.policy import Policy
@@ -50,7 +50,8 @@ class PolicyOutputs:
         self._name, self._describe_target = name, describe_target
         self._at_first_step = True  # of a fragment
         self._dtype: Any = None  # of the actions in this fragment; None if they are nested
-        self._extra: list[tuple[str, Any]] = []
+        self._shape: Any = ()  # of an action
+        self._extra: list[tuple[str, Any, Any]] = []  # name, dtype and shape of a row
 
     def allocate(self, expected: int, outputs: Any, continues: bool) -> None:
         """Check the policy's outputs in the first step of a fragment, and allocate their columns.
@@ -62,58 +63,85 @@ class PolicyOutputs:
                 `Policy.defers_values`), these are computed.
 
         Raises:
-            TypeError, ValueError: an output has another type, shape, dtype or number of rows.
+            TypeError, ValueError: an output has another type, shape, dtype or number of rows, or
+                earlier rows of the fragment have other columns.
         """
         check_outputs(self._name, outputs)
         actions, states, extra = outputs
         check_extra_columns(self._name, extra, expected)
         check_states(self._name, states, self._policy.get_initial_state(), expected)
         check_actions(self._name, self._policy.action_space, actions, expected)
+        for name in self._forget_columns(extra, continues):
+            self._columns.drop(name)
         if continues and "vf_preds" in extra and self._columns.get("vf_preds") is None:
             values = values_of(self._policy, self._columns["obs"])
             self._columns.allocate("vf_preds", (), values.dtype)[:] = values
         named = {f"state_out_{i}": np.asarray(state) for i, state in enumerate(states)}
         for name, value in {"actions": actions, **extra, **named}.items():
             self._columns.allocate_like(name, value)
-        self._dtype = getattr(actions, "dtype", None)
-        self._extra = [(name, getattr(value, "dtype", None)) for name, value in extra.items()]
+        self._dtype, self._shape = _dtype_and_shape(actions)
+        self._extra = [(name, *_dtype_and_shape(value)) for name, value in extra.items()]
         self._at_first_step = True
+
+    def _forget_columns(self, extra: dict[str, Any], continues: bool) -> list[str]:
+        """Return the columns of the last fragment that the policy returns no longer."""
+        before = [name for name, _, _ in self._extra]
+        if continues and before and (set(before) ^ set(extra)) - {"vf_preds"}:
+            raise self._other_columns(extra)
+        return [name for name in before if name not in extra]
 
     def store(self, at: Any, actions: Any, states: Any, extra: dict[str, Any]) -> Any:
         """Store the outputs at an index of the columns; return the actions in the environments'
         form."""
         arrays = self._columns.arrays
+        count = self._columns.lanes if type(at) is int else len(at[1])
         if len(extra) != len(self._extra):
             raise self._other_columns(extra)
         if self._check_actions or self._at_first_step:
             actions, self._at_first_step = self._valid(actions, at), False
         # dtypes of numbers are singletons; `is` is faster than ==
-        if type(actions) is np.ndarray and actions.dtype is self._dtype:
+        if (
+            type(actions) is np.ndarray
+            and actions.dtype is self._dtype
+            and actions.shape == (count, *self._shape)
+        ):
             arrays["actions"][at] = actions
         else:
-            self._write("actions", at, actions)
-        for name, dtype in self._extra:
+            self._write("actions", at, count, actions)
+        for name, dtype, shape in self._extra:
             value = extra.get(name)
-            if type(value) is np.ndarray and value.dtype is dtype:
+            if (
+                type(value) is np.ndarray
+                and value.dtype is dtype
+                and value.shape == (count, *shape)
+            ):
                 arrays[name][at] = value
             elif name in extra:
-                self._write(name, at, value)
+                self._write(name, at, count, value)
             else:
                 raise self._other_columns(extra)
         for i, state in enumerate(states):
-            arrays[f"state_out_{i}"][at] = state
+            self._write(f"state_out_{i}", at, count, np.asarray(state))
         to_env = self._policy.actions_for_env(actions)
         return to_env if isinstance(to_env, np.ndarray) else rows_of(to_env)
 
     def _other_columns(self, extra: dict[str, Any]) -> ValueError:
         return ValueError(
             f"{self._name} returned the extra columns {list(extra)}, but "
-            f"{[name for name, _ in self._extra]} in the first step of the fragment: return the "
+            f"{[name for name, _, _ in self._extra]} in earlier steps of the fragment: return the "
             "same columns in every step"
         )
 
-    def _write(self, name: str, at: Any, value: Any) -> None:
+    def _write(self, name: str, at: Any, count: int, value: Any) -> None:
         column = self._columns.arrays[name]
+        leaves = [value] if isinstance(column, np.ndarray) else optree.tree_leaves(value)
+        for array, leaf in zip(leaves_of(column), leaves, strict=True):
+            if np.shape(leaf) != (count, *array.shape[2:]):  # numpy would repeat values
+                raise ValueError(
+                    f"{self._name} returned {name} of shape {np.shape(leaf)} for {count} "
+                    f"observations, expected {(count, *array.shape[2:])} as in the first step of "
+                    "the fragment"
+                )
         if type(value) is not np.ndarray:
             write(column, at, value)
             return
@@ -147,6 +175,11 @@ class PolicyOutputs:
             f"{self._name} returned the action {rows_of(actions)[invalid]!r} for "
             f"{self._describe_target(invalid)}; its action space is {space}"
         )
+
+
+def _dtype_and_shape(values: Any) -> tuple[Any, Any]:
+    """Return the dtype and shape of each row of an array; None and () for nested values."""
+    return getattr(values, "dtype", None), getattr(values, "shape", ())[1:]
 
 
 def rows_of(values: Any) -> list[Any]:

@@ -64,8 +64,8 @@ class WorkerConfig(PolicyConfig):
     batch_mode: Literal["truncate_episodes", "complete_episodes"] = setting(
         "truncate_episodes", group="rollouts"
     )
-    """Sample fragments of an exact length, which may start and end within episodes; or whole
-    episodes of at least that total length."""
+    """Sample fragments, which may start and end within episodes; or whole episodes of at least the
+    fragment length in total."""
     train_batch_size: Count = 4000
     """Env steps per train batch, at least."""
     count_steps_by: Literal["env_steps", "agent_steps"] = setting("env_steps", group="multi_agent")

@@ -633,6 +633,109 @@ def test_the_state_of_a_wrapper_may_have_any_dicts():
     assert envs.envs[0].visits == {1: 6}
 
 
+class HasHiddenState(CountEnv):
+    """Its reward is the number of all steps, which observations do not show."""
+
+    def __init__(self, kind=dict):
+        super().__init__(length=5)
+        self.count, self.kind = 0, kind
+
+    def step(self, action):
+        self.count += 1
+        observation, _, *ends = super().step(action)
+        return observation, float(self.count), *ends
+
+    def get_state(self):
+        return self.kind(count=self.count, steps=self.steps, episode=self.episode)
+
+    def set_state(self, state):
+        vars(self).update(state)
+
+
+class OwnWrapper(gym.Wrapper):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "warning"),
+    [
+        (HasHiddenState, None),
+        (lambda: gym.wrappers.TransformReward(HasHiddenState(), float), None),
+        (lambda: gym.wrappers.FlattenObservation(HasHiddenState()), None),
+        (lambda: OwnWrapper(HasHiddenState()), "the wrapper OwnWrapper around it may have state"),
+        (lambda: HasHiddenState(lambda **state: {"x": object()}), "an object that they cannot"),
+    ],
+)
+def test_states_that_are_not_saved_are_a_warning(make, warning, caplog, monkeypatch):
+    monkeypatch.setattr("flowrl.envs.env_state._warned", set())
+    config = {"rollout_fragment_length": 8}
+    first, resumed = (RolloutWorker(lambda context: make(), Idle, config) for _ in range(2))
+    first.sample()
+    resumed.load_sampling_state_dict(first.sampling_state_dict())
+    assert resumed.sample()["rewards"][0] == (9 if warning is None else 4)
+    messages = [m for m in caplog.messages if "checkpoints do not contain the state of" in m]
+    assert len(messages) == (warning is not None)
+    assert all("HasHiddenState" in m and warning in m for m in messages)
+
+
+@pytest.mark.parametrize("mode", ["flowrl", "async"])
+@pytest.mark.parametrize("wrong", [np.full(1, 7, np.float32), 7.0, np.full((2, 1), 7.0)])
+def test_first_observations_of_all_episodes_are_checked(mode, wrong):
+    class Env(CountEnv):
+        def reset(self, *, seed=None, options=None):
+            observation, info = super().reset(seed=seed)
+            return (wrong if self.episode == 2 else observation), info
+
+    config = {"rollout_fragment_length": 20, "vectorization_mode": mode}
+    worker = RolloutWorker(lambda context: Env(), Idle, config)
+    with pytest.raises(ConfigError, match=r"does not fit the space.*\(2,\) and float32"):
+        worker.sample()
+    worker.stop()
+
+
+@pytest.mark.parametrize("name", ["id", "disable_env_checker"])
+def test_arguments_of_make_are_no_env_config(name):
+    with pytest.raises(ConfigError, match=f"does not accept.*{name}"):
+        env_creator_for("CartPole-v1")(EnvContext({name: 1}))
+
+
+def test_infos_are_copied_with_the_objects_in_them():
+    class Env(CountEnv):
+        inner = {"n": np.zeros(1)}
+
+        def step(self, action):
+            *result, _ = super().step(action)
+            self.inner["n"][0] = self.steps
+            return *result, {"inner": self.inner}
+
+    for config in ({}, {"policies": ["p"], "policy_mapping_fn": lambda agent: "p"}):
+        worker = RolloutWorker(
+            lambda context: Env(), Idle, {"rollout_fragment_length": 6, **config}
+        )
+        (batch,) = worker.sample().policy_batches.values()
+        assert [info["inner"]["n"].tolist() for info in batch["infos"]] == [[1], [2], [3]] * 2
+
+
+def test_sampler_after_a_state_that_cannot_be_loaded_starts_new_episodes():
+    class Fails(DefaultCallbacks):
+        is_failing = False
+
+        def on_episode_start(self, **kwargs):
+            assert not self.is_failing
+
+    config = {"rollout_fragment_length": 4, "callbacks_class": Fails}
+    first, other = (RolloutWorker(lambda context: DrawEnv(9), Idle, config) for _ in range(2))
+    first.sample()
+    state = first.sampling_state_dict()
+    state["env_sampler"]["open"]["envs"]["envs"][0]["reset"] = None  # cannot be replayed
+    other.sample()
+    other.callbacks.is_failing = True
+    with pytest.raises(AssertionError):
+        other.load_sampling_state_dict(state)
+    other.callbacks.is_failing = False
+    assert other.sample()["t"].tolist() == [0, 1, 2, 3]
+
+
 def test_setting_that_cannot_be_sent_to_workers_is_named(ray_session):
     settings = {"env_config": {"lock": threading.Lock()}, "num_workers": 1}
     with (

@@ -11,13 +11,18 @@ from hypothesis import strategies as st
 from flowrl.algorithms.ppo import PPO, PPOConfig, PPOTorchPolicy
 from flowrl.data import MultiAgentBatch
 from flowrl.data.checkpoint import CheckpointError
-from flowrl.envs import MultiAgentEnv, ParallelPettingZooEnv, PettingZooEnv
+from flowrl.envs import (
+    MultiAgentEnv,
+    ParallelPettingZooEnv,
+    PettingZooEnv,
+    make_multi_agent,
+)
 from flowrl.policies import ConfigError, Policy, PolicySpec, ViewRequirement
 from flowrl.policies.policy_spec import PolicyMapping
 from flowrl.sampling import DefaultCallbacks, RolloutWorker, WorkerSet
 from tests.extras import require_extra
 
-from .fakes import Idle, ObservedValue
+from .fakes import CountEnv, Idle, ObservedValue
 
 
 class Script(MultiAgentEnv):
@@ -1063,3 +1068,51 @@ def test_guessed_spaces_are_reported(caplog):
     worker = RolloutWorker(lambda c: DifferentAgents(), Idle, config)
     assert "the policy 'q' has the spaces of the agent 'a'" in caplog.text
     assert worker.sample().count == 3  # infos of reset() that are no dict are ignored
+
+
+def test_last_observations_are_copied_before_another_agent_is_observed():
+    creator = make_multi_agent(lambda context: CountEnv(length=3))
+    config = {"rollout_fragment_length": 6, "env_config": {"num_agents": 2, "episode_steps": 9}}
+    worker = RolloutWorker(creator, Idle, config)
+    for rows in worker.sample()["default_policy"].split_by_episode():
+        ends = rows["terminateds"] | rows["truncateds"]
+        assert ends.any()
+        assert (rows["new_obs"][:, 1] == rows["obs"][:, 1] + 1).all()
+
+
+def test_ends_of_unknown_agents_are_a_warning(caplog):
+    class Env(MultiAgentEnv):
+        possible_agents = ["a", "b"]
+        observation_space, action_space = CountEnv.observation_space, CountEnv.action_space
+
+        def reset(self, *, seed=None, options=None):
+            return {"a": np.zeros(2, np.float32)}, {}
+
+        def step(self, action_dict):
+            ends = {"A": True, "a": False, "b": False, "__all__": False}
+            return {"a": np.zeros(2, np.float32)}, {"a": 1.0}, ends, {"__all__": False}, {}
+
+    RolloutWorker(lambda context: Env(), Idle, {"rollout_fragment_length": 5}).sample()
+    (message,) = caplog.messages
+    assert "an end of agent 'A', which had no observation in this episode" in message
+
+
+@pytest.mark.parametrize("agents", [["a"], ["a", "b"]])
+def test_infos_of_agents_are_dicts(agents):
+    class Env(MultiAgentEnv):
+        possible_agents = ["a", "b"]
+        observation_space, action_space = CountEnv.observation_space, CountEnv.action_space
+
+        def reset(self, *, seed=None, options=None):
+            return dict.fromkeys("ab", np.zeros(2, np.float32)), {}
+
+        def step(self, action_dict):
+            obs = dict.fromkeys(agents, np.zeros(2, np.float32))
+            ends = {"__all__": False}
+            return obs, dict.fromkeys(agents, 1.0), ends, dict(ends), {"a": [1]}
+
+    worker = RolloutWorker(lambda context: Env(), Idle, {"rollout_fragment_length": 5})
+    with pytest.raises(
+        ConfigError, match=r"sub-environment 0 returned the info \[1\] for agent 'a'"
+    ):
+        worker.sample()

@@ -6,7 +6,7 @@ import torch
 from gymnasium import spaces
 
 from flowrl.policies import Policy
-from flowrl.sampling import RolloutWorker
+from flowrl.sampling import RolloutWorker, SimpleListCollector
 
 from .fakes import CountEnv
 
@@ -104,6 +104,74 @@ def test_extra_columns_may_change_between_fragments():
     first, second = sample(policy_returning(result), num_fragments=2)
     assert "q" not in first
     assert second["q"].tolist() == [6, 7, 8, 9, 10, 11]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"policies": ["p"], "policy_mapping_fn": lambda agent: "p"},
+        {"sample_collector": SimpleListCollector},
+    ],
+    ids=["columns", "agents", "collector"],
+)
+def test_columns_of_earlier_fragments_are_not_returned_again(config):
+    def result(obs, n):
+        extra = {"q": np.full(len(obs), n)} if not 6 <= n < 12 else {}
+        return np.zeros(len(obs), int), [], extra
+
+    fragments = sample(policy_returning(result), num_fragments=3, **config)
+    columns = [next(iter(batch.policy_batches.values())).get("q") for batch in fragments]
+    assert [None if q is None else q.tolist() for q in columns] == [
+        [0, 1, 2, 3, 4, 5],
+        None,
+        [12, 13, 14, 15, 16, 17],
+    ]
+
+
+def test_rows_of_one_episode_have_the_same_columns():
+    def result(obs, n):
+        extra = {"q": np.full(len(obs), n)} if n >= 3 else {"p": np.full(len(obs), n)}
+        return np.zeros(len(obs), int), [], extra
+
+    settings = {"batch_mode": "complete_episodes", "rollout_fragment_length": 1}
+    worker = RolloutWorker(
+        lambda context: CountEnv(3 + 2 * context.vector_index),
+        policy_returning(result),
+        {"num_envs_per_worker": 2, **settings},
+    )
+    assert "p" in worker.sample()
+    with pytest.raises(ValueError, match=r"columns \['q'\], but \['p'\] in earlier steps"):
+        worker.sample()
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"policies": ["p"], "policy_mapping_fn": lambda agent: "p"}]
+)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"actions": np.zeros((1, 2), np.float32)},
+            r"actions of shape \(1, 2\) for 2 observations",
+        ),
+        (
+            {"actions": np.zeros((2, 1), np.float32)},
+            r"actions of shape \(2, 1\) for 2 observations",
+        ),
+        ({"q": np.zeros((2, 1))}, r"q of shape \(2, 1\) for 2 observations, expected \(2, 3\)"),
+        ({"q": np.zeros((1, 3))}, r"q of shape \(1, 3\) for 2 observations, expected \(2, 3\)"),
+    ],
+)
+def test_shapes_must_be_the_same_in_every_step(config, changes, message):
+    def result(obs, n):
+        outputs = {"actions": np.zeros((2, 2), np.float32), "q": np.zeros((2, 3))}
+        outputs |= changes if n == 3 else {}
+        return outputs["actions"], [], {"q": outputs["q"]}
+
+    box = spaces.Box(-1, 1, (2,))
+    with pytest.raises(ValueError, match=message):
+        sample(policy_returning(result), box, num_envs_per_worker=2, **config)
 
 
 def test_dtypes_must_be_the_same_in_every_step():

@@ -1,5 +1,6 @@
 """Samplers, batch modes, horizons and step units."""
 
+import contextlib
 import threading
 import time
 
@@ -317,6 +318,35 @@ def test_stopped_sampler_does_not_sample(is_async):
     w.sampler.stop()
     with pytest.raises(RuntimeError, match="this sampler was stopped"):
         w.sampler.get_data()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_stopped_worker_does_not_sample(is_async):
+    w = worker(sample_async=is_async)
+    w.stop()
+    with pytest.raises(RuntimeError, match="this sampler was stopped"):
+        w.sample()
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"policies": ["p"], "policy_mapping_fn": lambda agent: "p"}]
+)
+def test_worker_stops_within_an_episode_that_does_not_end(config):
+    env = CountEnv(length=10**9)
+    settings = {"batch_mode": "complete_episodes", "sample_async": True, **config}
+    w = RolloutWorker(lambda context: env, ObservedValue, settings)
+
+    def sample():
+        with contextlib.suppress(RuntimeError):
+            w.sample()
+
+    threading.Thread(target=sample, daemon=True).start()
+    while env.steps < 10:
+        time.sleep(0.01)
+    w.stop()
+    steps = env.steps
+    time.sleep(0.05)
+    assert env.steps == steps
 
 
 def test_async_sampler_returns_the_same_rows():
