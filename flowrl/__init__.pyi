@@ -180,7 +180,7 @@ class _AlgorithmConfigRollouts(TypedDict, total=False):
     rollout_fragment_length: int | Literal["auto"]
     """Env steps of each environment per fragment; "auto" makes one round of all workers one train batch."""
     batch_mode: Literal["truncate_episodes", "complete_episodes"]
-    """Sample fragments of an exact length, which may start and end within episodes; or whole episodes of at least that total length."""
+    """Sample fragments, which may start and end within episodes; or whole episodes of at least the fragment length in total."""
     horizon: int | None
     """Env steps after which an episode is truncated; replaces the environment's own limit."""
     soft_horizon: bool

@@ -53,6 +53,13 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def file_path(text: str) -> Path:
+    """Parse the path of a file or folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("must be a path, got ''")
+    return Path(text).expanduser()
+
+
 def finite_float(text: str) -> float:
     """Parse a finite number."""
     try:
@@ -236,7 +243,11 @@ def with_flags(message: str, arguments: Sequence[str], settings: Collection[str]
 def add_runs(parser: argparse.ArgumentParser) -> None:
     """Add the arguments RUN_DIR …, see `find_runs`."""
     parser.add_argument(
-        "runs", type=Path, nargs="+", metavar="RUN_DIR", help="run directories, or folders of them"
+        "runs",
+        type=file_path,
+        nargs="+",
+        metavar="RUN_DIR",
+        help="run directories, or folders of them",
     )
 
 

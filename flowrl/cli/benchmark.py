@@ -25,7 +25,7 @@ from flowrl.benchmark.summary import (
     read_results,
     write_tables,
 )
-from flowrl.cli.arguments import Parser, count
+from flowrl.cli.arguments import Parser, count, file_path
 from flowrl.errors import ConfigError, check_installed
 from flowrl.trainer.runs.formatting import format_count
 from flowrl.trainer.runs.signal_handler import ENDED_BY_SIGNAL, INTERRUPTED
@@ -107,14 +107,14 @@ def _parser() -> Parser:
         "installs it into RUNS/sb3-environment; its runs start again if they are interrupted",
     )  # fmt: skip
     parser.add_argument(
-        "--results", type=Path, help="folder of the results (default: RUNS/results)"
+        "--results", type=file_path, help="folder of the results (default: RUNS/results)"
     )  # fmt: skip
     parser.add_argument(
-        "--runs", type=Path, default=Path("runs/benchmark"),
+        "--runs", type=file_path, default=Path("runs/benchmark"),
         help="folder of the run directories (default: runs/benchmark)",
     )  # fmt: skip
     parser.add_argument(
-        "--tables", type=Path, default=shipped_tables(), metavar="FILE",
+        "--tables", type=file_path, default=shipped_tables(), metavar="FILE",
         help="YAML file with the tables (default: the shipped ones)",
     )  # fmt: skip
     return parser

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import shlex
 import shutil
-from pathlib import Path
 
-from flowrl.cli.arguments import PLAN_HELP, Parser
+from flowrl.cli.arguments import PLAN_HELP, Parser, file_path
 from flowrl.errors import ConfigError
 from flowrl.trainer.plan_files import is_shipped, plan_named, plan_path
 from flowrl.trainer.tuned_examples import tuned_examples
@@ -16,7 +15,7 @@ def copy_command(arguments: list[str]) -> int:
     """Run the command; return the exit code."""
     parser = Parser(prog="flowrl copy", description="Copy a shipped plan as a start for your own.")
     parser.add_argument("plan", metavar="PLAN", type=plan_named, help=PLAN_HELP)
-    parser.add_argument("file", type=Path, metavar="FILE", help="the new file; must not exist")
+    parser.add_argument("file", type=file_path, metavar="FILE", help="the new file; must not exist")
     options = parser.parse_args(arguments)
     source = plan_path(options.plan)
     if options.file.suffix != ".py":

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from flowrl.cli.arguments import Parser
+from flowrl.cli.arguments import Parser, file_path
 from flowrl.cli.display import printable
 from flowrl.data.checkpoint import list_checkpoints
 from flowrl.errors import ConfigError
@@ -26,7 +26,7 @@ def diagnose_command(arguments: list[str]) -> int:
         description="Say what limits a running or finished run, with the figures of its last "
         "seconds.",
     )
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
+    parser.add_argument("run_dir", type=file_path, metavar="RUN_DIR", help="a run directory")
     run_dir = parser.parse_args(arguments).run_dir.expanduser()
     activities = read_activities(run_dir)
     if not activities:

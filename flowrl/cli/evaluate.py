@@ -14,6 +14,7 @@ from flowrl.cli.arguments import (
     add_checkpoint_option,
     add_trust_option,
     count,
+    file_path,
     reject_settings,
 )
 from flowrl.cli.display import print_failure, printable
@@ -141,7 +142,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--video",
         metavar="FOLDER",
-        type=Path,
+        type=file_path,
         help="folder for a video of one greedy episode, FOLDER/RUN/evaluation-ITERATION-0.mp4",
     )
     return parser

@@ -80,19 +80,21 @@ def _flatten_list(value: str, annotation: Any) -> list[str]:
 def _check_names(flags: list[str], defaults: Settings, run_options: dict[str, Any]) -> None:
     """Raise ConfigError for a flag that is no setting; see `settings_from_flags`."""
     known = flag_names(type(defaults))
-    accepted = {*known, *(f"no-{name}" for name in known)}
+    accepted = set(known)
+    for switch in flag_names(type(defaults), switches=True):
+        head, dot, last = switch.rpartition(".")
+        accepted |= {f"no-{switch}", f"{head}{dot}no-{last}"}
     for index, flag in enumerate(flags):
         if not flag.startswith("--"):
             continue
         name = flag[2:].split("=")[0].replace("_", "-").rstrip("-")
         if name in ("plan", "algo"):
             raise ConfigError(f"--{name}: name the plan after the command, `flowrl train PLAN`")
-        head, dot, last = name.rpartition(".")
-        positive = f"{head}{dot}{last.removeprefix('no-')}"
+        head, _, last = name.rpartition(".")
         if name.startswith("policies."):
             _check_policy(name, defaults, flags[index:])
             continue  # tyro parses their settings
-        if name not in accepted and positive not in accepted:
+        if name not in accepted:
             if head in known and "." not in head:
                 raise ConfigError(
                     f"unknown flag --{name}: --{head} takes a JSON object, such as "

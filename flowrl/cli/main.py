@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import gc
 import io
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -87,6 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:  # the process runs only this command
         # importing torch creates many objects that stay: fewer collections visit them
         gc.set_threshold(50_000, 20, 100)
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:  # the caller has closed it
+                setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         for stream in (sys.stdout, sys.stderr):  # characters that the terminal does not have
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")
@@ -109,6 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output has closed it
         discard_closed_output()
         return OUTPUT_CLOSED
+    except PermissionError as error:
+        print_failure(ConfigError(f"cannot access {error.filename}: {error.strerror}"))
+        return 2
     except OSError as error:
         if error.errno not in _DISK_FULL:
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flowrl.cli.arguments import Parser, add_runs
+from flowrl.cli.arguments import Parser, add_runs, file_path
 from flowrl.errors import ConfigError, check_installed
 from flowrl.trainer.runs.curve_drawing import draw
 from flowrl.trainer.runs.formatting import format_count
@@ -26,7 +26,7 @@ def plot_command(arguments: list[str]) -> int:
     )
     add_runs(parser)
     parser.add_argument(
-        "-o", "--output", type=Path, default=Path("learning_curve.svg"),
+        "-o", "--output", type=file_path, default=Path("learning_curve.svg"),
         help="file: .svg, .png or .pdf (default: learning_curve.svg)",
     )  # fmt: skip
     parser.add_argument(

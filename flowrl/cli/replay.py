@@ -8,7 +8,7 @@ from bdb import BdbQuit
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowrl.cli.arguments import Parser, add_trust_option, import_from_current_folder
+from flowrl.cli.arguments import Parser, add_trust_option, file_path, import_from_current_folder
 from flowrl.cli.display import print_failure, printable
 from flowrl.cli.saved_runs import settings_of
 from flowrl.errors import ConfigError
@@ -33,7 +33,7 @@ def replay_command(arguments: list[str]) -> int:
         "items arrived, and compare the results. Ends where the recording ends: at a resume, when "
         "a worker died, joined or left, or at the last result.",
     )
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
+    parser.add_argument("run_dir", type=file_path, metavar="RUN_DIR", help="a run directory")
     parser.add_argument(
         "--until",
         type=_until,

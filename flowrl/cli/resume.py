@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from flowrl.cli.arguments import (
     Parser,
     add_checkpoint_option,
     add_trust_option,
+    file_path,
     reject_settings,
 )
 from flowrl.cli.saved_runs import open_run, unused_settings_message
@@ -36,7 +36,7 @@ def resume_command(arguments: list[str]) -> int:
     )
     parser.add_argument(
         "--run-dir",
-        type=Path,
+        type=file_path,
         help="folder of the new run, if a checkpoint outside a run directory starts one",
     )
     add_stop_options(parser, default="the run's own stop rules")

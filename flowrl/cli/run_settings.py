@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from flowrl.cli.arguments import Parser, json_object, positive_float, with_flags
+from flowrl.cli.arguments import Parser, file_path, json_object, positive_float, with_flags
 from flowrl.cli.stop_options import (
     add_display_option,
     add_report_option,
@@ -111,7 +110,7 @@ def _run_options(program: str, *default_stop: str) -> argparse.ArgumentParser:
     """Return the parser of the options of a run that are not settings."""
     parser = Parser(prog=program, add_help=False)
     add_stop_options(parser, *default_stop)
-    parser.add_argument("--run-dir", type=Path, help="output folder (default: runs/…)")
+    parser.add_argument("--run-dir", type=file_path, help="output folder (default: runs/…)")
     add_training_options(parser)
     parser.add_argument(
         "--env",

@@ -33,7 +33,8 @@ def add_stop_options(
         "--stop-reward",
         type=finite_float,
         metavar="RETURN",
-        help="mean return of the last episodes (metrics_num_episodes_for_smoothing, default: 100)",
+        help="mean return of the last episodes (metrics_num_episodes_for_smoothing, default: 100); "
+        "applies once that many have ended",
     )
     group.add_argument(
         "--stop-timesteps",
@@ -54,7 +55,8 @@ def add_stop_options(
         action="append",
         default=[],
         metavar="METRIC=VALUE",
-        help="minimum of any metric, by its path a/b/c in a result (METRIC<=VALUE: maximum)",
+        help="minimum of any metric, by its path a/b/c in a result (METRIC<=VALUE: maximum); "
+        "applies from the first result on",
     )
 
 

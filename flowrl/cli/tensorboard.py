@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
-from flowrl.cli.arguments import Parser
+from flowrl.cli.arguments import Parser, file_path
 from flowrl.errors import ConfigError, check_installed
 
 
@@ -21,7 +23,11 @@ def tensorboard_command(arguments: list[str]) -> int:
         description="Show the curves of runs in TensorBoard. Other options are TensorBoard's.",
     )
     parser.add_argument(
-        "folder", type=Path, nargs="?", default=Path("runs"), help="run directories (default: runs)"
+        "folder",
+        type=file_path,
+        nargs="?",
+        default=Path("runs"),
+        help="run directories (default: runs)",
     )
     # the folder comes first, so that values of TensorBoard's options are not taken for it
     has_folder = bool(arguments) and not arguments[0].startswith("-")
@@ -36,4 +42,7 @@ def tensorboard_command(arguments: list[str]) -> int:
     # -P: the current folder must not take the place of the package
     program = [sys.executable, "-P", "-m", "tensorboard.main"]
     command = [*program, "--logdir", str(options.folder), *rest]
-    return subprocess.run(command, check=False).returncode
+    process = subprocess.Popen(command)
+    with contextlib.suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    return process.wait()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
-from pathlib import Path
 
 from flowrl.cli.arguments import (
     Parser,
+    file_path,
     import_from_current_folder,
     json_object,
     with_flags,
@@ -99,5 +99,5 @@ def _help_parser() -> argparse.ArgumentParser:
         "--env", help="id of a Gymnasium environment, a registered name, or module:Class"
     )
     group.add_argument("--config", type=json_object, default={}, help="settings as a JSON object")
-    group.add_argument("--run-dir", type=Path, help="output folder (default: runs/…)")
+    group.add_argument("--run-dir", type=file_path, help="output folder (default: runs/…)")
     return parser

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from flowrl.cli.arguments import Parser, add_trust_option, import_from_current_folder
+from flowrl.cli.arguments import Parser, add_trust_option, file_path, import_from_current_folder
 from flowrl.cli.run_settings import (
     add_training_options,
     algorithm_config,
@@ -40,8 +39,8 @@ def train_yaml(arguments: list[str]) -> int:
     environment is checked when a run starts.
     """
     parser = Parser(prog="flowrl train FILE.yaml", description="Train the runs in a YAML file.")
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--run-dir", type=Path, help="output folder (default: runs/…)")
+    parser.add_argument("file", type=file_path)
+    parser.add_argument("--run-dir", type=file_path, help="output folder (default: runs/…)")
     parser.add_argument("--only", metavar="NAME", help="train only the run with this name")
     parser.add_argument("--seed", type=int, help="override the seed in the file")
     add_trust_option(parser, "the file")

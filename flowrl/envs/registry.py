@@ -28,7 +28,7 @@ from flowrl.envs import no_velocities
 from flowrl.envs.atari import AtariSettings, has_old_form, is_atari, make_atari, register_atari
 from flowrl.envs.time_limit import Horizon, get_max_steps, set_max_steps
 from flowrl.errors import ConfigError, check_installed, install_hint
-from flowrl.setting_values import nearest
+from flowrl.setting_values import nearest_name
 from flowrl.settings import import_object
 
 EnvCreator = Callable[["EnvContext"], Any]
@@ -151,7 +151,10 @@ def ensure_registered(env_id: str) -> None:
         if f"ALE/{env_id}" in gym.registry:
             hint = f" Did you mean 'ALE/{env_id}'?"
         elif namespace in {None, *(spec.namespace for spec in gym.registry.values())}:
-            hint = nearest(env_id, [*_CREATORS, *gym.registry]) or needs_extra
+            # the version alone makes no names similar
+            names = {name.rpartition("-v")[0] or name: name for name in [*gym.registry, *_CREATORS]}
+            similar = nearest_name(env_id.rpartition("-v")[0] or env_id, [*names])
+            hint = f" Did you mean {names[similar]!r}?" if similar else needs_extra
         else:
             hint = (
                 f" No imported package registers {namespace!r}: install the package, and name the "

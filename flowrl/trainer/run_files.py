@@ -60,7 +60,10 @@ def read_run_file(file: Path) -> dict[str, dict[str, Any]]:
     """
     entries = load_yaml(file)
     if not isinstance(entries, dict) or not entries:
-        raise ConfigError(f"{file}: contains no runs")
+        raise ConfigError(
+            f"{file}: contains no runs: it needs run or plan at the top level, or below the name "
+            "of a run"
+        )
     if {"run", "plan"} & set(entries):
         return {"": entries}
     if set(entries) & set(RUN_KEYS):
@@ -69,7 +72,8 @@ def read_run_file(file: Path) -> dict[str, dict[str, Any]]:
         if not isinstance(entry, dict):
             hint = nearest(str(name), list(RUN_KEYS))
             raise ConfigError(
-                f"{file}: {name!r}: must be a mapping with run or plan, got {entry!r}.{hint}"
+                f"{file}: {name!r}: must be a mapping with run or plan, got a "
+                f"{type(entry).__name__}.{hint}"
             )
         if not isinstance(name, str) or not name or "/" in name or name.startswith("."):
             raise ConfigError(f"{file}: the name of a run must be a plain word, got {name!r}")

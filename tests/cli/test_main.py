@@ -1,11 +1,12 @@
 """`flowrl`: version and help, invalid usage, and one run through all commands."""
 
+import errno
+import io
 import json
 import os
 import re
 import subprocess
 import sys
-from subprocess import CompletedProcess
 
 import pytest
 
@@ -418,11 +419,14 @@ def test_tensorboard_shows_a_folder_of_runs(cli, tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
     commands = []
 
-    def run(command, check):
-        commands.append(command)
-        return CompletedProcess(command, 0)
+    class Ended:
+        def __init__(self, command):
+            commands.append(command)
 
-    monkeypatch.setattr(subprocess, "run", run)
+        def wait(self):
+            return 0
+
+    monkeypatch.setattr(subprocess, "Popen", Ended)
     assert cli("tensorboard", "--port", "7007")[0] == 0
     assert commands[0][1:] == ["-P", "-m", "tensorboard.main", "--logdir", "runs", "--port", "7007"]
     monkeypatch.undo()
@@ -455,6 +459,56 @@ def test_copied_plan_with_a_space_in_its_name_is_quoted(tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     assert main(["copy", "ppo", "my plan.py"]) == 0
     assert "`flowrl train 'my plan.py'`" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["plans", "train ppo --stop-iters 1 --run-dir r"])
+def test_commands_run_without_standard_output(command, tmp_path):
+    program = f'exec "{sys.executable}" -m flowrl {command} >&-'
+    ended = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "ppo", "--run-dir", ""], "--run-dir: must be a path, got ''"),
+        (["train", "ppo", "--no-lr", "3"], "unknown flag --no-lr"),
+        (["explain", "ppo", "--env", "CartPol-v7"], "Did you mean 'CartPole-v1'?"),
+        (["train", "list.yaml"], "'a': must be a mapping with run or plan, got a list"),
+        (["train", "empty.yaml"], "it needs run or plan at the top level"),
+    ],
+)
+def test_mistakes_are_named(cli, tmp_path, arguments, message):
+    (tmp_path / "list.yaml").write_text(f"a: {[*range(300)]}\n")
+    (tmp_path / "empty.yaml").write_text("[]\n")
+    code, out, err = cli(*arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert len(err) < 300
+
+
+def test_home_folder_is_expanded(cli, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cli("copy", "ppo", "~/mine.py")[0] == 0
+    assert (tmp_path / "mine.py").is_file()
+
+
+@pytest.mark.parametrize("command", ["evaluate r", "report r", "plot r", "diagnose r"])
+def test_files_that_cannot_be_read_are_named(cli, monkeypatch, command):
+    assert cli("train", "ppo", "--stop-iters", "1", "--run-dir", "r")[0] == 0
+    opened = io.open
+
+    def refuse(file, *args, **kwargs):
+        if str(file).endswith((".json", ".jsonl")):
+            raise PermissionError(errno.EACCES, "Permission denied", str(file))
+        return opened(file, *args, **kwargs)
+
+    monkeypatch.setattr(io, "open", refuse)
+    monkeypatch.setattr("builtins.open", refuse)
+    code, out, err = cli(*command.split())
+    assert (code, out) == (2, "")
+    assert re.search(r"(cannot access .*r/|cannot be read: )", err)
+    assert "Traceback" not in err
 
 
 def test_ctrl_c_while_modules_are_imported_is_quiet():

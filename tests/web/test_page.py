@@ -191,6 +191,23 @@ def test_runs_are_compared(browser, folder_of_runs):
         server.stop()
 
 
+def test_page_follows_a_server_that_starts_again_with_other_runs(browser, folder_of_runs, tmp_path):
+    server = Server(folder_of_runs)
+    port = int(server.url.rstrip("/").rpartition(":")[2])
+    open_page(browser, server.url)
+    wait(browser, lambda: text(browser, "shown-runs") == "a\nb")
+    server.stop()
+    write_run(tmp_path / "others" / "c", [5.0, 6.0])
+    server = Server(tmp_path / "others", port=port)
+    try:
+        wait(browser, lambda: text(browser, "shown-runs") == "c")
+        wait(browser, lambda: browser.title.startswith("c "))
+        assert text(browser, "run") == "c"
+        assert "not answer" not in text(browser, "status")
+    finally:
+        server.stop()
+
+
 def test_report_opens_without_a_server(browser, folder_of_runs, tmp_path, monkeypatch):
     from flowrl.cli.main import main
 

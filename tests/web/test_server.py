@@ -23,8 +23,8 @@ require_extra("web")
 class Server:
     """`flowrl watch` in another process."""
 
-    def __init__(self, *paths):
-        command = [sys.executable, "-m", "flowrl", "watch", *map(str, paths), "--port", "0"]
+    def __init__(self, *paths, port=0):
+        command = [sys.executable, "-m", "flowrl", "watch", *map(str, paths), "--port", str(port)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         first = self.process.stdout.readline()
         self.url = re.search(r"http://127\.0\.0\.1:\d+", first)[0]

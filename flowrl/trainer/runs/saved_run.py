@@ -86,7 +86,9 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     try:
         settings = parse_json(file.read_text(encoding="utf-8"))
         return {name: _with_names_of_code(value) for name, value in settings.items()}
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+    except (ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{file}: damaged: {error}") from error
 
 

@@ -12,7 +12,7 @@ const at = (id) => document.getElementById(id);
 
 async function get(path) {
   const response = await fetch(path);
-  if (!response.ok) throw new Error(`${path}: ${response.status}`);
+  if (!response.ok) throw new Error(`${path}: status ${response.status}`);
   return response.json();
 }
 
@@ -25,7 +25,16 @@ async function load() {
     return;
   }
   const runs = await get("/api/runs");
-  if (runs.length !== state.runs.length) showRuns(runs);
+  const names = (list) => list.map((run) => run.name).join("\n");
+  if (names(runs) !== names(state.runs)) {
+    const indexOf = (i) => runs.findIndex((run) => run.name === state.runs[i]?.name);
+    const index = indexOf(state.run);
+    state.hidden = new Set([...state.hidden].map(indexOf).filter((i) => i >= 0));
+    state.configs = [];
+    if (index >= 0) state.run = index;
+    else Object.assign(state, { runs: [], run: 0, selected: null });
+    showRuns(runs);
+  }
   const { run } = state;
   const data = await get(`/api/runs/${run}`);
   if (run !== state.run) return;  // another run has been selected since
