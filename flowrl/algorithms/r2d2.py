@@ -58,10 +58,12 @@ class R2D2Config(DQNConfig):
         if self.replay_mode == "lockstep":
             raise ValueError('replay_mode="lockstep" draws rows, R2D2 learns from sequences')
         rows = self.model.max_seq_len + self.model.burn_in
-        if self.replay_buffer_capacity < rows:
+        shards = max(self.num_replay_shards, 1)
+        if self.policies is None and self.replay_buffer_capacity < rows * shards:
             raise ValueError(
                 f"replay_buffer_capacity={self.replay_buffer_capacity} is less than a sequence of "
-                f"{rows} rows (model.max_seq_len and model.burn_in): increase the capacity"
+                f"{rows} rows (model.max_seq_len and model.burn_in) per replay actor: increase the "
+                "capacity"
             )
         self._require(self.use_h_function, "use_h_function=True", "h_function_epsilon")
         return self

@@ -114,8 +114,8 @@ class IndexedColumn:
 
         Args:
             parts: the columns.
-            known: ids of bases -> list of these bases; columns that were concatenated with the same
-                dict share the lists, so that bases are joined once for all of them.
+            known: ids of the bases of a column -> list of these bases, filled here. Columns of the
+                same batches share a list, so that their bases are joined only once.
         """
         bases: list[np.ndarray | LazyColumn] = []
         indices = []

@@ -92,7 +92,7 @@ def limit_seconds(seconds: float, message: str) -> Iterator[None]:
                 yield
             finally:
                 is_over = True
-        finally:  # also if the alarm comes at the end of the block
+        finally:  # runs even if the alarm interrupts the inner `finally`
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, handler)
             if timer[0]:  # a timer of the caller

@@ -27,6 +27,7 @@ from flowrl.seeding import restore_stream
 
 log = logging.getLogger("flowrl")
 _warned: set[tuple[str, str]] = set()
+_TRANSFORMS = (TransformAction, TransformObservation, TransformReward)
 
 
 def find_rng(env: Any) -> np.random.Generator | None:
@@ -39,8 +40,8 @@ def find_rng(env: Any) -> np.random.Generator | None:
 
 
 def _stateful_layer(env: Any) -> tuple[Any, list[Any], Any]:
-    """Return the outermost layer that has `get_state()` and `set_state(state)`, the TimeLimits
-    around it, and a wrapper around it that may have state; None for what does not exist."""
+    """Return the outermost layer with `get_state()` and `set_state(state)`, or None; the TimeLimits
+    around it; and the outermost wrapper around it that may have state, or None."""
     limits: list[Any] = []
     wrapper = None
     while env is not None:
@@ -60,11 +61,12 @@ def _stateful_layer(env: Any) -> tuple[Any, list[Any], Any]:
 
 
 def _is_stateless(wrapper: Any) -> bool:
-    """Return whether an object is a wrapper of Gymnasium without state."""
+    """Return whether an object is a wrapper of Gymnasium without state, such as ClipReward;
+    TransformReward itself calls a function of the user, which may have state."""
     if isinstance(wrapper, (OrderEnforcing, PassiveEnvChecker)):
         return True
-    transforms = isinstance(wrapper, (TransformAction, TransformObservation, TransformReward))
-    return transforms and type(wrapper).__module__.startswith("gymnasium.")
+    is_own = type(wrapper) not in _TRANSFORMS and isinstance(wrapper, _TRANSFORMS)
+    return is_own and type(wrapper).__module__.startswith("gymnasium.")
 
 
 def _restorable_layer(env: Any) -> tuple[Any, list[Any]]:
@@ -87,23 +89,28 @@ def has_wrapper_state(env: Any) -> bool:
     return layer is not None and getattr(layer, "unwrapped", layer) is not layer
 
 
-def get_env_state(env: Any) -> dict[str, Any] | None:
+def get_env_state(env: Any, warns: bool = True) -> dict[str, Any] | None:
     """Return the state of an environment or a wrapper that implements `get_state` and `set_state`.
+
+    Args:
+        env: the environment.
+        warns: warn of a state that is not returned, once.
 
     Returns:
         its state, the state of the random generator and the elapsed steps of the TimeLimits; None
-        if the environment does not implement the methods or its state cannot be saved, with a
-        warning for the latter.
+        if the environment does not implement the methods, if a wrapper around it may have state,
+        or if the state cannot be saved.
     """
     layer, limits, wrapper = _stateful_layer(env)
     if layer is None:
         return None
     if wrapper is not None:
-        _warn(
-            layer,
-            f"the wrapper {type(wrapper).__name__} around it may have state: give the wrapper "
-            "get_state() and set_state(state), which contain the state of the environment in it",
-        )
+        if warns:
+            _warn(
+                layer,
+                f"the wrapper {type(wrapper).__name__} around it may have state: give the wrapper, "
+                "or a subclass of it, get_state() and set_state(state) for both",
+            )
         return None
     rng = find_rng(env)
     state = {
@@ -112,23 +119,24 @@ def get_env_state(env: Any) -> dict[str, Any] | None:
         "elapsed_steps": [get_elapsed_steps(limit) for limit in limits],
     }
     if not can_be_saved(state):
-        _warn(
-            layer,
-            "get_state() returned an object that they cannot contain: return dicts and lists of "
-            "numbers, strings and arrays",
-        )
+        if warns:
+            _warn(
+                layer,
+                "get_state() returned an object that they cannot contain: return dicts and lists "
+                "of numbers, strings and arrays",
+            )
         return None
     return copy.deepcopy(state)
 
 
 def _warn(layer: Any, problem: str) -> None:
-    """Warn once that an environment is restored by repeating its actions."""
+    """Warn once that an environment is restored by repeating the actions of its episode."""
     name = type(layer).__name__
     if (name, problem) not in _warned:
         _warned.add((name, problem))
         log.warning(
-            "checkpoints do not contain the state of %s: %s. A resumed run resets it and repeats "
-            "its actions", name, problem,
+            "checkpoints do not contain the state of %s: %s. A resumed run repeats the actions of "
+            "the episode, which does not restore what is kept across episodes", name, problem,
         )  # fmt: skip
 
 

@@ -11,8 +11,8 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
 from flowrl.envs.restarting_envs import close_quietly
-from flowrl.envs.validation import ObservationCheck, space_of, unwrapped
-from flowrl.envs.vector_env import StartInfos, VectorStep, copied_info
+from flowrl.envs.validation import ObservationCheck, copied_info, space_of, unwrapped
+from flowrl.envs.vector_env import StartInfos, VectorStep
 from flowrl.errors import ConfigError, add_note
 from flowrl.seeding import derive_seed
 

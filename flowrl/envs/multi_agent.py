@@ -12,6 +12,7 @@ import numpy as np
 from gymnasium import spaces
 
 from flowrl.envs.registry import EnvContext, env_creator_for
+from flowrl.envs.validation import copied_info
 from flowrl.errors import ConfigError
 
 # observations, rewards, terminateds, truncateds, infos, each by agent id
@@ -180,8 +181,8 @@ class IndependentAgents(MultiAgentEnv):
                 self._finished.add(agent)
             elif not is_last:
                 # the reset may overwrite the arrays of the last step
-                for column in (observations, infos):
-                    column[agent] = copy.deepcopy(column[agent])
+                observations[agent] = copy.deepcopy(observations[agent])
+                infos[agent] = copied_info(infos[agent])
                 observations[agent + count], infos[agent + count] = env.reset()
         terminateds["__all__"] = len(self._finished) == count
         truncateds["__all__"] = is_last

@@ -21,9 +21,10 @@ from flowrl.envs.validation import (
     check_flags,
     check_result,
     check_reward,
+    copied_info,
     invalid_step_error,
 )
-from flowrl.envs.vector_env import DirectEnvs, SteppedEnvs, copied_info
+from flowrl.envs.vector_env import DirectEnvs, SteppedEnvs
 from flowrl.errors import ConfigError, add_note
 
 ResetResult = tuple[dict[Any, Any], dict[Any, dict[str, Any]]]  # observations and infos by agent
@@ -205,10 +206,10 @@ class DirectMultiAgentVectorEnv(DirectEnvs):
             if not FLAG_TYPES.issuperset(map(type, flags.values())):
                 check_flags(flags.values(), f"the flags of sub-environment {index}")
         for agent, info in step.infos.items():
-            if info.__class__ is not dict and not isinstance(info, Mapping):
+            if info.__class__ is not dict and not isinstance(info, Mapping | None):
                 raise ConfigError(
                     f"env: step() of sub-environment {index} returned the info {info!r} for agent "
-                    f"{agent!r}: infos are dicts"
+                    f"{agent!r}: infos are dicts, {{}} if there are none"
                 )
         if self._drop_invalid:
             try:

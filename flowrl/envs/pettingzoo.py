@@ -11,6 +11,7 @@ from typing import Any
 from gymnasium import spaces
 
 from flowrl.envs.multi_agent import MultiAgentEnv, StepResult, is_multi_agent
+from flowrl.envs.validation import copied_info
 from flowrl.errors import ConfigError
 
 
@@ -114,7 +115,7 @@ class PettingZooEnv(_PettingZoo):
             truncateds[agent] = bool(env.truncations[agent])
             # the environment may reuse its arrays for the next agent
             observations[agent] = copy.deepcopy(observations[agent])
-            infos[agent] = copy.deepcopy(infos[agent])
+            infos[agent] = copied_info(infos[agent])
             env.step(None)  # PettingZoo removes a finished agent on this call
         flags = _flags_with_all(terminateds, truncateds, done=not env.agents)
         return observations, rewards, *flags, infos

@@ -178,7 +178,7 @@ class RestartingEnvs:
             wrapper_state = None
             if self._have_wrapper_state[index]:
                 with suppress(Exception):  # it may need a reset; else saving raises it
-                    wrapper_state = get_env_state(env)
+                    wrapper_state = get_env_state(env, warns=False)
             record.reset = seed, rng_state, wrapper_state
             self.action_logs[index], record.unlogged_steps = [], 0
             started = time.perf_counter()

@@ -21,6 +21,8 @@ RESET_RESULTS = ("observation", "info")
 STEP_RESULTS = ("observation", "reward", "terminated", "truncated", "info")
 TOLERANCE = 1e-4  # relative slack of float bounds, for rounding errors of environments
 
+_COPIED = frozenset((dict, list, np.ndarray))  # types of values in infos that are copied
+
 OUTSIDE_WARNING = (
     "worker %d: sub-environment %d returned %s. Such observations are used as they are and not "
     'reported again (on_invalid_step="warn").'
@@ -79,6 +81,17 @@ def space_of(env: Any, name: str) -> Any:
             f"Discrete, …), got {space!r}"
         )
     return space
+
+
+def copied_info(info: Any, depth: int = 3) -> Any:
+    """Return a copy of an info, with copies of the arrays, lists and dicts in it: an environment
+    may reuse them in the next step. Objects in lists, and below `depth` dicts, are not copied."""
+    copied = info.copy() if hasattr(info, "copy") else info
+    if depth and copied.__class__ is dict:
+        for key, value in copied.items():
+            if value.__class__ in _COPIED:
+                copied[key] = copied_info(value, depth - 1)
+    return copied
 
 
 class ObservationCheck:

@@ -28,24 +28,13 @@ from flowrl.envs.validation import (
     check_flags,
     check_result,
     check_reward,
+    copied_info,
     space_of,
 )
 from flowrl.errors import ConfigError, add_note
 
-_SCALARS = frozenset((bool, int, float, str, type(None)))
-
 StartInfos = Mapping[int, dict[str, Any]]
 """Infos that environments returned with the first observation of an episode, by index."""
-
-
-def copied_info(info: Any) -> Any:
-    """Return a copy of an info: an environment may reuse its dicts and arrays in the next step."""
-    if isinstance(info, Mapping):
-        return {
-            key: value if type(value) in _SCALARS else copied_info(value)
-            for key, value in info.items()
-        }
-    return info.copy() if isinstance(info, (np.ndarray, list)) else info
 
 
 class SteppedEnvs(Protocol):
@@ -221,7 +210,7 @@ class DirectVectorEnv(DirectEnvs):
         while True:
             observation, info = self._envs.reset(index)
             # a copy: an environment may reuse its dict
-            infos[index] = copied_info(info) if isinstance(info, Mapping) else {}
+            infos[index] = copied_info(dict(info)) if isinstance(info, Mapping) else {}
             if self._unchecked[index]:
                 self._check_reset(index, observation)
             elif not self._check.matches_shape_and_dtype(observation):

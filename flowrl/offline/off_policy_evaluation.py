@@ -248,6 +248,9 @@ def _select_columns(policy: Policy, run: int, batch: SampleBatch) -> dict[str, n
         )
     if batch.count:
         batch = rows_for_policy(batch, policy, policy.observation_filter is not None)
+    for name in ("rewards", "action_logp"):
+        if not np.isfinite(np.asarray(batch[name], np.float64)).all():
+            raise OfflineDataError(f"the column {name!r} has values that are not finite")
     parts = batch.timeslices(size=ROWS_AT_A_TIME)
     logp = np.concatenate([np.zeros(0), *(_log_probabilities(policy, part) for part in parts)])
     agents = batch["agent_index"] if "agent_index" in batch else np.zeros(batch.count, int)

@@ -28,7 +28,7 @@ def rows_for_policy(rows: SampleBatch, policy: Policy, is_normalized: bool = Fal
             floats.
 
     Raises:
-        OfflineDataError: a column such as `rewards` does not have one finite number per row; or
+        OfflineDataError: a column such as `rewards` does not have one number per row; or
             observations or actions do not fit the spaces of the policy.
     """
     for name in (*FLAT_KINDS, "action_logp"):
@@ -38,8 +38,6 @@ def rows_for_policy(rows: SampleBatch, policy: Policy, is_normalized: bool = Fal
                 f"the column {name!r} must have the shape ({rows.count},), one number per row, got "
                 f"{column.dtype} {column.shape}"
             )
-        if not np.isfinite(column).all():
-            raise OfflineDataError(f"the column {name!r} has values that are not finite")
     problem = policy.find_mismatch(rows)
     if problem is None and is_normalized:
         return rows

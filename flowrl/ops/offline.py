@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
+from flowrl.data.columns import MISSING
 from flowrl.data.item_checks import check_batch
 from flowrl.errors import OfflineDataError
 from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
@@ -220,6 +221,7 @@ class ReadStage(Stage):
         self._position = 0  # in these rows
         self._loaded: dict[str, Any] | None = None  # a state that the next pull restores
         self._has_warned = False  # of actions that are not scaled
+        self._has_dropped = False  # columns that some parts lack
 
     def pull(self, block: bool) -> Any:
         batch = call_in_stage(self, self._next_batch)
@@ -270,9 +272,17 @@ class ReadStage(Stage):
             slices.append(rows)
         if len(slices) == 1:
             return slices[0]
-        # a column that some parts lack is left out: zeros in it would be trained on
-        common = set.intersection(*map(set, slices))
-        slices = [rows.without_columns(*(set(rows) - common)) for rows in slices]
+        # columns that some parts lack: those in MISSING have a value for missing rows, the others
+        # are left out, because zeros in them would be trained on
+        kept = set.intersection(*map(set, slices)) | MISSING.keys()
+        dropped = sorted(set().union(*slices) - kept)
+        if dropped and not self._has_dropped:
+            self._has_dropped = True
+            log.warning(
+                "%s: some files lack the columns %s, which are left out of batches with rows of "
+                "several files", self.source, ", ".join(dropped),
+            )  # fmt: skip
+        slices = [rows.without_columns(*dropped) for rows in slices]
         batch: SampleBatch = SampleBatch.concat_samples(slices)
         return batch
 
@@ -333,6 +343,9 @@ class ReadStage(Stage):
             )
         try:
             rows = rows_for_policy(rows, policy)
+            for name in set(self.columns) & {"rewards", "action_logp"}:
+                if not np.isfinite(rows[name]).all():
+                    raise OfflineDataError(f"the column {name!r} has values that are not finite")
             if not self._has_warned and has_unscaled_actions(rows, policy):
                 self._has_warned = True
                 log.warning(

@@ -57,8 +57,8 @@ class Policy(ActsOnObservations):
         rng, shuffle_rng: random streams of actions and of minibatches.
         worker_index, num_workers: those of the policy's worker; 0 without remote workers.
         observation_filter, reward_scaler: running normalization; None if it is off.
-        row_stats: values per row of the last update, arrays [rows] by name, such as `td_error`
-            for the rows `batch_indexes` of a replay buffer.
+        row_stats: values per row of the last update, or of the last pass over a train batch: arrays
+            [rows] by name, such as `td_error` for the rows `batch_indexes` of a replay buffer.
     """
 
     config_class: ClassVar[type[PolicyConfig]] = PolicyConfig

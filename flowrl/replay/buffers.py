@@ -160,7 +160,7 @@ class ReplayBuffer:
             self._ring.check(self._sequences.rows_of(batch))
         if self.n_step > 1 and "rewards" not in batch:
             raise ValueError(f"the batch has no column rewards, which n_step={self.n_step} needs")
-        if self.n_step > 1 and "n_steps" in batch:
+        if self.n_step > 1 and "n_steps" in batch and np.any(batch["n_steps"] != 1):
             raise ValueError(
                 f"the rows span several steps already (column n_steps) and are stored with n_step="
                 f"{self.n_step}: draw them from a buffer with n_step=1"
@@ -278,7 +278,7 @@ class ReplayBuffer:
         """
         self._flush()
         first, end = self._ring.num_added - len(self._ring), self._ring.num_added
-        row_ids = np.asarray(row_ids)
+        row_ids = np.asarray(row_ids, np.int64)
         if len(row_ids) and not first <= row_ids.min() <= row_ids.max() < end:
             stored = f"the rows {first} to {end - 1} are stored" if end else "the buffer is empty"
             raise KeyError(f"row ids {row_ids}: {stored}")

@@ -89,9 +89,10 @@ class SequenceIndex:
         if "eps_id" not in batch:
             raise ValueError(f"{self.storage_unit} need the column eps_id, which is missing")
         if self.storage_unit == "episodes":
-            batch = _sorted(batch)
-            lengths = _trajectory_lengths(batch)
-            self._check_complete(batch, lengths)
+            names = ("eps_id", "agent_index", "t", *DONE_FLAGS)
+            order = _sorted(SampleBatch({n: batch[n] for n in names if n in batch}))
+            lengths = _trajectory_lengths(order)
+            self._check_complete(order, lengths)
         elif "seq_lens" in batch:
             lengths = batch["seq_lens"]
             if self.burn_in or lengths.max() > self.max_seq_len:

@@ -240,6 +240,10 @@ class AgentChecks:
             return
         self.warn(OUTSIDE_WARNING, self._worker_index, env, problem)
 
+    def is_possible(self, agent: AgentID) -> bool:
+        """Return whether an id is one of the `possible_agents`."""
+        return agent in self._agent_envs.possible_agents
+
     def warn(self, text: str, *values: Any) -> None:
         """Log a warning, once."""
         if text not in self._warned:

@@ -150,13 +150,14 @@ class AgentEpisodes:
     def _check_flags(
         self, episode: RunningEpisode, step: MultiAgentStep, flags: dict[AgentID, bool]
     ) -> None:
-        """Warn of flags of agents that are not in the episode."""
+        """Warn of flags of agents that had no observation in the episode, once."""
         for agent, flag in flags.items():
-            known = agent in episode.record.records or agent in step.obs
-            if flag and agent != "__all__" and not known:
+            if not flag or agent == "__all__" or agent in episode.record.records:
+                continue
+            if agent not in step.obs and not self.checks.is_possible(agent):
                 self.checks.warn(
-                    f"step() returned an end of agent {agent!r}, which had no observation in this "
-                    f"episode; its agents are {list(episode.record.records)}"
+                    "step() returned an end of agent %r, which had no observation in the episode",
+                    agent,
                 )
 
     def _complete(

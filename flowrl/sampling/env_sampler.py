@@ -62,6 +62,10 @@ class EnvSampler(ABC):
         self.timings["sample_s"] += finished - started
         return batch
 
+    def start_again(self) -> None:
+        """Let the next fragment start new episodes."""
+        self._is_running = False
+
     def _check_running(self) -> None:
         if self.is_stopped:
             raise RuntimeError("this sampler was stopped")

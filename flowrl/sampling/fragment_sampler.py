@@ -272,7 +272,7 @@ class FragmentSampler:
             KeyError, ValueError: it belongs to other settings or environments.
         """
         unroll_ids, self.unroll_ids = self.unroll_ids, IdCounter(state["next_unroll"])
-        env_sampler, restarted = None, 0
+        env_sampler, restarted, agent_envs = None, 0, self._envs.agent_envs
         try:
             if state["env_sampler"] is not None:
                 num_steps = 0 if "open" in state["env_sampler"] else state["returned_steps"][0]
@@ -289,7 +289,10 @@ class FragmentSampler:
                 self._envs.reopen()
         except Exception:
             self.unroll_ids = unroll_ids
-            self._env_sampler = None  # its environments have changed: the next one resets them
+            if self._envs.agent_envs is not agent_envs:
+                self._env_sampler = None  # it has the environments of before
+            elif self._env_sampler is not None:
+                self._env_sampler.start_again()
             raise
         self._env_sampler = env_sampler
         self._returned_steps = list(state["returned_steps"])

@@ -17,8 +17,7 @@ from flowrl.data.columns import map_leaves
 from flowrl.data.fragment_columns import FragmentColumns, write
 from flowrl.data.spaces import stack_values, zeros_of
 from flowrl.data.types import AgentID, PolicyID
-from flowrl.envs.validation import ObservationCheck
-from flowrl.envs.vector_env import copied_info
+from flowrl.envs.validation import ObservationCheck, copied_info
 from flowrl.policies.acting_views import InitialStates
 from flowrl.policies.policy import Policy
 from flowrl.sampling.running_episodes import RunningEpisode, Segment, Trajectory

@@ -18,8 +18,7 @@ import numpy as np
 from flowrl.data import MultiAgentBatch
 from flowrl.data.types import AgentID, PolicyID
 from flowrl.envs.multi_agent_vector_env import MultiAgentStep, MultiAgentVectorEnv
-from flowrl.envs.validation import NUMBERS, check_reward
-from flowrl.envs.vector_env import copied_info
+from flowrl.envs.validation import NUMBERS, check_reward, copied_info
 from flowrl.errors import add_note
 from flowrl.sampling.agent_batches import AgentBatches, trajectories_of
 from flowrl.sampling.agent_checks import AgentChecks

@@ -9,7 +9,7 @@ import numpy as np
 import optree
 
 from flowrl.data.columns import leaves_of, map_leaves
-from flowrl.data.fragment_columns import FragmentColumns, write
+from flowrl.data.fragment_columns import FragmentColumns
 from flowrl.envs.validation import ObservationCheck
 from flowrl.policies.policy import Policy
 from flowrl.sampling.fragment_builder import values_of
@@ -52,6 +52,8 @@ class PolicyOutputs:
         self._dtype: Any = None  # of the actions in this fragment; None if they are nested
         self._shape: Any = ()  # of an action
         self._extra: list[tuple[str, Any, Any]] = []  # name, dtype and shape of a row
+        self._states: list[tuple[str, Any, Any]] = []
+        self._has_acted = False  # False after a state was loaded: its columns are not known
 
     def allocate(self, expected: int, outputs: Any, continues: bool) -> None:
         """Check the policy's outputs in the first step of a fragment, and allocate their columns.
@@ -71,7 +73,11 @@ class PolicyOutputs:
         check_extra_columns(self._name, extra, expected)
         check_states(self._name, states, self._policy.get_initial_state(), expected)
         check_actions(self._name, self._policy.action_space, actions, expected)
-        for name in self._forget_columns(extra, continues):
+        before = [name for name, _, _ in self._extra]
+        if continues and self._has_acted and (set(before) ^ set(extra)) - {"vf_preds"}:
+            raise self._other_columns(extra)
+        self._has_acted = True
+        for name in set(before) - set(extra):
             self._columns.drop(name)
         if continues and "vf_preds" in extra and self._columns.get("vf_preds") is None:
             values = values_of(self._policy, self._columns["obs"])
@@ -79,16 +85,10 @@ class PolicyOutputs:
         named = {f"state_out_{i}": np.asarray(state) for i, state in enumerate(states)}
         for name, value in {"actions": actions, **extra, **named}.items():
             self._columns.allocate_like(name, value)
+        self._states = [(name, *_dtype_and_shape(value)) for name, value in named.items()]
         self._dtype, self._shape = _dtype_and_shape(actions)
         self._extra = [(name, *_dtype_and_shape(value)) for name, value in extra.items()]
         self._at_first_step = True
-
-    def _forget_columns(self, extra: dict[str, Any], continues: bool) -> list[str]:
-        """Return the columns of the last fragment that the policy returns no longer."""
-        before = [name for name, _, _ in self._extra]
-        if continues and before and (set(before) ^ set(extra)) - {"vf_preds"}:
-            raise self._other_columns(extra)
-        return [name for name in before if name not in extra]
 
     def store(self, at: Any, actions: Any, states: Any, extra: dict[str, Any]) -> Any:
         """Store the outputs at an index of the columns; return the actions in the environments'
@@ -99,29 +99,23 @@ class PolicyOutputs:
             raise self._other_columns(extra)
         if self._check_actions or self._at_first_step:
             actions, self._at_first_step = self._valid(actions, at), False
-        # dtypes of numbers are singletons; `is` is faster than ==
-        if (
-            type(actions) is np.ndarray
-            and actions.dtype is self._dtype
-            and actions.shape == (count, *self._shape)
-        ):
+        if _fits(actions, self._dtype, (count, *self._shape)):
             arrays["actions"][at] = actions
         else:
             self._write("actions", at, count, actions)
         for name, dtype, shape in self._extra:
             value = extra.get(name)
-            if (
-                type(value) is np.ndarray
-                and value.dtype is dtype
-                and value.shape == (count, *shape)
-            ):
+            if _fits(value, dtype, (count, *shape)):
                 arrays[name][at] = value
             elif name in extra:
                 self._write(name, at, count, value)
             else:
                 raise self._other_columns(extra)
-        for i, state in enumerate(states):
-            self._write(f"state_out_{i}", at, count, np.asarray(state))
+        for (name, dtype, shape), state in zip(self._states, states, strict=True):
+            if _fits(state, dtype, (count, *shape)):
+                arrays[name][at] = state
+            else:
+                self._write(name, at, count, np.asarray(state))
         to_env = self._policy.actions_for_env(actions)
         return to_env if isinstance(to_env, np.ndarray) else rows_of(to_env)
 
@@ -142,15 +136,12 @@ class PolicyOutputs:
                     f"observations, expected {(count, *array.shape[2:])} as in the first step of "
                     "the fragment"
                 )
-        if type(value) is not np.ndarray:
-            write(column, at, value)
-            return
-        if value.dtype != column.dtype and not np.can_cast(value.dtype, column.dtype, "same_kind"):
-            raise ValueError(
-                f"{self._name} returned {name} of dtype {value.dtype}, but of {column.dtype} in "
-                "the first step of the fragment: return the same dtype in every step"
-            )
-        column[at] = value
+            if type(value) is np.ndarray and not np.can_cast(value.dtype, array.dtype, "same_kind"):
+                raise ValueError(
+                    f"{self._name} returned {name} of dtype {value.dtype}, but of {array.dtype} in "
+                    "the first step of the fragment: return the same dtype in every step"
+                )
+            array[at] = leaf
 
     def _valid(self, actions: Any, at: Any) -> Any:
         """Return the actions, with zeros for observations that no policy can act on.
@@ -175,6 +166,12 @@ class PolicyOutputs:
             f"{self._name} returned the action {rows_of(actions)[invalid]!r} for "
             f"{self._describe_target(invalid)}; its action space is {space}"
         )
+
+
+def _fits(values: Any, dtype: Any, shape: tuple[int, ...]) -> bool:
+    """Return whether values are an array of a dtype and shape."""
+    # dtypes of numbers are singletons; `is` is faster than ==
+    return type(values) is np.ndarray and values.dtype is dtype and values.shape == shape
 
 
 def _dtype_and_shape(values: Any) -> tuple[Any, Any]:

@@ -223,7 +223,6 @@ class WeightSync:
             payload is None
             or payload.versions != versions
             or (is_new and payload.global_vars != self._global_vars)
-            or self._has_newer_vars(index, payload)
         ):
             started = time.perf_counter()
             snapshot = published or self._snapshot()
@@ -234,11 +233,6 @@ class WeightSync:
         self._sent[index], self._sent_vars[index] = payload.versions, payload.global_vars
         payload.count_transfer(from_node, to_node)
         return payload.content
-
-    def _has_newer_vars(self, index: int, payload: _Payload) -> bool:
-        """Return whether a worker has received a later timestep than that of a payload."""
-        sent: dict[str, Any] = self._sent_vars.get(index, payload.global_vars)
-        return bool(sent.get("timestep", 0) > payload.global_vars.get("timestep", 0))
 
     def _changed_vars(self, index: int) -> tuple[Any, ...] | None:
         """Return a payload of `global_vars` without weights; None if the worker has received the

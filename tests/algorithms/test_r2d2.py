@@ -222,6 +222,8 @@ def test_unsupported_models_settings_and_batches_are_rejected():
     cases = [{"num_atoms": 51}, {"noisy": True}, {"h_function_epsilon": 0}]
     cases += [{"replay_mode": "lockstep"}, {"rollout_fragment_length": -5}]
     small = {"train_batch_size": 4, "learning_starts": 10}
+    cases.append({"replay_buffer_capacity": 50, **small, "num_replay_shards": 2})
+    cases[-1] |= {"model": {"max_seq_len": 26}}
     cases.append({"replay_buffer_capacity": 25, **small, "model": {"max_seq_len": 26}})
     assert R2D2Config(rollout_fragment_length="auto").rollout_fragment_length == "auto"
     for invalid in cases:

@@ -251,7 +251,6 @@ def test_each_pass_reads_every_row_once_although_a_read_fails(seed, restored, mo
         ),
         ({"terminateds": np.zeros((8, 1), bool)}, "the column 'terminateds' must have the shape"),
         ({"new_obs": np.zeros((8, 3), np.float32)}, "new_obs"),
-        ({"rewards": np.full(8, -np.inf)}, "the column 'rewards' has values that are not finite"),
     ],
 )
 def test_columns_with_other_shapes_are_named(tmp_path, changes, message):
@@ -270,13 +269,25 @@ def test_columns_with_other_shapes_are_named(tmp_path, changes, message):
     assert message in str(caught.value)
 
 
+def test_rewards_that_are_trained_on_are_finite(tmp_path):
+    rows = SampleBatch(obs=np.zeros((8, 4), np.float32), actions=np.zeros(8, np.int64))
+    write_parquet(tmp_path / "a.parquet", rows.with_columns(rewards=np.full(8, np.nan)))
+    with A2CConfig(env="CartPole-v1").build() as algorithm:
+        ReadParquet(algorithm.workers, tmp_path, 4).take(1)  # as for behavior cloning
+        message = r"a\.parquet: the column 'rewards' has values that are not finite"
+        with pytest.raises(OfflineDataError, match=message):
+            ReadParquet(algorithm.workers, tmp_path, 4, columns=["rewards"]).take(1)
+
+
 def test_columns_that_some_files_lack_are_not_filled(tmp_path):
     rows = SampleBatch(obs=np.zeros((8, 4), np.float32), actions=np.zeros(8, np.int64))
     write_parquet(tmp_path / "a.parquet", rows)
-    write_parquet(tmp_path / "b.parquet", rows.with_columns(rewards=np.ones(8, np.float32)))
+    more = {"rewards": np.ones(8, np.float32), "loss_mask": np.zeros(8, bool)}
+    write_parquet(tmp_path / "b.parquet", rows.with_columns(**more))
     with A2CConfig(env="CartPole-v1").build() as algorithm:
         (both,) = ReadParquet(algorithm.workers, tmp_path, 16).take(1)
-        assert set(both) == {"obs", "actions"}
+        assert set(both) == {"obs", "actions", "loss_mask"}
+        assert both["loss_mask"].sum() == 8  # rows without the column are trained on
         for batch in ReadParquet(algorithm.workers, tmp_path, 8).take(4):
             assert "rewards" not in batch or (batch["rewards"] == 1).all()
 

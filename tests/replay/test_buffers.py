@@ -615,7 +615,7 @@ def test_copies_with_equal_observations_do_not_take_over_links(draws):
 
 def test_rows_of_several_steps_are_no_single_steps():
     buffer = ReplayBuffer(50, n_step=3, gamma=1.0, seed=0)
-    buffer.add(part_of_an_episode(range(9), 1))
+    buffer.add(part_of_an_episode(range(9), 1).with_columns(n_steps=np.ones(9, np.int64)))
     with pytest.raises(ValueError, match=r"column n_steps.*n_step=3: draw them from a buffer with"):
         buffer.add(buffer.sample(4))
 

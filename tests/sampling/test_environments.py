@@ -660,9 +660,10 @@ class OwnWrapper(gym.Wrapper):
     ("make", "warning"),
     [
         (HasHiddenState, None),
-        (lambda: gym.wrappers.TransformReward(HasHiddenState(), float), None),
+        (lambda: gym.wrappers.ClipReward(HasHiddenState(), 0, 99), None),
+        (lambda: gym.wrappers.TransformReward(HasHiddenState(), float), "the wrapper Transform"),
         (lambda: gym.wrappers.FlattenObservation(HasHiddenState()), None),
-        (lambda: OwnWrapper(HasHiddenState()), "the wrapper OwnWrapper around it may have state"),
+        (lambda: OwnWrapper(HasHiddenState()), "the wrapper OwnWrapper around"),
         (lambda: HasHiddenState(lambda **state: {"x": object()}), "an object that they cannot"),
     ],
 )

@@ -1094,7 +1094,7 @@ def test_ends_of_unknown_agents_are_a_warning(caplog):
 
     RolloutWorker(lambda context: Env(), Idle, {"rollout_fragment_length": 5}).sample()
     (message,) = caplog.messages
-    assert "an end of agent 'A', which had no observation in this episode" in message
+    assert "an end of agent 'A', which had no observation in the episode" in message
 
 
 @pytest.mark.parametrize("agents", [["a"], ["a", "b"]])

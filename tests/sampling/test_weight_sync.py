@@ -46,23 +46,6 @@ def test_replaced_worker_gets_the_weights_again(trained):
     assert [needs_weights(sync, worker) for worker in (0, 1)] == [True, True]
 
 
-def test_time_of_a_selected_worker_does_not_go_back(trained):
-    algorithm, _ = trained
-    time = {"timestep": 0}
-    sync = WeightSync(algorithm.workers.local_worker, time)
-    for worker in (0, 1):
-        sync.take_payload(worker, None, None)
-    time["timestep"] = 100
-    algorithm.get_policy().version += 1
-    sync.update_only([1])
-    assert sync.take_payload(1, None, None)[3] == {"timestep": 100}
-    time["timestep"] = 150
-    assert sync.take_payload(0, None, None) == ({}, None, None, {"timestep": 150})
-    sync.update_only([0])
-    weights, _, _, received = sync.take_payload(0, None, None)
-    assert weights and received == {"timestep": 150}
-
-
 def test_workers_get_the_time_of_schedules_without_new_weights(trained):
     algorithm, _ = trained
     time = {"timestep": 0}
