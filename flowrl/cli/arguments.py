@@ -57,7 +57,7 @@ def file_path(text: str) -> Path:
     """Parse the path of a file or folder."""
     if not text:
         raise argparse.ArgumentTypeError("must be a path, got ''")
-    return Path(text).expanduser()
+    return Path(os.path.expanduser(text))  # "./~" and the home of an unknown user stay
 
 
 def finite_float(text: str) -> float:

@@ -114,6 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         discard_closed_output()
         return OUTPUT_CLOSED
     except PermissionError as error:
+        if error.filename is None or getattr(error, "__notes__", None):
+            raise  # by code of the user
         print_failure(ConfigError(f"cannot access {error.filename}: {error.strerror}"))
         return 2
     except OSError as error:

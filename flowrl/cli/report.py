@@ -48,7 +48,7 @@ def write_report(runs: list[Path], output: Path) -> None:
     from flowrl.web.run_data import RunData, name_runs
 
     for run in runs:
-        if (results := run / "result.json").exists():
+        if (results := run / "result.json").is_file():
             results.open("rb").close()  # PermissionError: not a report without results
     data = [RunData(path) for path in runs]
     name_runs(data)

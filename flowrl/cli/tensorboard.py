@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from flowrl.cli.arguments import Parser, file_path
 from flowrl.errors import ConfigError, check_installed
+from flowrl.trainer.runs.signal_handler import TERMINATED
 
 
 def tensorboard_command(arguments: list[str]) -> int:
@@ -43,6 +43,9 @@ def tensorboard_command(arguments: list[str]) -> int:
     program = [sys.executable, "-P", "-m", "tensorboard.main"]
     command = [*program, "--logdir", str(options.folder), *rest]
     process = subprocess.Popen(command)
-    with contextlib.suppress(ValueError):  # not in the main thread
-        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-    return process.wait()
+    handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+    try:
+        return process.wait()
+    finally:
+        process.terminate()
+        signal.signal(signal.SIGTERM, handler)

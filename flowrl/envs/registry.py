@@ -46,6 +46,7 @@ _IMPORT_PATHS = (
 _CREATORS: dict[str, EnvCreator] = {}
 # first arguments of functions that receive the EnvContext even if they have a default
 _CONTEXT_NAMES = ("context", "ctx", "config", "env_config", "env_context")
+_VERSION = re.compile(r"-v\d+$")  # at the end of an env id
 _PACKAGES_OF_MARL = ("mpe2", "pettingzoo")
 # environments whose arguments import no code
 _KNOWN_ENTRY_POINTS = ("gymnasium.envs.", "ale_py.")
@@ -151,10 +152,7 @@ def ensure_registered(env_id: str) -> None:
         if f"ALE/{env_id}" in gym.registry:
             hint = f" Did you mean 'ALE/{env_id}'?"
         elif namespace in {None, *(spec.namespace for spec in gym.registry.values())}:
-            # the version alone makes no names similar
-            names = {name.rpartition("-v")[0] or name: name for name in [*gym.registry, *_CREATORS]}
-            similar = nearest_name(env_id.rpartition("-v")[0] or env_id, [*names])
-            hint = f" Did you mean {names[similar]!r}?" if similar else needs_extra
+            hint = _similar_id(env_id) or needs_extra
         else:
             hint = (
                 f" No imported package registers {namespace!r}: install the package, and name the "
@@ -169,6 +167,16 @@ def ensure_registered(env_id: str) -> None:
         raise ConfigError(f"env: unknown environment {env_id!r}.{hint}") from error
     except (ImportError, ValueError) as error:
         raise ConfigError(f"env: cannot find {env_id!r}: {error}") from error
+
+
+def _similar_id(env_id: str) -> str:
+    """Return ` Did you mean 'x'?`, or an empty string; equal versions make no ids similar."""
+    names = {_VERSION.sub("", name): name for name in [*gym.registry, *_CREATORS]}
+    similar = nearest_name(_VERSION.sub("", env_id), [*names])
+    if similar is None:
+        return ""
+    same_version = similar + "".join(_VERSION.findall(env_id))
+    return f" Did you mean {same_version if same_version in gym.registry else names[similar]!r}?"
 
 
 def _make_by_id(env_id: str, context: EnvContext) -> gym.Env:

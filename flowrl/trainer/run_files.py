@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,8 @@ def read_run_file(file: Path) -> dict[str, dict[str, Any]]:
         if not isinstance(entry, dict):
             hint = nearest(str(name), list(RUN_KEYS))
             raise ConfigError(
-                f"{file}: {name!r}: must be a mapping with run or plan, got a "
-                f"{type(entry).__name__}.{hint}"
+                f"{file}: {name!r}: must be a mapping with run or plan, got "
+                f"{reprlib.repr(entry)}.{hint}"
             )
         if not isinstance(name, str) or not name or "/" in name or name.startswith("."):
             raise ConfigError(f"{file}: the name of a run must be a plain word, got {name!r}")

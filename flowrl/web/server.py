@@ -72,7 +72,9 @@ def make_app(paths: Sequence[Path]) -> Any:
     def list_runs(request: Any) -> Any:
         with lock:
             add_new_runs()
-            runs = [{"name": run.name, "changed": run.changed()} for run in data]
+            runs = [
+                {"id": str(run.path), "name": run.name, "changed": run.changed()} for run in data
+            ]
         return JSONResponse(runs, headers=HEADERS)
 
     def show_run(request: Any) -> Any:

@@ -5,8 +5,11 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -426,6 +429,9 @@ def test_tensorboard_shows_a_folder_of_runs(cli, tmp_path, monkeypatch):
         def wait(self):
             return 0
 
+        def terminate(self):
+            pass
+
     monkeypatch.setattr(subprocess, "Popen", Ended)
     assert cli("tensorboard", "--port", "7007")[0] == 0
     assert commands[0][1:] == ["-P", "-m", "tensorboard.main", "--logdir", "runs", "--port", "7007"]
@@ -474,7 +480,7 @@ def test_commands_run_without_standard_output(command, tmp_path):
         (["train", "ppo", "--run-dir", ""], "--run-dir: must be a path, got ''"),
         (["train", "ppo", "--no-lr", "3"], "unknown flag --no-lr"),
         (["explain", "ppo", "--env", "CartPol-v7"], "Did you mean 'CartPole-v1'?"),
-        (["train", "list.yaml"], "'a': must be a mapping with run or plan, got a list"),
+        (["train", "list.yaml"], "'a': must be a mapping with run or plan, got [0, 1, 2, 3"),
         (["train", "empty.yaml"], "it needs run or plan at the top level"),
     ],
 )
@@ -493,13 +499,21 @@ def test_home_folder_is_expanded(cli, tmp_path, monkeypatch):
     assert (tmp_path / "mine.py").is_file()
 
 
-@pytest.mark.parametrize("command", ["evaluate r", "report r", "plot r", "diagnose r"])
-def test_files_that_cannot_be_read_are_named(cli, monkeypatch, command):
+@pytest.mark.parametrize(
+    ("command", "name", "message"),
+    [
+        ("evaluate r", "config.json", "config.json: cannot be read: Permission denied"),
+        ("report r", "result.json", "cannot access r/result.json: Permission denied"),
+        ("plot r", "result.json", "cannot access r/result.json: Permission denied"),
+        ("diagnose r", "events.jsonl", "cannot access r/events.jsonl: Permission denied"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(cli, monkeypatch, command, name, message):
     assert cli("train", "ppo", "--stop-iters", "1", "--run-dir", "r")[0] == 0
     opened = io.open
 
     def refuse(file, *args, **kwargs):
-        if str(file).endswith((".json", ".jsonl")):
+        if str(file).endswith(name):
             raise PermissionError(errno.EACCES, "Permission denied", str(file))
         return opened(file, *args, **kwargs)
 
@@ -507,8 +521,38 @@ def test_files_that_cannot_be_read_are_named(cli, monkeypatch, command):
     monkeypatch.setattr("builtins.open", refuse)
     code, out, err = cli(*command.split())
     assert (code, out) == (2, "")
-    assert re.search(r"(cannot access .*r/|cannot be read: )", err)
-    assert "Traceback" not in err
+    assert err.startswith("flowrl: ") and message in err
+
+
+def test_permission_errors_of_users_code_are_not_about_files(cli, monkeypatch):
+    def fail(arguments):
+        raise PermissionError("the license of the simulator has expired")
+
+    monkeypatch.setattr("flowrl.cli.plans.plans_command", fail)
+    with pytest.raises(PermissionError, match="license"):
+        cli("plans")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_tensorboard_ends_with_the_command(tmp_path, number, code):
+    require_extra("tensorboard")
+    module = tmp_path / "tensorboard"  # in place of the package
+    module.mkdir()
+    (module / "__init__.py").touch()
+    (module / "main.py").write_text(
+        "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n"
+    )
+    (tmp_path / "runs").mkdir()
+    command = [sys.executable, "-m", "flowrl", "tensorboard"]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    child = int(process.stdout.readline())
+    process.send_signal(number)
+    assert process.wait(20) == code
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{child}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_ctrl_c_while_modules_are_imported_is_quiet():

@@ -341,7 +341,9 @@ def test_worker_stops_within_an_episode_that_does_not_end(config):
             w.sample()
 
     threading.Thread(target=sample, daemon=True).start()
+    deadline = time.monotonic() + 20
     while env.steps < 10:
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     w.stop()
     steps = env.steps

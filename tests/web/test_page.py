@@ -192,17 +192,40 @@ def test_runs_are_compared(browser, folder_of_runs):
 
 
 def test_page_follows_a_server_that_starts_again_with_other_runs(browser, folder_of_runs, tmp_path):
-    server = Server(folder_of_runs)
-    port = int(server.url.rstrip("/").rpartition(":")[2])
-    open_page(browser, server.url)
-    wait(browser, lambda: text(browser, "shown-runs") == "a\nb")
-    server.stop()
     write_run(tmp_path / "others" / "c", [5.0, 6.0])
-    server = Server(tmp_path / "others", port=port)
+    servers = [Server(folder_of_runs)]
     try:
+        open_page(browser, servers[0].url)
+        wait(browser, lambda: text(browser, "shown-runs") == "a\nb")
+        servers.pop().stop()
+        port = int(browser.current_url.rstrip("/").rpartition(":")[2])
+        servers.append(Server(tmp_path / "others", port=port))
         wait(browser, lambda: browser.title.startswith("c "))
         assert text(browser, "run") == "c"
         assert "not answer" not in text(browser, "status")
+    finally:
+        for server in servers:
+            server.stop()
+
+
+def test_selected_run_stays_selected_if_another_one_is_found(browser, folder_of_runs, tmp_path):
+    others = tmp_path / "others"
+    write_run(others / "c", [5.0, 6.0], gamma=0.8)
+    server = Server(folder_of_runs, others)
+    try:
+        open_page(browser, server.url)
+        wait(browser, lambda: text(browser, "shown-runs") == "a\nb\nc")
+        browser.execute_script("at('run').value = 1; at('run').dispatchEvent(new Event('change'))")
+        wait(browser, lambda: browser.title.startswith("b "))
+        browser.find_element(By.CSS_SELECTOR, "#shown-runs label:nth-of-type(2) input").click()
+        browser.find_element(By.ID, "only-differences").click()
+        wait(browser, lambda: "gamma 0.9 0.5 0.8" in text(browser, "config"))
+        write_run(others / "b", [5.0, 6.0], gamma=0.7)  # renames the first b
+        wait(browser, lambda: text(browser, "shown-runs") == "a\nruns/b\nc\nothers/b")
+        wait(browser, lambda: "gamma 0.9 0.5 0.8 0.7" in text(browser, "config"))
+        wait(browser, lambda: browser.title.startswith("runs/b "))
+        boxes = browser.find_elements(By.CSS_SELECTOR, "#shown-runs input")
+        assert [box.is_selected() for box in boxes] == [True, False, True, True]
     finally:
         server.stop()
 

@@ -175,7 +175,7 @@ function drawHistogram(target, counts) {
   const most = Math.max(...counts.map(([, count]) => count)), width = 340, height = 120;
   const step = width / counts.length;
   const svg = drawn("svg", { viewBox: `0 0 ${width} ${height + 18}`, width: "100%",
-    role: "img", "aria-label": "histogram of the age of the weights" });
+    role: "img", "aria-label": "histogram of the policy lag" });
   counts.forEach(([lag, count], i) => {
     const size = count / most * height;
     const bar = drawn("rect", { class: "lag", x: i * step + 1, y: height - size,

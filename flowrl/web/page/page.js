@@ -25,16 +25,8 @@ async function load() {
     return;
   }
   const runs = await get("/api/runs");
-  const names = (list) => list.map((run) => run.name).join("\n");
-  if (names(runs) !== names(state.runs)) {
-    const indexOf = (i) => runs.findIndex((run) => run.name === state.runs[i]?.name);
-    const index = indexOf(state.run);
-    state.hidden = new Set([...state.hidden].map(indexOf).filter((i) => i >= 0));
-    state.configs = [];
-    if (index >= 0) state.run = index;
-    else Object.assign(state, { runs: [], run: 0, selected: null });
-    showRuns(runs);
-  }
+  const names = (list) => list.map((run) => `${run.id} ${run.name}`).join("\n");
+  if (names(runs) !== names(state.runs)) await replaceRuns(runs);
   const { run } = state;
   const data = await get(`/api/runs/${run}`);
   if (run !== state.run) return;  // another run has been selected since
@@ -44,6 +36,20 @@ async function load() {
   const { metric } = state;
   const curves = await get(`/api/curves?metric=${encodeURIComponent(metric)}`);
   if (metric === state.metric) state.curves = curves;
+}
+
+// Show another list of runs; those that remain keep their selection and settings.
+async function replaceRuns(runs) {
+  const { configs } = state;
+  const indexOf = (i) => runs.findIndex((run) => run.id === state.runs[i]?.id);
+  const index = indexOf(state.run);
+  state.hidden = new Set([...state.hidden].map(indexOf).filter((i) => i >= 0));
+  state.configs = [];
+  configs.forEach((config, i) => { state.configs[indexOf(i)] = config; });
+  if (index >= 0) state.run = index;
+  else Object.assign(state, { runs: [], run: 0, selected: null });
+  showRuns(runs);
+  if (at("only-differences").checked) await loadConfigs();
 }
 
 // Offline training has no returns of training episodes.
