@@ -132,7 +132,10 @@ def without_stop_iteration(error: BaseException) -> BaseException:
     which would end the stream, else the error itself."""
     if not isinstance(error, StopIteration):
         return error
-    wrapped = RuntimeError("the operator raised StopIteration, which would end the stream")
+    wrapped = RuntimeError(
+        "the operator raised StopIteration, which would end the stream: to end a run, use a stop "
+        "rule on a number that the operator sets (metrics.info)"
+    )
     wrapped.__dict__.update(error.__dict__)
     wrapped.__cause__ = error
     return wrapped

@@ -123,7 +123,7 @@ class ReadParquet(LocalIterator[SampleBatch | MultiAgentBatch]):
             MultiAgentBatches unless the trained policy has the default id.
         prepare: function from the rows of a file, in recorded order, to the rows to return; None
             returns the rows unchanged.
-        seed: seed of the random order; None seeds from the operating system.
+        seed: seed of the random order; None uses that of the workers.
 
     Raises:
         TypeError: `columns` is a string.
@@ -209,7 +209,7 @@ class ReadStage(Stage):
         if isinstance(columns, str):
             raise TypeError(f"columns must be a list of names, got {columns!r}")
         self.columns, self._prepare = columns, prepare
-        self.rng = random_stream(seed, "offline")
+        self.rng = random_stream(workers.config.seed if seed is None else seed, "offline")
         self._pass_rng_state: dict[str, Any] = stream_state(self.rng)  # at the start of the pass
         # a part is read at once: a file, or a group of episodes of a Minari dataset
         self._parts: list[Any] = []  # still to read in this pass

@@ -91,7 +91,13 @@ def config_from_json(
     except (ImportError, *DAMAGED) as error:
         if isinstance(error, ConfigError) and changes:
             raise
-        raise CheckpointError(f"its settings cannot be restored: {error}") from error
+        hint = ""
+        if isinstance(error, ModuleNotFoundError):
+            hint = (
+                f". Run the command in the folder of {error.name}.py, or add that folder to "
+                "PYTHONPATH"
+            )
+        raise CheckpointError(f"its settings cannot be restored: {error}{hint}") from error
     # the others have the defaults of the class, which a policy may change
     config.model_fields_set.intersection_update({*saved["chosen"], *changes})
     return config

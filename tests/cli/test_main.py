@@ -545,7 +545,11 @@ def test_tensorboard_ends_with_the_command(tmp_path, number, code):
     (tmp_path / "runs").mkdir()
     command = [sys.executable, "-m", "flowrl", "tensorboard"]
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=environment,
+        # background processes of shells ignore it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     child = int(process.stdout.readline())
     process.send_signal(number)
     assert process.wait(20) == code
