@@ -352,7 +352,7 @@ def test_time_limits_apply_in_every_thread(tmp_path):
             return super().step(action)
 
     def sample():
-        w = worker(lambda context: Hangs(), num_envs_per_worker=1, env_step_timeout_s=0.2)
+        w = worker(lambda context: Hangs(), num_envs_per_worker=1, env_step_timeout_s=1.0)
         results.append(w.sample().count)
         results.append(w.reply_tags()["env_restarts"])
         w.stop()
