@@ -472,7 +472,7 @@ class _VTraceConfigTraining(_AsyncLearnerConfigTraining, total=False):
     max_policy_lag: int | None
     """Maximum policy lag of a fragment, in updates (optimizer steps); None for no limit."""
     stale_policy: Literal["drop", "wait"]
-    """Drop fragments that exceed `max_policy_lag` when they arrive (they can exceed it later, in the learner's queue), or make workers wait so that no fragment ever does."""
+    """Drop fragments that exceed `max_policy_lag` when they arrive (they can exceed it later, in the learner's queue), or make workers wait so that no fragment does when its first update begins."""
     broadcast_interval: int
     """Number of fragments after which the workers that sampled them get new weights."""
     num_aggregation_workers: int

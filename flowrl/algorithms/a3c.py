@@ -48,8 +48,8 @@ class A3CConfig(A2CConfig):
         if self.stale_policy == "wait" and self.max_policy_lag is None:
             raise ValueError('stale_policy="wait" needs a max_policy_lag')
         requests, max_lag = self.max_requests_in_flight_per_worker, self.max_policy_lag
-        in_flight = max(self.num_workers, 1) * requests
-        if self.stale_policy != "drop" or max_lag is None:
+        in_flight = self.num_workers * requests
+        if self.stale_policy != "drop" or max_lag is None or not self.num_workers:
             return self
         # the weights of a gradient lack the updates with those that are in flight with it
         least = max(requests - 1, (in_flight + 1) // 2 - 1)

@@ -51,8 +51,8 @@ class APPOConfig(VTraceConfig):
         copies_always = self.tau == 1 and self.target_network_update_freq <= self.train_batch_size
         if self.kl_coeff and self.num_sgd_iter == 1 and not has_minibatches and copies_always:
             raise ValueError(
-                "kl_coeff: the target network equals the online network in every update, so that "
-                "the penalty is 0: set num_sgd_iter, sgd_minibatch_size, tau, or a "
+                "kl_coeff: the target network almost always equals the online network, so that the "
+                "penalty has no effect: set num_sgd_iter, sgd_minibatch_size, tau, or a "
                 "target_network_update_freq above train_batch_size"
             )
         return self

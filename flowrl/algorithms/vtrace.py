@@ -53,7 +53,8 @@ class VTraceConfig(AsyncLearnerConfig):
     """Maximum policy lag of a fragment, in updates (optimizer steps); None for no limit."""
     stale_policy: Literal["drop", "wait"] = "drop"
     """Drop fragments that exceed `max_policy_lag` when they arrive (they can exceed it later, in
-    the learner's queue), or make workers wait so that no fragment ever does."""
+    the learner's queue), or make workers wait so that no fragment does when its first update
+    begins."""
     broadcast_interval: Count = 1
     """Number of fragments after which the workers that sampled them get new weights."""
     num_aggregation_workers: NonNegativeInt = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -42,10 +43,14 @@ def tensorboard_command(arguments: list[str]) -> int:
     # -P: the current folder must not take the place of the package
     program = [sys.executable, "-P", "-m", "tensorboard.main"]
     command = [*program, "--logdir", str(options.folder), *rest]
-    process = subprocess.Popen(command)
+    process = None
     handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     try:
+        process = subprocess.Popen(command)
         return process.wait()
     finally:
-        process.terminate()
+        if process is not None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=10)
         signal.signal(signal.SIGTERM, handler)

@@ -70,8 +70,10 @@ def _is_stateless(wrapper: Any) -> bool:
 
 
 def _restorable_layer(env: Any) -> tuple[Any, list[Any]]:
-    """Return the layer whose methods restore the environment, and the TimeLimits around it; None if
-    no layer has the methods, or a wrapper around it may have state."""
+    """Return the layer whose methods restore the environment, and the TimeLimits around it.
+
+    The layer is None if no layer has the methods, or a wrapper around it may have state.
+    """
     layer, limits, wrapper = _stateful_layer(env)
     return None if wrapper is not None else layer, limits
 
@@ -108,8 +110,9 @@ def get_env_state(env: Any, warns: bool = True) -> dict[str, Any] | None:
         if warns:
             _warn(
                 layer,
-                f"the wrapper {type(wrapper).__name__} around it may have state: give the wrapper, "
-                "or a subclass of it, get_state() and set_state(state) for both",
+                f"the wrapper {type(wrapper).__name__} around it may have state: implement "
+                "get_state() and set_state(state) in the wrapper, which must include the state of "
+                "the environment",
             )
         return None
     rng = find_rng(env)
@@ -122,8 +125,8 @@ def get_env_state(env: Any, warns: bool = True) -> dict[str, Any] | None:
         if warns:
             _warn(
                 layer,
-                "get_state() returned an object that they cannot contain: return dicts and lists "
-                "of numbers, strings and arrays",
+                "get_state() returned an object that checkpoints cannot contain: return dicts "
+                "and lists of numbers, strings and arrays",
             )
         return None
     return copy.deepcopy(state)

@@ -21,7 +21,7 @@ RESET_RESULTS = ("observation", "info")
 STEP_RESULTS = ("observation", "reward", "terminated", "truncated", "info")
 TOLERANCE = 1e-4  # relative slack of float bounds, for rounding errors of environments
 
-_COPIED = frozenset((dict, list, np.ndarray))  # types of values in infos that are copied
+_SCALARS = frozenset((bool, int, float, str, np.bool_, np.int64, np.float32, np.float64))
 
 OUTSIDE_WARNING = (
     "worker %d: sub-environment %d returned %s. Such observations are used as they are and not "
@@ -85,12 +85,16 @@ def space_of(env: Any, name: str) -> Any:
 
 def copied_info(info: Any, depth: int = 3) -> Any:
     """Return a copy of an info, with copies of the arrays, lists and dicts in it: an environment
-    may reuse them in the next step. Objects in lists, and below `depth` dicts, are not copied."""
-    copied = info.copy() if hasattr(info, "copy") else info
-    if depth and copied.__class__ is dict:
-        for key, value in copied.items():
-            if value.__class__ in _COPIED:
-                copied[key] = copied_info(value, depth - 1)
+    may reuse them in the next step.
+
+    Copies at most `depth` levels of dicts; the elements of lists are not copied.
+    """
+    if not isinstance(info, Mapping):
+        return info.copy() if isinstance(info, (np.ndarray, list)) else info
+    copied: Any = info.copy() if isinstance(info, dict) else dict(info)
+    for key, value in copied.items():
+        if value.__class__ not in _SCALARS and depth:
+            copied[key] = copied_info(value, depth - 1)
     return copied
 
 

@@ -210,11 +210,15 @@ class DirectVectorEnv(DirectEnvs):
         while True:
             observation, info = self._envs.reset(index)
             # a copy: an environment may reuse its dict
-            infos[index] = copied_info(dict(info)) if isinstance(info, Mapping) else {}
+            infos[index] = copied_info(info) if isinstance(info, Mapping) else {}
             if self._unchecked[index]:
                 self._check_reset(index, observation)
             elif not self._check.matches_shape_and_dtype(observation):
-                self._check.check_structure(observation)  # numpy would broadcast and cast it
+                try:
+                    self._check.check_structure(observation)  # numpy would broadcast and cast it
+                except ConfigError as error:
+                    add_note(error, f"raised by {self._envs.label(index)}")
+                    raise
             if not self._drop_invalid:
                 return observation
             try:

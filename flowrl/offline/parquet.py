@@ -207,11 +207,9 @@ def parquet_files(folder: Path | str) -> list[Path]:
     found = (file for file in path.glob("*.parquet") if not file.name.startswith("._"))
     files = [path] if path.is_file() else sorted(found)
     if not files:
-        problem = (
-            "there is no .parquet file"
-            if path.exists()
-            else ("there is no such folder; a run writes its last rows when it stops")
-        )
+        problem = "there is no .parquet file"
+        if not path.exists():
+            problem = "there is no such folder; a run writes its last rows when it stops"
         raise OfflineDataError(f"{folder}: {problem}")
     return files
 

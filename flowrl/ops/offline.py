@@ -123,7 +123,7 @@ class ReadParquet(LocalIterator[SampleBatch | MultiAgentBatch]):
             MultiAgentBatches unless the trained policy has the default id.
         prepare: function from the rows of a file, in recorded order, to the rows to return; None
             returns the rows unchanged.
-        seed: seed of the random order; None uses that of the workers.
+        seed: seed of the random order; None seeds from the operating system.
 
     Raises:
         TypeError: `columns` is a string.
@@ -209,7 +209,7 @@ class ReadStage(Stage):
         if isinstance(columns, str):
             raise TypeError(f"columns must be a list of names, got {columns!r}")
         self.columns, self._prepare = columns, prepare
-        self.rng = random_stream(workers.config.seed if seed is None else seed, "offline")
+        self.rng = random_stream(seed, "offline")
         self._pass_rng_state: dict[str, Any] = stream_state(self.rng)  # at the start of the pass
         # a part is read at once: a file, or a group of episodes of a Minari dataset
         self._parts: list[Any] = []  # still to read in this pass
@@ -221,7 +221,7 @@ class ReadStage(Stage):
         self._position = 0  # in these rows
         self._loaded: dict[str, Any] | None = None  # a state that the next pull restores
         self._has_warned = False  # of actions that are not scaled
-        self._has_dropped = False  # columns that some parts lack
+        self._dropped: set[str] = set()  # columns that some parts lack
 
     def pull(self, block: bool) -> Any:
         batch = call_in_stage(self, self._next_batch)
@@ -270,19 +270,20 @@ class ReadStage(Stage):
             self._position += rows.count
             needed -= rows.count
             slices.append(rows)
+        slices = [rows.without_columns(*(self._dropped & set(rows))) for rows in slices]
         if len(slices) == 1:
             return slices[0]
         # columns that some parts lack: those in MISSING have a value for missing rows, the others
         # are left out, because zeros in them would be trained on
         kept = set.intersection(*map(set, slices)) | MISSING.keys()
-        dropped = sorted(set().union(*slices) - kept)
-        if dropped and not self._has_dropped:
-            self._has_dropped = True
+        lacking = set().union(*slices) - kept
+        if not lacking <= self._dropped:
+            self._dropped |= lacking
             log.warning(
-                "%s: some files lack the columns %s, which are left out of batches with rows of "
-                "several files", self.source, ", ".join(dropped),
+                "%s: some files lack the columns %s, which are left out from now on",
+                self.source, ", ".join(sorted(lacking)),
             )  # fmt: skip
-        slices = [rows.without_columns(*dropped) for rows in slices]
+        slices = [rows.without_columns(*lacking) for rows in slices]
         batch: SampleBatch = SampleBatch.concat_samples(slices)
         return batch
 

@@ -93,10 +93,7 @@ def config_from_json(
             raise
         hint = ""
         if isinstance(error, ModuleNotFoundError):
-            hint = (
-                f". Run the command in the folder of {error.name}.py, or add that folder to "
-                "PYTHONPATH"
-            )
+            hint = ". Install it, or run the command in the folder that contains it"
         raise CheckpointError(f"its settings cannot be restored: {error}{hint}") from error
     # the others have the defaults of the class, which a policy may change
     config.model_fields_set.intersection_update({*saved["chosen"], *changes})

@@ -90,7 +90,8 @@ class SequenceIndex:
             raise ValueError(f"{self.storage_unit} need the column eps_id, which is missing")
         if self.storage_unit == "episodes":
             names = ("eps_id", "agent_index", "t", *DONE_FLAGS)
-            order = _sorted(SampleBatch({n: batch[n] for n in names if n in batch}))
+            order = SampleBatch({n: batch[n] for n in names if n in batch})
+            order = order if "seq_lens" in batch else sort_rows(order)
             lengths = _trajectory_lengths(order)
             self._check_complete(order, lengths)
         elif "seq_lens" in batch:
@@ -118,10 +119,13 @@ class SequenceIndex:
                 done |= np.asarray(batch[flag]).astype(bool)
         last = np.cumsum(lengths) - 1
         single_agent = not ("agent_index" in batch and np.any(batch["agent_index"]))
-        continued = "t" in batch and single_agent and np.any(batch["t"][last - lengths + 1])
+        is_whole = True
+        if "t" in batch and single_agent:
+            first, final = batch["t"][last - lengths + 1], batch["t"][last]
+            is_whole = bool(np.all(first == 0) and np.all(final == lengths - 1))
         # an episode may go on after a lost life, which is a done flag for training
         has_several = "t" not in batch and done.sum() > len(last)
-        if continued or not done[last].all() or has_several:
+        if not is_whole or not done[last].all() or has_several:
             raise ValueError(
                 "a batch with part of an episode for a buffer of whole episodes: sample with "
                 'batch_mode="complete_episodes"'

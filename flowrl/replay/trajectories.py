@@ -177,7 +177,7 @@ class SuccessorTable:
         adjacent = same & unfinished[part] & (first_steps[next_part] == last_steps[part] + 1)
         adjacent &= next_part > part  # a row must not outlive its successor
         overlaps = same & (first_steps[next_part] <= last_steps[part])
-        if overlaps.any():  # copies of steps: linked in the order of the parts, by _take_earlier
+        if overlaps.any():  # trajectories with copied steps are linked by _take_earlier
             trajectory = np.cumsum(~same)  # number of the trajectory of next_part
             adjacent &= ~np.isin(trajectory, trajectory[overlaps])
         if not across_changes and adjacent.any():

@@ -291,6 +291,7 @@ class FragmentSampler:
             self.unroll_ids = unroll_ids
             if self._envs.agent_envs is not agent_envs:
                 self._env_sampler = None  # it has the environments of before
+                self._reset_counts()
             elif self._env_sampler is not None:
                 self._env_sampler.start_again()
             raise

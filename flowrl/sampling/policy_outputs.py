@@ -53,7 +53,8 @@ class PolicyOutputs:
         self._shape: Any = ()  # of an action
         self._extra: list[tuple[str, Any, Any]] = []  # name, dtype and shape of a row
         self._states: list[tuple[str, Any, Any]] = []
-        self._has_acted = False  # False after a state was loaded: its columns are not known
+        self._kinds: dict[str, tuple[Any, Any]] = {}  # dtypes and shapes of rows, by name
+        self._has_acted = False  # False: rows that were loaded have unknown columns
 
     def allocate(self, expected: int, outputs: Any, continues: bool) -> None:
         """Check the policy's outputs in the first step of a fragment, and allocate their columns.
@@ -76,19 +77,33 @@ class PolicyOutputs:
         before = [name for name, _, _ in self._extra]
         if continues and self._has_acted and (set(before) ^ set(extra)) - {"vf_preds"}:
             raise self._other_columns(extra)
-        self._has_acted = True
+        named = {f"state_out_{i}": np.asarray(state) for i, state in enumerate(states)}
+        outputs = {"actions": actions, **extra, **named}
+        kinds = {name: _dtype_and_shape(value) for name, value in outputs.items()}
+        if continues and self._has_acted:
+            self._check_kinds(kinds)
+        self._has_acted, self._kinds = True, kinds
         for name in set(before) - set(extra):
             self._columns.drop(name)
         if continues and "vf_preds" in extra and self._columns.get("vf_preds") is None:
             values = values_of(self._policy, self._columns["obs"])
             self._columns.allocate("vf_preds", (), values.dtype)[:] = values
-        named = {f"state_out_{i}": np.asarray(state) for i, state in enumerate(states)}
-        for name, value in {"actions": actions, **extra, **named}.items():
+        for name, value in outputs.items():
             self._columns.allocate_like(name, value)
-        self._states = [(name, *_dtype_and_shape(value)) for name, value in named.items()]
-        self._dtype, self._shape = _dtype_and_shape(actions)
-        self._extra = [(name, *_dtype_and_shape(value)) for name, value in extra.items()]
+        self._states = [(name, *kinds[name]) for name in named]
+        self._dtype, self._shape = kinds["actions"]
+        self._extra = [(name, *kinds[name]) for name in extra]
         self._at_first_step = True
+
+    def _check_kinds(self, kinds: dict[str, tuple[Any, Any]]) -> None:
+        """Raise ValueError if outputs have another dtype or shape than in earlier rows."""
+        for name in self._kinds.keys() & kinds.keys():
+            if self._kinds[name] != kinds[name]:
+                raise ValueError(
+                    f"{self._name} returned {name} of dtype {kinds[name][0]} and row shape "
+                    f"{kinds[name][1]}, but of {self._kinds[name][0]} and {self._kinds[name][1]} "
+                    "in earlier rows of the same episodes: return the same in every step"
+                )
 
     def store(self, at: Any, actions: Any, states: Any, extra: dict[str, Any]) -> Any:
         """Store the outputs at an index of the columns; return the actions in the environments'
@@ -97,6 +112,11 @@ class PolicyOutputs:
         count = self._columns.lanes if type(at) is int else len(at[1])
         if len(extra) != len(self._extra):
             raise self._other_columns(extra)
+        if len(states) != len(self._states):
+            raise ValueError(
+                f"{self._name} returned {len(states)} states, but {len(self._states)} in earlier "
+                "steps of the fragment: return the same number in every step"
+            )
         if self._check_actions or self._at_first_step:
             actions, self._at_first_step = self._valid(actions, at), False
         if _fits(actions, self._dtype, (count, *self._shape)):

@@ -263,8 +263,14 @@ def test_sampling_continues_after_an_error_loses_a_fragment():
 
 def test_lag_limit_that_drops_all_gradients_is_rejected():
     with pytest.raises(ConfigError, match="would drop most gradients"):
-        A3CConfig(max_policy_lag=0)
-    assert A3CConfig(max_policy_lag=0, max_requests_in_flight_per_worker=1).max_policy_lag == 0
+        A3CConfig(num_workers=1, max_policy_lag=0)
+    assert A3CConfig(num_workers=0, max_policy_lag=0).max_policy_lag == 0  # there is no lag
+    assert (
+        A3CConfig(
+            num_workers=1, max_policy_lag=0, max_requests_in_flight_per_worker=1
+        ).max_policy_lag
+        == 0
+    )
     assert A3CConfig(max_policy_lag=0, stale_policy="wait").max_policy_lag == 0
     one = {"max_requests_in_flight_per_worker": 1}
     with pytest.raises(ConfigError, match=r"8 gradients are in flight, .*at least 3$"):

@@ -426,7 +426,7 @@ def test_tensorboard_shows_a_folder_of_runs(cli, tmp_path, monkeypatch):
         def __init__(self, command):
             commands.append(command)
 
-        def wait(self):
+        def wait(self, timeout=None):
             return 0
 
         def terminate(self):

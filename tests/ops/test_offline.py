@@ -292,17 +292,6 @@ def test_columns_that_some_files_lack_are_not_filled(tmp_path):
             assert "rewards" not in batch or (batch["rewards"] == 1).all()
 
 
-def test_order_of_rows_follows_the_seed_of_the_plan(tmp_path):
-    rows = SampleBatch(obs=np.zeros((90, 4), np.float32), actions=np.arange(90) % 2)
-    write_parquet(tmp_path / "a.parquet", rows.with_columns(t=np.arange(90)))
-
-    def drawn(seed):
-        with A2CConfig(env="CartPole-v1", seed=seed).build() as algorithm:
-            return ReadParquet(algorithm.workers, tmp_path, 9).take(1)[0]["t"].tolist()
-
-    assert drawn(1) == drawn(1) != drawn(2)
-
-
 def test_columns_are_a_list_of_names(tmp_path):
     with (
         A2CConfig(env="CartPole-v1").build() as algorithm,

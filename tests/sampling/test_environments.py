@@ -664,7 +664,10 @@ class OwnWrapper(gym.Wrapper):
         (lambda: gym.wrappers.TransformReward(HasHiddenState(), float), "the wrapper Transform"),
         (lambda: gym.wrappers.FlattenObservation(HasHiddenState()), None),
         (lambda: OwnWrapper(HasHiddenState()), "the wrapper OwnWrapper around"),
-        (lambda: HasHiddenState(lambda **state: {"x": object()}), "an object that they cannot"),
+        (
+            lambda: HasHiddenState(lambda **state: {"x": object()}),
+            "an object that checkpoints cannot",
+        ),
     ],
 )
 def test_states_that_are_not_saved_are_a_warning(make, warning, caplog, monkeypatch):
