@@ -89,9 +89,12 @@ def copied_info(info: Any, depth: int = 3) -> Any:
 
     Copies at most `depth` levels of dicts; the elements of lists are not copied.
     """
-    if not isinstance(info, Mapping):
+    if info.__class__ is dict:  # the check of Mapping is slow
+        copied = info.copy()
+    elif not isinstance(info, Mapping):
         return info.copy() if isinstance(info, (np.ndarray, list)) else info
-    copied: Any = info.copy() if isinstance(info, dict) else dict(info)
+    else:
+        copied = info.copy() if isinstance(info, dict) else dict(info)
     for key, value in copied.items():
         if value.__class__ not in _SCALARS and depth:
             copied[key] = copied_info(value, depth - 1)
