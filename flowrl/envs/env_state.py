@@ -139,7 +139,7 @@ def _warn(layer: Any, problem: str) -> None:
         _warned.add((name, problem))
         log.warning(
             "checkpoints do not contain the state of %s: %s. A resumed run repeats the actions of "
-            "the episode, which does not restore what is kept across episodes", name, problem,
+            "the running episode; values that are kept across episodes are lost", name, problem,
         )  # fmt: skip
 
 

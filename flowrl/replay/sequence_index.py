@@ -123,7 +123,7 @@ class SequenceIndex:
         if "t" in batch and single_agent:
             first, final = batch["t"][last - lengths + 1], batch["t"][last]
             is_whole = bool(np.all(first == 0) and np.all(final == lengths - 1))
-        # an episode may go on after a lost life, which is a done flag for training
+        # a lost life sets a done flag, although the episode continues
         has_several = "t" not in batch and done.sum() > len(last)
         if not is_whole or not done[last].all() or has_several:
             raise ValueError(

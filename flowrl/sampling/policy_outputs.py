@@ -53,8 +53,8 @@ class PolicyOutputs:
         self._shape: Any = ()  # of an action
         self._extra: list[tuple[str, Any, Any]] = []  # name, dtype and shape of a row
         self._states: list[tuple[str, Any, Any]] = []
-        self._kinds: dict[str, tuple[Any, Any]] = {}  # dtypes and shapes of rows, by name
-        self._has_acted = False  # False: rows that were loaded have unknown columns
+        # name -> dtype and shape of a row; empty before the first step, also if rows were loaded
+        self._kinds: dict[str, tuple[Any, Any]] = {}
 
     def allocate(self, expected: int, outputs: Any, continues: bool) -> None:
         """Check the policy's outputs in the first step of a fragment, and allocate their columns.
@@ -75,14 +75,14 @@ class PolicyOutputs:
         check_states(self._name, states, self._policy.get_initial_state(), expected)
         check_actions(self._name, self._policy.action_space, actions, expected)
         before = [name for name, _, _ in self._extra]
-        if continues and self._has_acted and (set(before) ^ set(extra)) - {"vf_preds"}:
+        if continues and self._kinds and (set(before) ^ set(extra)) - {"vf_preds"}:
             raise self._other_columns(extra)
         named = {f"state_out_{i}": np.asarray(state) for i, state in enumerate(states)}
         outputs = {"actions": actions, **extra, **named}
         kinds = {name: _dtype_and_shape(value) for name, value in outputs.items()}
-        if continues and self._has_acted:
+        if continues:
             self._check_kinds(kinds)
-        self._has_acted, self._kinds = True, kinds
+        self._kinds = kinds
         for name in set(before) - set(extra):
             self._columns.drop(name)
         if continues and "vf_preds" in extra and self._columns.get("vf_preds") is None:
