@@ -85,7 +85,7 @@ def test_only_torch_has_several_threads():
         ("CartPole-v1", 0, ["auto"]),
         (Images, 0, ["auto", 3]),
         (Images, 1, ["auto", 2]),
-        (Images, 4, ["auto", 1]),
+        pytest.param(Images, 4, ["auto", 1], marks=pytest.mark.slow),
     ],
 )
 def test_convolutions_use_the_cores_that_no_worker_uses(env, num_workers, expected, monkeypatch):

@@ -98,6 +98,7 @@ def test_bulk_sync_concatenates_a_fragment_of_every_worker(workers):
     assert len(PlanMetrics.of(rollouts.metrics).new_episodes) == 6 * shards
 
 
+@pytest.mark.slow_on_actors
 def test_async_returns_fragments(workers):
     rollouts = ParallelRollouts(workers, mode="async")
     batches = rollouts.take(4)
@@ -125,6 +126,7 @@ def test_rollouts_of_a_config_are_refused(mode):
         ParallelRollouts(A2CConfig(), mode=mode)
 
 
+@pytest.mark.slow_on_actors
 def test_raw_mode_returns_the_parallel_iterator(workers):
     raw = ParallelRollouts(workers, mode="raw")
     assert isinstance(raw, ParallelIterator)

@@ -313,6 +313,7 @@ def _sample(worker):
     return batch["eps_id"].tolist(), batch["obs"][:, 0].tolist()
 
 
+@pytest.mark.slow
 def test_loading_a_state_into_running_workers_repeats_no_episode():
     config = {"rollout_fragment_length": 4, "seed": 1}
     with WorkerSet(lambda context: DrawEnv(2), Idle, config, num_workers=2) as workers:
