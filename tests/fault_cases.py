@@ -73,7 +73,7 @@ FAULTS = (
     ),
     FaultCase(
         "A worker is slow",
-        "asynchronous plans continue; the age of fragments is bounded",
+        "asynchronous plans continue; the policy lag is bounded",
         (
             "complaints/test_complaints.py::test_policy_lag_is_bounded_and_reported_with_a_slow_worker",
         ),
@@ -195,7 +195,7 @@ FAULTS = (
     ),
     FaultCase(
         "The machine has no network",
-        "workers on the machine train all the same",
+        "workers on the machine continue to train",
         ("chaos/test_resources.py::test_training_with_workers_needs_no_network",),
     ),
     FaultCase(

@@ -6,7 +6,6 @@ Exit codes: 0 success, 1 failure, 2 wrong usage, 129 terminal closed, 130 interr
 
 from __future__ import annotations
 
-import atexit
 import errno
 import gc
 import io
@@ -45,7 +44,7 @@ _USAGE = """usage: flowrl COMMAND …
   checkpoint inspect PATH                 Verify a checkpoint and show its contents.
   watch RUN_DIR …                         Show runs on a local web page.
   report RUN_DIR …                        Write runs as one HTML file.
-  plot RUN_DIR …                          Draw learning curves, as SVG or PNG.
+  plot RUN_DIR …                          Draw learning curves, as SVG, PNG or PDF.
   tensorboard [FOLDER]                    Show the curves of runs in TensorBoard.
   copy PLAN FILE                          Copy a shipped plan as a start for your own.
   version, --version                      Print flowrl's version.
@@ -86,19 +85,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the command and its arguments; None uses those of the process.
     """
-    if arguments is None:  # the process runs only this command
-        # importing torch creates many objects that stay: collect garbage less often, and leave
-        # these objects out of the collections at the exit, which would take 0.4 s
+    runs_alone = arguments is None  # the process runs only this command
+    if runs_alone:
+        # importing torch creates many objects that stay: fewer collections visit them
         gc.set_threshold(50_000, 20, 100)
-        atexit.register(gc.freeze)
         for name in ("stdout", "stderr"):
             if getattr(sys, name) is None:  # the caller has closed it
                 setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         for stream in (sys.stdout, sys.stderr):  # characters that the terminal does not have
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")
-        arguments = sys.argv[1:]
-    arguments = list(arguments)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_USAGE)
         return 0 if arguments else 2
@@ -107,7 +104,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"flowrl: {_unknown_command(name, arguments[1:])}", file=sys.stderr)
         return 2
     try:
-        return _call(import_object(_COMMANDS[name]), arguments[1:])
+        command = import_object(_COMMANDS[name])
+        if runs_alone:
+            gc.freeze()  # the collections at the exit would visit the imported objects for 0.4 s
+        return _call(command, arguments[1:])
     except ConfigError as error:
         print_failure(error)
         return 2

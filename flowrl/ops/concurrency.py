@@ -114,7 +114,7 @@ class ConcurrentlyStage(Union):
 
 
 class Enqueue:
-    """for_each, item -> the same item: put it into a bounded queue that another thread reads.
+    """for_each, item -> the same item: put the item into a bounded queue that another thread reads.
 
     While the queue is full, the plan pulls no items for it.
 

@@ -123,31 +123,45 @@ _TIMERS = {
     "env_steps_per_s": Metric("env steps / s", "Env steps sampled per second of the iteration."),
     "checkpoint_time_ms": Metric("ms", "Time spent on checkpoints since the last result."),
     "sample_time_ms": Metric("ms", "Mean time to wait for the items of ParallelRollouts, last 10."),
-    "sample_throughput": Metric("env steps / s", "Env steps per second of that time."),
+    "sample_throughput": Metric("env steps / s", "Env steps per second of `sample_time_ms`."),
     "learn_time_ms": Metric("ms", "Mean time of a training step, last 10 steps."),
-    "learn_throughput": Metric("rows / s", "Rows trained on per second of that time."),
-    "learn_time_ms/<operator>": Metric("ms", "The same, for each of several training operators."),
-    "learn_throughput/<operator>": Metric("rows / s", "The same, for each of several."),
+    "learn_throughput": Metric("rows / s", "Rows trained on per second of `learn_time_ms`."),
+    "learn_time_ms/<operator>": Metric(
+        "ms", "Mean time of its training steps, if there are several such operators."
+    ),
+    "learn_throughput/<operator>": Metric(
+        "rows / s", "Rows trained on per second of its `learn_time_ms`."
+    ),
     "learner_wait_time_ms": Metric("ms", "Mean time that the learner waits for a batch."),
     "compute_grads_time_ms": Metric("ms", "Mean time to compute gradients on a worker."),
-    "compute_grads_throughput": Metric("env steps / s", "Env steps per second of that time."),
+    "compute_grads_throughput": Metric(
+        "env steps / s", "Env steps per second of `compute_grads_time_ms`."
+    ),
     "grad_wait_time_ms": Metric("ms", "Mean time to wait for a gradient, last 10 gradients."),
-    "grad_wait_throughput": Metric("env steps / s", "Env steps per second of that time."),
+    "grad_wait_throughput": Metric("env steps / s", "Env steps per second of `grad_wait_time_ms`."),
     "apply_grad_time_ms": Metric("ms", "Mean time to apply gradients."),
-    "apply_grad_throughput": Metric("env steps / s", "Env steps per second of that time."),
+    "apply_grad_throughput": Metric(
+        "env steps / s", "Env steps per second of `apply_grad_time_ms`."
+    ),
     "update_time_ms": Metric("ms", "Mean time to prepare new weights for the workers, last 10."),
     "sampler_sample_s": Metric(
         "seconds", "Time of sampling of all workers, since the start or the last resume."
     ),
-    "sampler_inference_s": Metric("seconds", "The part of it in which policies act."),
-    "sampler_env_step_s": Metric("seconds", "The part of it in which environments step."),
+    "sampler_inference_s": Metric("seconds", "Part of `sampler_sample_s` in which policies act."),
+    "sampler_env_step_s": Metric(
+        "seconds", "Part of `sampler_sample_s` in which environments step, with their resets."
+    ),
     "sampler_reset_s": Metric(
         "seconds",
-        "The part of it in which environments are reset; 0 for environments in processes of their "
-        "own, and for vector environments of other libraries.",
+        "Part of `sampler_env_step_s` in which environments are reset; 0 for environments in "
+        "processes of their own, and for vector environments of other libraries.",
     ),
-    "sampler_collection_s": Metric("seconds", "The part of it in which rows are collected."),
-    "sampler_postprocess_s": Metric("seconds", "The part of it in which fragments are finished."),
+    "sampler_collection_s": Metric(
+        "seconds", "Part of `sampler_sample_s` in which rows are collected."
+    ),
+    "sampler_postprocess_s": Metric(
+        "seconds", "Part of `sampler_sample_s` in which fragments are finished."
+    ),
     "sampler_weights_s": Metric("seconds", "Time in which workers load weights."),
     "operators/<operator>_s": Metric(
         "seconds", "Estimated time in an operator's own code, this iteration."
