@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -35,6 +36,6 @@ def check_memory(num_bytes: float, what: str) -> None:
     memory = machine_memory()
     if num_bytes > memory:
         raise ConfigError(
-            f"{what}: {num_bytes / GIB:,.0f} GiB of memory are needed, this machine has "
-            f"{memory / GIB:,.1f} GiB"
+            f"{what}: this needs {math.ceil(num_bytes / GIB * 10) / 10:,.1f} GiB of memory, and "
+            f"this machine has {memory / GIB:,.1f} GiB"
         )

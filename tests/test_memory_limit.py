@@ -25,6 +25,6 @@ def test_limit_of_a_container_counts(tmp_path, monkeypatch):
 def test_message_names_the_setting_and_both_sizes(monkeypatch):
     monkeypatch.setattr(memory_limit, "machine_memory", lambda: 8 * GIB)
     check_memory(8 * GIB, "lr=1: rows")
-    message = "lr=1: rows: 9 GiB of memory are needed, this machine has 8.0 GiB"
+    message = "lr=1: rows: this needs 9.0 GiB of memory, and this machine has 8.0 GiB"
     with pytest.raises(ConfigError, match=message):
         check_memory(9 * GIB, "lr=1: rows")

@@ -48,7 +48,7 @@ __all__ = [
     "write_checkpoint",
 ]
 
-FORMAT = 10
+FORMAT = 11
 RESERVED = frozenset({"format", "files", "blake2b"})
 """Names of a manifest that `write_checkpoint` writes."""
 LARGE_BYTES = 1 << 20  # arrays of this size have their own file

@@ -58,7 +58,8 @@ class Storage(Protocol):
 def storage_of(path: Path | str) -> Storage:
     """Return the storage of a folder, or of a URI such as `s3://…`."""
     if isinstance(path, str) and "://" in path:
-        return RemoteStorage(path)
+        scheme, _, local = path.partition("://")
+        return LocalStorage(Path(local)) if scheme in ("file", "local") else RemoteStorage(path)
     return LocalStorage(Path(path).expanduser())
 
 

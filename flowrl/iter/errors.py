@@ -117,13 +117,13 @@ def warn_of_skipped(stage: Stage, skipped: int, in_a_row: int, error: Exception)
     """
     if skipped == 1:
         log.warning(
-            "%s (chained at %s): Skip drops an item because of a %s; further ones are only "
-            "counted, as `skipped` in stats()", stage, stage.line, describe(error),
+            "%s (chained at %s): Skip drops an item after %s; later ones are only counted, "
+            "as `skipped` in stats()", stage, stage.line, describe(error),
         )  # fmt: skip
     if in_a_row == MANY_DROPPED:
         log.warning(
             "%s (chained at %s): Skip has dropped %d items without a result in between, the newest "
-            "because of a %s", stage, stage.line, in_a_row, describe(error),
+            "after %s", stage, stage.line, in_a_row, describe(error),
         )  # fmt: skip
 
 

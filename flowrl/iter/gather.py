@@ -89,8 +89,10 @@ class Gather(Stage):
         batch_ms: float = 0,
         on_error: OnError = "raise",
     ):
-        if not 0 <= batch_ms < float("inf"):
-            raise ValueError(f"{self.name}: batch_ms must be at least 0, got {batch_ms}")
+        if not isinstance(batch_ms, (int, float)) or not 0 <= batch_ms < float("inf"):
+            raise ValueError(
+                f"{self.name}: batch_ms must be a number of at least 0, got {batch_ms!r}"
+            )
         super().__init__()
         self.title = f"{self.name} {shards.name}"
         self.shards = shards

@@ -40,7 +40,7 @@ class GatherAsync(Gather):
         limit: RequestLimit | None = None,
         **options: Any,
     ):
-        check_int("gather_async: num_async", num_async)
+        check_int("num_async", num_async)
         if next_request not in ("after_item", "before_item"):
             raise ValueError(
                 'gather_async: next_request must be "after_item" or "before_item", '

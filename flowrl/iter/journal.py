@@ -271,6 +271,6 @@ def truncate_journal(path: Path, iteration: int) -> None:
             kept = [chunk for chunk in chunks if chunk["iteration"] <= iteration]
         for chunk in kept[-1:]:
             chunk["ended"] = chunk["ended"] or "the run was resumed here"
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: damaged: {error!r}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"damaged: {error!r}") from None
     write_whole(path, b"".join(map(msgpack.packb, [{"version": VERSION, **about}, *kept])))

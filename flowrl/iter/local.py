@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
 
 from flowrl.errors import add_note
 from flowrl.iter import metrics as _metrics
@@ -187,6 +187,11 @@ class LocalIterator(Generic[T]):
                 one of its items, counted as `dropped`.
         """
         check_int("duplicate(n): n", n, 2)
+        if not isinstance(when_full, (str, Sequence)):
+            raise TypeError(
+                f"duplicate: when_full must be one of {get_args(WhenFull)} or a list of them, got "
+                f"{when_full!r}"
+            )
         policies = [when_full] * n if isinstance(when_full, str) else list(when_full)
         stage = Duplicate(self.stage, n, max_buffered, policies)
         return [self._chain(DuplicateChild(stage, i), f".duplicate[{i}]") for i in range(n)]
@@ -390,9 +395,10 @@ class LocalIterator(Generic[T]):
             on_pull: (stage, start [s of `time.perf_counter`], duration [s], whether the stage
                 returned an item); None ends the trace.
         """
-        self.start()
-        assert self._profiler is not None
-        self._profiler.on_pull = on_pull
+        if on_pull is not None:
+            self.start()
+        if self._profiler is not None:
+            self._profiler.on_pull = on_pull
 
     @staticmethod
     def get_metrics() -> MetricsContext:

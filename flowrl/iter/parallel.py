@@ -194,7 +194,8 @@ class ParallelIterator(Generic[T]):
         return LocalIterator(stage, f"{self.name}.shard[{shard_index}]")
 
     def _check_index(self, index: int) -> int:
-        if not 0 <= index < len(self._shards):
+        check_int("the index of a shard", index, 0)
+        if index >= len(self._shards):
             raise ValueError(f"no shard {index}: there are {len(self._shards)} shards, from 0")
         return index
 

@@ -116,7 +116,7 @@ class Stage:
         return any(parent.can_return_not_ready() for parent in self.parents)
 
     def start(self, seed: str | None) -> None:
-        """Prepare the stage; called once before the first pull, of stages with `has_state`.
+        """Prepare the stage. Called once, before the first pull, unless `has_state` is False.
 
         Args:
             seed: seed of this stage, derived from the seed of the plan; None without one.
@@ -270,7 +270,9 @@ def describe(item: Any) -> str:
         text = repr(item)
     except Exception as error:
         text = f"whose repr() raises {type(error).__name__}"
-    return f"{type(item).__name__} {text if len(text) < 80 else text[:77] + '...'}"
+    text = text if len(text) < 80 else text[:77] + "..."
+    name = type(item).__name__
+    return text if isinstance(item, Exception) and text.startswith(name) else f"{name} {text}"
 
 
 def close_generator(iterator: Any) -> None:

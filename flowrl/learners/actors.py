@@ -237,7 +237,7 @@ class LearnerGroup(Learner):
         """Return versions that change whenever other code changes the local policies."""
         policies = self._policies()
         versions: dict[str, Any] = {
-            policy_id: (policy.version, getattr(policy, "target_version", 0))
+            policy_id: (policy.version, policy.num_loads, getattr(policy, "target_version", 0))
             for policy_id, policy in policies.items()
         }
         return {**versions, "": self.workers.weight_sync.num_invalidations}

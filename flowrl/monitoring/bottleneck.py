@@ -362,7 +362,7 @@ def _dropping(stage: StageActivity, activity: Activity) -> Finding | None:
         stage.name,
         1.0,
         f"{stage.title} has dropped all {received:,} items, so the stages after it have nothing to "
-        f"do; it is chained at {stage.line}",
+        f"do; it is chained at {stage.line}.",
         stage.line,
     )
 

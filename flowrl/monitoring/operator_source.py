@@ -124,7 +124,10 @@ def _own_definition(operator: Any) -> ast.FunctionDef | ast.Lambda | None:
 
 
 def _definition_of(function: Any) -> ast.FunctionDef | ast.Lambda | None:
-    """Return the parsed definition of a function; None if its source cannot be read or parsed."""
+    """Return the parsed definition of a function; None if its source cannot be read or parsed, or
+    if a decorator has replaced it by another function."""
+    if hasattr(function, "__wrapped__"):
+        return None
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):  # a lambda inside a chain is not a statement

@@ -97,7 +97,8 @@ class Tracer:
     clocks.
 
     Args:
-        plan: the plan; it must have started.
+        plan: the plan; it must have started. A plan that replaces it (`Algorithm.restore`) is not
+            recorded.
         seconds: how much of the end of the run is kept.
     """
 

@@ -30,7 +30,8 @@ log = logging.getLogger("flowrl")
 
 
 class WriteParquet:
-    """for_each, batch -> the same batch: write the rows of the batch to Parquet files (see ParquetWriter).
+    """for_each, batch -> the same batch: write the rows of the batch to Parquet
+    files (see ParquetWriter).
 
     The state contains the rows that are not written yet; they are written when the plan stops. A
     resumed plan starts new files; `remove_newer_files()` deletes those newer than its checkpoint.

@@ -454,7 +454,6 @@ class ReplayActors:
         Raises:
             ValueError: the state has another number of shards, or a buffer does not fit.
         """
-
         check_own_state(self, state)
         states = state["shards"]
         if len(states) != self.num_shards or len(state["restarts"]) != self.num_shards:

@@ -100,7 +100,8 @@ class View:
 class InitialStates:
     """The recurrent states at the start of the episode of each lane.
 
-    A policy may learn its initial states: an episode keeps those that it started with.
+    The initial states may change while the policy learns: an episode keeps those that it started
+    with.
 
     Args:
         policy: its `get_initial_state` is read at the start of each fragment.

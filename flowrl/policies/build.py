@@ -119,7 +119,9 @@ def _build(
                 f"build_torch_policy({name!r}): {hook} must be a function, got {fn!r}"
             )
     if "loss_fn" not in hooks and "compute_gradients_fn" not in hooks:
-        raise ConfigError(f"build_torch_policy({name!r}): a loss_fn is required")
+        raise ConfigError(
+            f"build_torch_policy({name!r}): a loss_fn or a compute_gradients_fn is required"
+        )
     members: dict[str, Any] = {
         "__module__": module,
         "__init__": base.__init__,  # not that of a mixin

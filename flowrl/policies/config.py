@@ -251,8 +251,9 @@ class PolicyConfig(Settings):
     """Compile the network for learning with torch.compile."""
     numpy_gradients: bool = setting(True, group="framework")
     """Compute gradients with numpy where that is faster than autograd: for the shipped losses of
-    PPO, A2C, DQN, SAC and TD3 on fully connected networks. Results differ by rounding only,
-    except that autograd refuses an update if the ratio of two probabilities overflows."""
+    PPO, A2C, DQN, SAC (Box actions), TD3 and DDPG on fully connected networks. Results differ by
+    rounding only, except that autograd refuses an update if the ratio of two probabilities
+    overflows."""
     device: Annotated[str, AfterValidator(_device)] = setting("auto", group="framework")
     """Device of the network in processes that learn: "cpu", "cuda", "cuda:1"; "auto" uses the
     GPU, if there is one, for observations with images, and the CPU for others. Remote workers use
@@ -282,8 +283,8 @@ class PolicyConfig(Settings):
     num_sgd_iter: Annotated[Count, Field(le=MAX_SGD_ITER)] = 1
     """Epochs: passes over each train batch."""
     sgd_minibatch_size: NonNegativeInt = 0
-    """Rows per update; 0 makes one update of the whole batch. The last minibatch may be
-    smaller."""
+    """Rows per update; 0 makes one update of the whole batch. The last minibatch may be smaller.
+    Minibatches of sequences consist of whole ones, with at least this many rows."""
 
     def updated(self, **changes: Any) -> Self:
         model = changes.get("model")

@@ -28,8 +28,9 @@ from flowrl.settings import Settings, import_object, within_record
 # keys that mark encoded objects
 _CODE = "__code__"
 _SETTINGS, _SPEC, _SPACE = "__settings__", "__policy_spec__", "__space__"
-_TUPLE, _SET, _ARRAY, _ITEMS = "__tuple__", "__set__", "__array__", "__items__"
-_MARKS = {_CODE, _SETTINGS, _SPEC, _SPACE, _TUPLE, _SET, _ARRAY, _ITEMS}
+_TUPLE, _ARRAY, _ITEMS = "__tuple__", "__array__", "__items__"
+_SET, _FROZENSET = "__set__", "__frozenset__"
+_MARKS = {_CODE, _SETTINGS, _SPEC, _SPACE, _TUPLE, _SET, _FROZENSET, _ARRAY, _ITEMS}
 
 _MAX_BOX_SIZE = 1 << 28  # numbers in an observation or action
 
@@ -176,11 +177,12 @@ def encode(value: Any) -> Any:
     if isinstance(value, tuple):
         return {_TUPLE: [encode(part) for part in value]}
     if isinstance(value, (set, frozenset)):
+        mark = _SET if isinstance(value, set) else _FROZENSET
         parts = [encode(part) for part in value]
         try:
-            return {_SET: sorted(parts)}
+            return {mark: sorted(parts)}
         except TypeError:  # some are encoded as dicts
-            return {_SET: sorted(parts, key=json.dumps)}
+            return {mark: sorted(parts, key=json.dumps)}
     if isinstance(value, dict) and all(isinstance(k, str) and k not in _MARKS for k in value):
         return {key: _encode_setting(key, part) for key, part in value.items()}
     if isinstance(value, dict):
@@ -270,6 +272,8 @@ def decode(value: Any, resolver: CodeResolver, base: str | None = None) -> Any:
         }
     if set(value) == {_SET}:
         return {decode(part, resolver, base) for part in value[_SET]}
+    if set(value) == {_FROZENSET}:
+        return frozenset(decode(part, resolver, base) for part in value[_FROZENSET])
     return {key: decode_setting(key, part, resolver, base) for key, part in value.items()}
 
 

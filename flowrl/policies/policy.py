@@ -51,6 +51,7 @@ class Policy(ActsOnObservations):
             those that are always recorded. Changes apply from the next fragment on.
         version: increases with every change of the weights.
         filter_version: increases with every change of the statistics of the filters.
+        num_loads: number of calls of `set_state`, which may load other weights of the same version.
         timestep: env steps sampled so far, on which schedules depend.
         total_timesteps: env steps of the whole training, which schedules in percent follow; None
             if unknown.
@@ -78,6 +79,7 @@ class Policy(ActsOnObservations):
         }
         self.version = 0
         self.filter_version = 0
+        self.num_loads = 0
         self.row_stats: dict[str, np.ndarray] = {}
         self.timestep = 0
         self.total_timesteps: int | None = self.config.total_timesteps
@@ -466,6 +468,7 @@ class Policy(ActsOnObservations):
         self.timestep = int(state["timestep"])
         self.total_timesteps = self.total_timesteps or state["total_timesteps"]
         self.version = int(state["version"])
+        self.num_loads += 1
         restore_stream(self.rng, state["rng"])
         restore_stream(self.shuffle_rng, state["shuffle_rng"])
 
@@ -498,8 +501,8 @@ class Policy(ActsOnObservations):
 
     def load_learned_state(self, state: dict[str, Any]) -> None:
         """Load another process's `get_state`, but keep what belongs to the sampling of this
-        process: the random stream of actions, reward sums, the noise of the exploration, and the
-        statistics of the filters, which come from the rollouts."""
+        process: the random streams of actions and of the network's noise, reward sums, the noise
+        of the exploration, and the statistics of the filters, which come from the rollouts."""
         acting, filters = self.acting_state_dict(), self.filter_state_dict()
         self.set_state(state)
         self.load_filter_state_dict(filters)

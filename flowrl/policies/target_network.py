@@ -31,10 +31,10 @@ class TargetNetworkPolicy(TorchPolicy):
         self.target_model.eval().requires_grad_(False)
         self._target = FlatParameters(self.target_model)
         self.target_model.bind_numpy_views()
-        # listed once, because finding them takes longer than updating a small network
-        self._buffer_pairs = list(
-            zip(self.target_model.buffers(), self.model.buffers(), strict=True)
-        )
+        # listed once, because finding them takes longer than updating a small network; None: listed
+        # at each use, because a user's network may replace its buffers
+        is_known = self.model.has_only_known_modules
+        self._buffer_pairs = self._new_buffer_pairs() if is_known else None
         self.target_version = 0
         self.update_target(1.0)
 
@@ -49,10 +49,16 @@ class TargetNetworkPolicy(TorchPolicy):
         """
         tau = self.config.tau if tau is None else tau
         self._target.vector.data.lerp_(self.flat.vector.data, tau)
-        for target_buffer, buffer in self._buffer_pairs:
+        pairs = self._new_buffer_pairs() if self._buffer_pairs is None else self._buffer_pairs
+        for target_buffer, buffer in pairs:
             target_buffer.copy_(buffer)
         self.target_version += 1
         return True
+
+    def _new_buffer_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the buffers of the target network with those of the online network."""
+        online = dict(self.model.named_buffers())
+        return [(buffer, online[name]) for name, buffer in self.target_model.named_buffers()]
 
     def discounts(self, batch: TensorBatch) -> torch.Tensor:
         """Return gamma ** n_steps of the rows, [B] float32; 0 where the episode terminated."""

@@ -205,9 +205,9 @@ class TorchPolicy(Policy):
         """Return the optimizer, or several; then `loss` returns one loss for each.
 
         The default is Adam on `self.flat.vector`, which holds all parameters. Optimizers of
-        torch.optim work as well, on that vector or on parameters of `self.model`. Their states are
-        saved. Parameter groups whose initial learning rate is the first value of the schedule `lr`
-        follow that schedule; other groups keep their rate.
+        torch.optim whose `step()` needs no closure work as well, on that vector or on parameters of
+        `self.model`. Their states are saved. Parameter groups whose initial learning rate is the
+        first value of the schedule `lr` follow that schedule; other groups keep their rate.
         (They are not the default because importing torch.optim takes as long as importing torch.)
         """
         return FlatAdam(self.flat, lr=initial_value(self.config.lr), eps=self.config.adam_epsilon)

@@ -21,10 +21,11 @@ _RANGE = re.compile(r"\s*(-?\d+)\s*:\s*(-?\d+)\s*(?::\s*(\d+)\s*)?")
 class ViewRequirement:
     """A view of the trajectory: at timestep t, the rows t + shift of a column.
 
-    Timesteps before the start of the episode show the first observation for observations and
-    zeros for other columns. Timesteps after the end of the episode, or after the end of the
-    fragment, show zeros (but the final observation is known). Views never cross into another
-    episode; with negative shifts they reach into earlier fragments of the same episode.
+    Timesteps before the start of the episode show the first observation for observations, the
+    initial state for recurrent states, and zeros for other columns. Timesteps after the end of the
+    episode, or after the end of the fragment, show zeros (but the final observation is known).
+    Views never cross into another episode; with negative shifts they reach into earlier fragments
+    of the same episode.
 
     Args:
         data_col: the viewed column; None is the column with the view's name.
@@ -103,22 +104,6 @@ class ViewRequirement:
                 "when actions are computed: do not set used_for_compute_actions"
             )
         return known if self.used_for_compute_actions is None else self.used_for_compute_actions
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the arguments except the space, as JSON."""
-        return {
-            "data_col": self.data_col,
-            "shift": self.shift,
-            "batch_repeat_value": self.batch_repeat_value,
-            "agents": self.agents if isinstance(self.agents, str | None) else list(self.agents),
-            "used_for_compute_actions": self.used_for_compute_actions,
-            "used_for_training": self.used_for_training,
-        }
-
-    @classmethod
-    def from_dict(cls, saved: dict[str, Any], space: spaces.Space | None = None) -> ViewRequirement:
-        """Create a view from `to_dict`."""
-        return cls(space=space, **saved)
 
     def __repr__(self) -> str:
         parts = [] if self.data_col is None else [f"data_col={self.data_col!r}"]

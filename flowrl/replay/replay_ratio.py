@@ -105,14 +105,14 @@ class ReplayRatio:
                 return EMPTY
             return (
                 f"learning_starts={self.learning_starts} and {self.stored} rows are stored: store "
-                f"{self.learning_starts - self.stored} more rows"
+                f"{_more_rows(self.learning_starts - self.stored)}"
             )
         if self.training_intensity is None:
             return "one batch is drawn per stored batch: store another batch before drawing again"
         needed = math.ceil((self.drawn + rows - self._rows_allowed) / self.training_intensity)
         return (
             f"training_intensity={self.training_intensity:g} allows {int(self._rows_allowed)} "
-            f"drawn rows, and {self.drawn} have been drawn: store {needed} more rows"
+            f"drawn rows, and {self.drawn} have been drawn: store {_more_rows(needed)}"
         )
 
     def missing_draws(self, rows: float) -> str:
@@ -162,3 +162,7 @@ class ReplayRatio:
             self._rows_allowed_before = self.drawn + due - self._rows_allowed
         if not same_intensity:
             self._batches_due = 0
+
+
+def _more_rows(number: int) -> str:
+    return f"{number} more row{'s' if number > 1 else ''}"

@@ -15,10 +15,11 @@ INLINE_BYTES = 100_000  # larger weights go through the object store, one object
 
 
 class _Versions(NamedTuple):
-    """The versions of weights and filters, by policy id."""
+    """The versions of weights and filters, and numbers of loaded states, by policy id."""
 
     weights: dict[str, int]
     filters: dict[str, int]
+    loads: dict[str, int]
 
 
 class _Snapshot(NamedTuple):
@@ -116,6 +117,7 @@ class WeightSync:
         return _Versions(
             {pid: policy.version for pid, policy in policies.items()},
             {pid: policy.filter_version for pid, policy in policies.items()},
+            {pid: policy.num_loads for pid, policy in policies.items()},
         )
 
     def _observed(self) -> _Snapshot | None:

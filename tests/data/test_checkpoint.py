@@ -316,6 +316,15 @@ def test_checkpoint_on_a_remote_file_system(tmp_path):
         write_checkpoint("nothing://here", {}, {})
 
 
+def test_uri_of_a_local_file_is_written_like_a_path(tmp_path):
+    uri = f"file://{tmp_path}/c"
+    write_checkpoint(uri, {"n": 1}, {})
+    with open(tmp_path / "c" / "manifest.json") as before:
+        write_checkpoint(uri, {"n": 2}, {})
+        assert before.read() != (tmp_path / "c" / "manifest.json").read_text()  # replaced
+    assert read_checkpoint(tmp_path / "c")[0] == read_checkpoint(uri)[0] == {"n": 2}
+
+
 def test_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     write_checkpoint(tmp_path / "c", {"a": 1}, {})
 

@@ -453,3 +453,33 @@ def test_end_of_a_dropped_branch_that_is_blocked():
     a, b = LocalIterator(range(3)).duplicate(2, max_buffered=9)
     plan = Concurrently([a, b.for_each(Enqueue(full)).union(endless(9))], output_indexes=[0])
     assert list(plan) == [0, 1, 2]
+
+
+def test_branch_that_ends_keeps_children_that_no_plan_has_started():
+    first, second = LocalIterator(range(10)).duplicate(2, max_buffered=100)
+    read, unread = first.for_each(lambda x: x).duplicate(2, max_buffered=100)
+    Concurrently([LocalIterator([100, 101]), read], output_indexes=[0]).take(10)
+    assert unread.take(20) == list(range(10))
+    assert second.take(20) == list(range(10))
+
+
+def test_item_that_duplicate_cannot_copy_names_the_stage():
+    class Frozen(dict):
+        def __setitem__(self, key, value):
+            raise TypeError("frozen")
+
+    children = LocalIterator([Frozen(a=1), 2]).duplicate(2)
+    both = Concurrently(children)
+    with pytest.raises(TypeError, match="frozen") as caught:
+        next(both)
+    assert "duplicate_child[0] › duplicate, chained at" in "".join(caught.value.__notes__)
+    assert both.take(2) == [2, 2]
+
+
+@pytest.mark.parametrize("weights", [2, "**"])
+def test_weights_that_are_no_list_are_rejected(weights):
+    branches = [LocalIterator([1]), LocalIterator([2])]
+    with pytest.raises(TypeError, match="round_robin_weights must be a list with one weight"):
+        Concurrently(branches, round_robin_weights=weights)
+    with pytest.raises(TypeError, match="duplicate: when_full must be one of"):
+        LocalIterator([1]).duplicate(2, when_full=3)

@@ -770,7 +770,7 @@ def test_first_skipped_item_and_many_in_a_row_are_reported(caplog, monkeypatch):
     with caplog.at_level(logging.WARNING, "flowrl"):
         assert list(LocalIterator(range(22)).for_each(fails, on_error=Skip())) == [20, 21]
     first, many = (record.getMessage() for record in caplog.records)
-    assert "Skip drops an item because of a ValueError ValueError('item 0')" in first
+    assert "Skip drops an item after ValueError('item 0')" in first
     assert "dropped 5 items without a result in between" in many
     assert "ValueError('item 4')" in many
 

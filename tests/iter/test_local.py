@@ -564,6 +564,32 @@ def test_all_errors_of_stopping_a_plan_are_shown():
     assert all(any(name in text for text in shown) for name in ("first", "second"))
 
 
+@pytest.mark.parametrize("saved_after", range(1, 5))
+def test_restored_sequence_does_not_read_an_index_that_raised_again(saved_after):
+    class Records(collections.abc.Sequence):
+        def __len__(self):
+            return 5
+
+        def __getitem__(self, index):
+            if index in (1, 2):
+                raise OSError(f"bad record {index}")
+            return index
+
+    def outcome(stream):
+        try:
+            return next(stream)
+        except OSError as error:
+            return str(error)
+
+    expected = [0, "bad record 1", "bad record 2", 3, 4]
+    stream = LocalIterator(Records())
+    before = [outcome(stream) for _ in range(saved_after)]
+    restored = LocalIterator(Records())
+    restored.load_state_dict(stream.state_dict())
+    assert before + [outcome(restored) for _ in range(5 - saved_after)] == expected
+    assert list(restored) == []
+
+
 def test_sequence_continues_after_an_item_that_raises():
     class Rows(collections.abc.Sequence):
         def __len__(self):

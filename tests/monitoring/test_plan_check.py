@@ -1,5 +1,6 @@
 """Mistakes in plans that are found without running them."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -565,6 +566,22 @@ def test_operator_that_returns_nothing(operator):
 
     assert "returns None" in problems_of(plan)["returns_nothing"]
     assert "return the item" in problems_of(plan)["returns_nothing"]
+
+
+def test_decorated_operator_is_not_judged_by_the_function_in_it():
+    def returning(function):
+        @functools.wraps(function)
+        def wrapper(batch):
+            function(batch)
+            return batch
+
+        return wrapper
+
+    def plan(workers, config):
+        rollouts = ParallelRollouts(workers).for_each(returning(forgets))
+        return report(rollouts.for_each(TrainOneStep(workers)), workers, config)
+
+    assert "returns_nothing" not in problems_of(plan)
 
 
 class Counts:

@@ -197,3 +197,13 @@ def test_slow_clocks_are_read_a_limited_number_of_times(monkeypatch):
     monkeypatch.setattr("flowrl.monitoring.trace.time", clock)
     clock_offset()
     assert next(reads) == 20
+
+
+def test_plan_may_be_stopped_before_its_trace(tmp_path):
+    plan = LocalIterator(range(3))
+    plan.start()
+    tracer = Tracer(plan, 5)
+    next(plan)
+    plan.stop()
+    tracer.stop()
+    tracer.write(tmp_path / "trace.json")

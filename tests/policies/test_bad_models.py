@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from flowrl.algorithms.a2c import A2CTorchPolicy
+from flowrl.algorithms.dqn import DQNTorchPolicy
 from flowrl.algorithms.ppo import PPOTorchPolicy
 from flowrl.policies import ConfigError, ModelV2, Policy, TorchPolicy, build_torch_policy
 from flowrl.sampling import RolloutWorker
@@ -631,3 +632,37 @@ def test_gradients_that_are_sent_do_not_contain_buffers(caplog):
         worker.policy.compute_gradients(batch)
     (record,) = caplog.records
     assert "the network of WithStatistics has buffers" in record.message
+
+
+class WithMean(nn.Module):
+    """A module that replaces its buffer in each forward pass."""
+
+    def __init__(self, obs_space, action_space, num_outputs):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(obs_space.shape[0]))
+        self.outputs = nn.Linear(obs_space.shape[0], num_outputs + 1)
+
+    def forward(self, obs):
+        self.mean = 0.9 * self.mean + 0.1 * obs.mean(0)
+        outputs = self.outputs(obs)
+        return outputs[:, :-1], outputs[:, -1]
+
+
+def buffer_of(model):
+    return dict(model.named_buffers())["module.mean"].clone()
+
+
+def test_buffers_that_a_network_replaces_are_copied_and_restored():
+    settings = {"model": {"custom_model": WithMean}, "rollout_fragment_length": 8}
+    worker = RolloutWorker("CartPole-v1", DQNTorchPolicy, settings)
+    policy, batch = worker.policy, worker.sample()
+    policy.learn_on_batch(batch)
+    policy.update_target(1.0)
+    before = buffer_of(policy.model)
+    assert before.any()
+    assert torch.equal(buffer_of(policy.target_model), before)
+    policy.compute_gradients(batch)
+    assert torch.equal(buffer_of(policy.model), before)
+    with pytest.raises(FloatingPointError):
+        policy.learn_on_batch(batch.with_columns(rewards=np.full(batch.count, np.nan, np.float32)))
+    assert torch.equal(buffer_of(policy.model), before)

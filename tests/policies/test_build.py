@@ -345,7 +345,7 @@ def test_several_losses_and_optimizers():
 
 
 def test_invalid_arguments_are_rejected():
-    with pytest.raises(ConfigError, match="a loss_fn is required"):
+    with pytest.raises(ConfigError, match="a loss_fn or a compute_gradients_fn is required"):
         build_torch_policy("Nothing")
     with pytest.raises(ConfigError, match="stats_fn must be a function"):
         build_torch_policy("Bad", policy_gradient_loss, stats_fn={"a": 1})

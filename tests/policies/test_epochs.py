@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 
 from flowrl.data import SampleBatch
-from flowrl.policies.learning.epochs import concat_row_stats, mean_stats, run_epochs
+from flowrl.policies.learning.epochs import (
+    check_learnable,
+    concat_row_stats,
+    mean_stats,
+    run_epochs,
+)
 
 
 class SomeStats:
@@ -46,3 +51,12 @@ def test_values_per_row_are_concatenated():
     assert concat_row_stats([]) == concat_row_stats([{}]) == {}
     parts = [{"td_error": np.array([1.0])}, {}, {"td_error": np.array([2.0, 3.0])}]
     assert concat_row_stats(parts)["td_error"].tolist() == [1.0, 2.0, 3.0]
+
+
+def test_lengths_of_sequences_that_do_not_fit_the_rows_are_rejected():
+    batch = SampleBatch(rewards=np.zeros(6), seq_lens=np.array([3, 3]))
+    check_learnable(batch, "P", ())
+    for lens in ([2, 3], [4, 3]):
+        changed = batch.with_columns(seq_lens=np.array(lens))
+        with pytest.raises(ValueError, match=f"P: seq_lens add up to {sum(lens)}, but .* 6 rows"):
+            check_learnable(changed, "P", ())

@@ -1,5 +1,7 @@
 """Models: the catalog, images, nested spaces, recurrence, attention, masks, custom models."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import optree
 import pytest
@@ -19,6 +21,7 @@ from flowrl.policies.models.encoders import ImageEncoder
 from flowrl.policies.models.fcnet import FullyConnectedNetwork
 from flowrl.policies.models.flatten import flatten, flatten_numpy
 from flowrl.policies.models.recurrent import RecurrentNetwork
+from flowrl.policies.models.tensor_batch import TensorBatch
 from flowrl.policies.models.torso import TorsoNetwork
 from flowrl.sampling import RolloutWorker
 
@@ -434,3 +437,20 @@ def test_spaces_without_arrays_are_rejected_also_for_custom_models(space):
     for model in ({}, {"custom_model": Caching}):
         with pytest.raises(ConfigError, match="no model for the space"):
             A2CTorchPolicy(space, TWO, {"model": model})
+
+
+def test_threads_may_act_with_one_policy():
+    space = spaces.Box(-1, 1, (64,), np.float32)
+    policy = PPOTorchPolicy(space, TWO, {"model": {"fcnet_hiddens": [256, 256]}, "seed": 1})
+    observations = np.random.default_rng(0).uniform(-1, 1, (2, 500, 64)).astype(np.float32)
+    expected = [[policy.predict(row)[0] for row in rows] for rows in observations]
+    with ThreadPoolExecutor(2) as threads:
+        actual = threads.map(lambda rows: [policy.predict(row)[0] for row in rows], observations)
+        assert list(actual) == expected
+
+
+def test_batch_of_a_loss_iterates_over_all_columns():
+    batch = TensorBatch(SampleBatch(obs=np.ones((2, 3)), rewards=np.zeros(2)))
+    assert sorted(name for name, _ in batch.items()) == ["obs", "rewards"]
+    assert [tuple(column.shape) for column in batch.values()] == [(2, 3), (2,)]
+    assert batch.copy().keys() == batch.keys()

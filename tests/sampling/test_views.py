@@ -271,11 +271,10 @@ def test_impossible_views_raise_with_their_name():
         worker({"view": ViewRequirement("nothing", shift=1)}).sample()
 
 
-def test_view_is_restored_from_its_dict():
+def test_view_shows_its_arguments():
     view = ViewRequirement("actions", Discrete(2), shift="-5:-1:2", used_for_training=False)
     assert view.shifts == (-5, -3, -1)
     assert repr(view) == (
         "ViewRequirement(data_col='actions', shift='-5:-1:2', space=Discrete(2), "
         "used_for_training=False)"
     )
-    assert repr(ViewRequirement.from_dict(view.to_dict(), Discrete(2))) == repr(view)

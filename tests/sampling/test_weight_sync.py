@@ -36,6 +36,18 @@ def test_each_worker_gets_a_version_once(trained):
     assert [needs_weights(sync, worker) for worker in (0, 1, 0, 1)] == [True, True, False, False]
 
 
+def test_workers_get_weights_that_were_loaded_with_the_version_that_they_have(trained):
+    algorithm, sync = trained
+    sync.take_payload(0, None, None)
+    state = algorithm.get_policy().get_state()
+    state["weights"] = {name: weight + 1 for name, weight in state["weights"].items()}
+    algorithm.get_policy().set_state(state)
+    weights, *_ = sync.take_payload(0, None, None)
+    for name, weight in state["weights"].items():
+        np.testing.assert_array_equal(weights["default_policy"][name], weight)
+    assert not needs_weights(sync, 0)
+
+
 def test_replaced_worker_gets_the_weights_again(trained):
     _, sync = trained
     for worker in (0, 1):

@@ -551,7 +551,7 @@ def test_restore_needs_an_env_that_the_checkpoint_cannot_hold(tmp_path, caplog):
 
 
 def test_settings_keep_tuples_and_keys_that_are_not_text():
-    value = {"table": {0: 1.0, (1, 2): "x"}, "shape": (3, 4)}
+    value = {"table": {0: 1.0, (1, 2): "x", frozenset("ab"): 2}, "shape": (3, 4)}
     assert decode(json.loads(json.dumps(encode(value))), CodeResolver(False)) == value
 
 

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from numbers import Real
 from typing import Any, ClassVar, Literal, get_args
 
+from flowrl.iter.errors import call_in_stage
 from flowrl.iter.readonly import read_only_copy
 from flowrl.iter.stage import NOT_READY, Stage, walk
 from flowrl.iter.stages.unary import Transform
@@ -222,7 +223,7 @@ class Union(Stage):
             if not done
             for child in children
         }
-        close_children(self.parents[index], still_read)
+        close_children(self.parents[index], still_read, with_unstarted=True)
 
     def waits(self) -> list[Any]:
         if self._yielded:
@@ -262,6 +263,10 @@ class Union(Stage):
 
 
 def _check_weights(weights: Sequence[float | str], branches: int) -> None:
+    if not isinstance(weights, Sequence) or isinstance(weights, str):
+        raise TypeError(
+            f"round_robin_weights must be a list with one weight per branch, got {weights!r}"
+        )
     if len(weights) != branches:
         raise ValueError(f"round_robin_weights has {len(weights)} entries for {branches} branches")
     for weight in weights:
@@ -374,6 +379,9 @@ class Duplicate(Stage):
             raise
         if item is NOT_READY:
             return item
+        copies = call_in_stage(
+            self, lambda: [None if closed else read_only_copy(item) for closed in self._closed]
+        )
         self.items += 1
         sources = self.parents[0].sources
         for index, buffer in enumerate(self.buffers):
@@ -384,7 +392,7 @@ class Duplicate(Stage):
                 if self.when_full[index] == "drop_newest":
                     continue
                 buffer.popleft()
-            buffer.append((read_only_copy(item), sources))
+            buffer.append((copies[index], sources))
         return item
 
     def stop(self) -> None:
@@ -458,11 +466,15 @@ class DuplicateChild(Stage):
         """Whether the stream that is duplicated has ended."""
         return self._duplicate.has_ended
 
-    @property
-    def has_reading_siblings(self) -> bool:
-        """Whether a plan still reads a child of the duplicate."""
+    def has_reading_siblings(self, with_unstarted: bool) -> bool:
+        """Return whether a plan still reads a child of the duplicate.
+
+        Args:
+            with_unstarted: count children that no plan has started, which one may read later.
+        """
         return any(
-            child.owner is not None and not self._duplicate.is_closed(child._index)
+            (with_unstarted or child.owner is not None)
+            and not self._duplicate.is_closed(child._index)
             for child in self.siblings
         )
 
@@ -474,12 +486,15 @@ class DuplicateChild(Stage):
         return True
 
 
-def close_children(end: Stage, still_read: Collection[Stage] = ()) -> list[Stage]:
+def close_children(
+    end: Stage, still_read: Collection[Stage] = (), with_unstarted: bool = False
+) -> list[Stage]:
     """Close the children of `duplicate` that a stream reads.
 
     Args:
         end: the last stage of the stream, which is not pulled any more.
         still_read: children that stay open because another stream of the plan reads them.
+        with_unstarted: children that no plan has started count as read by another stream.
 
     Returns:
         the stages that nothing else reads, `end` first.
@@ -493,7 +508,7 @@ def close_children(end: Stage, still_read: Collection[Stage] = ()) -> list[Stage
         found[stage] = None
         if isinstance(stage, DuplicateChild):
             stage.close()
-            if stage.has_reading_siblings:
+            if stage.has_reading_siblings(with_unstarted):
                 continue
         remaining += reversed(stage.parents)
     return list(found)

@@ -72,7 +72,7 @@ class Shuffle(Stage):
     name = "shuffle"
 
     def __init__(self, parent: Stage, size: int, seed: int | None):
-        check_int("shuffle(shuffle_buffer_size)", size)
+        check_int("shuffle_buffer_size", size)
         super().__init__(parent)
         self.title = f"shuffle({size}, seed={seed})"
         self.size = size

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from flowrl.errors import add_note
 from flowrl.iter.errors import call_in_stage, mark_permanent, note_origin
 from flowrl.iter.stage import Stage, close_generator
+from flowrl.state_schema import Fields, Natural
 
 MAX_FAILURES = 10  # of a generator at one place, after which Skip does not try it again
 
@@ -17,13 +18,16 @@ class FromIterable(Stage):
     """Return the items of an iterable, or of a callable that returns one at the first pull.
 
     A generator is exhausted after it raises; the callable then creates a new one and the items
-    returned before are skipped. The position in a sequence is part of saved state.
+    returned before are skipped. The position in a sequence is part of saved state; an index whose
+    item cannot be read counts as read.
 
     Args:
         iterable: an iterable, or a callable that returns one. A LocalIterator or a generator that
             the callable returns is stopped or closed with the plan.
         title: display text; None displays the name.
     """
+
+    state_fields: ClassVar[Fields] = {"position": Natural}
 
     name = "from_iterable"
 
@@ -40,6 +44,7 @@ class FromIterable(Stage):
         self._iterable = iterable
         self._iterator: Iterator[Any] | None = None
         self._skip = 0  # items to skip in a new iterator
+        self._unreadable = 0  # indices of a sequence that raised
         self._failed_at = -1  # items that were returned before the last error
         self._num_failures = 0  # at that place
         self.resumable = isinstance(iterable, Sequence)
@@ -71,6 +76,8 @@ class FromIterable(Stage):
 
     def _handle_error(self, error: BaseException) -> None:
         note_origin(error, self, None)
+        if self.resumable:
+            self._unreadable += 1
         iterator = self._iterator
         if inspect.isgenerator(iterator) and iterator.gi_frame is None:
             if callable(self._iterable):
@@ -97,10 +104,14 @@ class FromIterable(Stage):
     def can_return_not_ready(self) -> bool:
         return False
 
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "position": self.items + self._unreadable}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.resumable:
             super().load_state_dict(state)
-            self._iterator, self._skip = None, self.items
+            self._unreadable = state["position"] - self.items
+            self._iterator, self._skip = None, state["position"]
 
 
 class _RaisesAgain:

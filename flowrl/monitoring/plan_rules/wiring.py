@@ -55,7 +55,11 @@ def one_report(plan: CheckedPlan) -> Iterator[PlanProblem]:
 def wrong_order(plan: CheckedPlan) -> Iterator[PlanProblem]:
     """Operators that take batches, after one that returns something else."""
     reports = {stage for stage, _ in plan.stages_with(CollectMetrics)}
-    trainers = {stage for stage, one in plan.stages_with(TrainOneStep) if not is_user_defined(one)}
+    trainers = {
+        stage: type(one).__name__
+        for stage, one in plan.stages_with(TrainOneStep)
+        if not is_user_defined(one)
+    }
     for stage, operator in plan.operators:
         if type(operator) not in _TAKE_BATCHES:  # a subclass may take something else
             continue
@@ -71,8 +75,8 @@ def wrong_order(plan: CheckedPlan) -> Iterator[PlanProblem]:
             yield PlanProblem(
                 "wrong_order",
                 stage.line,
-                f"{name} takes batches, but is chained after TrainOneStep, which returns pairs "
-                f"(batch, info): chain {name} before it",
+                f"{name} takes batches, but is chained after {trainers[parents[0]]}, which returns "
+                f"pairs (batch, info): chain {name} before it",
             )
 
 

@@ -28,6 +28,7 @@ from flowrl.policies.learning.kernels.registry import find_kernel
 from flowrl.policies.learning.loss_gradient import LossGradient
 from flowrl.policies.learning.protocols import ProcessGroup, TrainablePolicy
 from flowrl.policies.learning.tracked_batch import TrackedBatch
+from flowrl.policies.models.buffers import BufferCopy, buffers_of, copy_buffers, restore_buffers
 from flowrl.policies.overrides import is_flowrls_method
 from flowrl.policies.schedules import initial_value
 from flowrl.policies.torch_random import torch_seed
@@ -99,7 +100,8 @@ class TorchLearner:
         has_flowrls_loss = is_flowrls_method(policy, "loss")
         self._scalar_columns = policy.scalar_columns if has_flowrls_loss else ()
         self._model = policy.model
-        self._buffers = list(policy.model.buffers())
+        # None: listed at each use, because a user's network may replace its buffers
+        self._buffers = buffers_of(self._model) if self._model.has_only_known_modules else None
         self.draws_from_torch = any(_may_draw(module) for module in policy.model.modules())
         if policy.config.compile:
             policy.model.compile_for_learning()
@@ -163,7 +165,7 @@ class TorchLearner:
         self, batch: SampleBatch, rank: int, num_processes: int
     ) -> SampleBatch | None:
         """Return the rows that one of several processes learns from, whole sequences if there are
-        any; None if there are fewer rows than processes."""
+        any; None if it gets none, because there are fewer rows, or sequences, than processes."""
         if "seq_lens" in batch:
             sequences = list(sequence_minibatches(batch, 1, shuffle=False))
             begin, end = _share(len(sequences), rank, num_processes)
@@ -274,16 +276,19 @@ class TorchLearner:
     def skip_nonfinite(self, update: Callable[[Any], Stats], batch: SampleBatch | None) -> Stats:
         """Return update(batch). On a FloatingPointError, restore the model's buffers, then raise it
         or skip the update, by the setting `on_nonfinite_update`."""
-        buffers = [(buffer, buffer.clone()) for buffer in self._buffers]
+        buffers = self._buffers_before()
         try:
             with self.seeded(self.policy.shuffle_rng):
                 return update(batch if batch is None else self.prepare_batch(batch))
         except FloatingPointError:
-            _restore(buffers)
+            restore_buffers(buffers)
             if self.policy.config.on_nonfinite_update == "raise":
                 raise
             self.num_skipped_updates += 1
             return {}
+
+    def _buffers_before(self) -> list[BufferCopy]:
+        return copy_buffers(buffers_of(self._model) if self._buffers is None else self._buffers)
 
     def before_step(self) -> None:
         """Prepare the optimizers for a step."""
@@ -305,8 +310,9 @@ class TorchLearner:
             parameter.grad = None
         for optimizer in self.optimizers:
             optimizer.step()
+        for parameter, values in before:
+            parameter.copy_(values)
         if fixed:
-            _restore(before)
             self.policy.flat.restore_views()
         self.num_updates += 1
         self.policy.version += 1
@@ -332,7 +338,7 @@ class TorchLearner:
         """
         self._begin(batch)
         flat = self.policy.flat
-        buffers = [(buffer, buffer.clone()) for buffer in self._buffers]
+        buffers = self._buffers_before()
         try:
             with self.seeded(self.policy.shuffle_rng):
                 self.check_model()
@@ -344,12 +350,12 @@ class TorchLearner:
             flat.gradient.fill_(torch.nan)  # apply_gradients skips it
         finally:
             self._warn_of_buffers(buffers)
-            _restore(buffers)
+            restore_buffers(buffers)
         self.policy.row_stats = concat_row_stats(self.gradient.row_stats)
         return flat.gradient.cpu().numpy().copy(), stats
 
-    def _warn_of_buffers(self, before: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        if self._warned_of_buffers or all(torch.equal(now, then) for now, then in before):
+    def _warn_of_buffers(self, before: Sequence[BufferCopy]) -> None:
+        if self._warned_of_buffers or not any(copied.has_changed for copied in before):
             return
         self._warned_of_buffers = True
         log.warning(
@@ -455,7 +461,8 @@ class TorchLearner:
         tracked = TrackedBatch(batch)
         group, self.process_group = self.process_group, None
         state, torch_rng = policy.get_state(), torch.get_rng_state()
-        buffers = [(buffer, buffer.clone()) for buffer in self._buffers]
+        num_loads = policy.num_loads
+        buffers = self._buffers_before()
         try:
             if policy.config.model.burn_in:
                 return None
@@ -468,8 +475,9 @@ class TorchLearner:
         finally:
             self.process_group = group
             policy.set_state(state)
+            policy.num_loads = num_loads
             torch.set_rng_state(torch_rng)
-            _restore(buffers)
+            restore_buffers(buffers)
             policy.stats = {}
         return tracked.read
 
@@ -584,11 +592,6 @@ def _with_layout_of(
     if index >= len(parameters) or parameters[index].shape != tensor.shape:
         return tensor
     return torch.empty_like(parameters[index].data, dtype=tensor.dtype, device="cpu").copy_(tensor)
-
-
-def _restore(buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for buffer, before in buffers:
-        buffer.copy_(before)
 
 
 def _share(count: int, rank: int, num_processes: int) -> tuple[int, int]:

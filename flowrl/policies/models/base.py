@@ -113,7 +113,8 @@ class ModelV2(nn.Module):
     def get_initial_state(self) -> list[np.ndarray]:
         """Return the recurrent states at the start of an episode, without a batch axis.
 
-        They may also be tensors, and parameters.
+        They may also be tensors. No gradient reaches a parameter that is returned here: a loss
+        reads the states from the batch.
         """
         return []
 

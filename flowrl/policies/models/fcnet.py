@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeGuard
@@ -133,7 +134,7 @@ class FullyConnectedNetwork(ModelV2):
         self.log_std = nn.Parameter(torch.zeros(num_means)) if free_log_std else None
         self._features: torch.Tensor | None = None
         self.matmul = matmul_for(model_config.matrix_products)
-        self._buffers_numpy: dict[int, list[np.ndarray]] = {}
+        self._buffers_numpy: dict[tuple[int, int], list[np.ndarray]] = {}
         self._numpy_log_std: np.ndarray | None = None
         self.bind_numpy_views()
 
@@ -153,7 +154,7 @@ class FullyConnectedNetwork(ModelV2):
         self._num_attributes = len(vars(self)) - sum(n in vars(self) for n in _COMPUTING)
         if self._numpy_activation is None or not (is_float32_on_cpu(self) and is_own and is_plain):
             return
-        # outputs of the hidden layers, by the number of rows
+        # outputs of the hidden layers, by the thread that acts and the number of rows
         self._buffers_numpy = {}
         self._numpy = {"policy": numpy_views(policy), "value": numpy_views(value)}
         self._numpy_log_std = None if self.log_std is None else self.log_std.detach().numpy()
@@ -270,16 +271,18 @@ class FullyConnectedNetwork(ModelV2):
         return values[:, 0]
 
     def _run_numpy(self, hidden: np.ndarray, layers: list[NumpyLayer]) -> np.ndarray:
-        """Return activations of the last hidden layer, in memory that a later call overwrites."""
+        """Return activations of the last hidden layer, in memory that a later call in the same
+        thread overwrites."""
         activation, matmul = self._numpy_activation, self.matmul
         assert activation is not None
         num_rows = len(hidden)
-        buffers = self._buffers_numpy.get(num_rows)
+        key = threading.get_ident(), num_rows
+        buffers = self._buffers_numpy.get(key)
         if buffers is None:
             if len(self._buffers_numpy) == MAX_BUFFERS:
                 self._buffers_numpy.clear()
             buffers = [np.empty((num_rows, b.shape[0]), np.float32) for _, b in layers]
-            self._buffers_numpy[num_rows] = buffers
+            self._buffers_numpy[key] = buffers
         for (weight, bias), out in zip(layers, buffers, strict=True):
             matmul(hidden, weight, out=out)
             out += bias

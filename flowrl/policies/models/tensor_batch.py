@@ -99,6 +99,18 @@ class TensorBatch(InputDict):
         """Return the names of all columns, accessed or not."""
         return dict.fromkeys([*self._batch, *super().keys()]).keys()
 
+    def values(self) -> Any:
+        """Return all columns as tensors."""
+        return self.copy().values()
+
+    def items(self) -> Any:
+        """Return the names and tensors of all columns."""
+        return self.copy().items()
+
+    def copy(self) -> dict[str, Any]:
+        """Return a dict of all columns as tensors."""
+        return {key: self[key] for key in self}
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
 

@@ -12,7 +12,8 @@ from gymnasium import spaces
 from flowrl.policies.learning.kernels.backprop import Backprop
 from flowrl.policies.learning.kernels.q_learning import discounts_numpy
 from flowrl.policies.models.actor_critic import ActorCritic
-from flowrl.policies.models.fcnet import flatten_numpy, uses_numpy
+from flowrl.policies.models.fcnet import uses_numpy
+from flowrl.policies.models.flatten import flatten_numpy
 from flowrl.policies.models.tensor_batch import TensorBatch
 from flowrl.threads import BackgroundCall
 
@@ -155,7 +156,7 @@ class SACKernel(ActorCriticKernel):
 
     def _noise(self, rows: int) -> Any:
         shape = rows, self._policy.model.num_outputs // 2
-        return self._policy.learner.row_rng.standard_normal(shape, dtype=np.float32)
+        return self._policy.learner.draw_noise(shape)
 
     def _actor_loss(self, obs: np.ndarray, noise: Any) -> tuple[float, dict[str, float]]:
         policy = self._policy
@@ -189,7 +190,7 @@ class TD3Kernel(ActorCriticKernel):
         policy, config = self._policy, self._policy.config
         actions = np.tanh(policy.target_model.outputs_numpy(new_obs))
         if config.target_noise:
-            drawn = policy.learner.row_rng.standard_normal(actions.shape, dtype=np.float32)
+            drawn = policy.learner.draw_noise(actions.shape)
             limit = config.target_noise_clip
             noise = (drawn * np.float32(config.target_noise)).clip(-limit, limit)
             actions = (actions + noise).clip(-1.0, 1.0)
