@@ -9,7 +9,7 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from inspect import formatannotation
 from numbers import Integral, Real
-from types import NoneType, UnionType
+from types import CellType, FunctionType, MethodType, NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -128,10 +128,13 @@ def equal_code(one: Any, two: Any) -> bool:
     """Return whether two values are equal, where code may come from two executions of one file."""
     if isinstance(one, partial) and isinstance(two, partial):
         return equal_code((one.func, one.args, one.keywords), (two.func, two.args, two.keywords))
-    if hasattr(one, "__code__") and hasattr(two, "__code__"):
-        return bool(one.__code__ == two.__code__)
+    if isinstance(one, FunctionType) and isinstance(two, FunctionType):
+        return one is two or _equal_functions(one, two)
+    if isinstance(one, MethodType) and isinstance(two, MethodType):
+        return equal_code((one.__func__, one.__self__), (two.__func__, two.__self__))
     if isinstance(one, type) and isinstance(two, type):
-        return (one.__module__, one.__qualname__) == (two.__module__, two.__qualname__)
+        same = (one.__module__, one.__qualname__) == (two.__module__, two.__qualname__)
+        return one is two or (same and "<locals>" not in one.__qualname__)
     if is_dataclass(one) and type(one) is type(two):
         names = [field.name for field in fields(one)]
         return all(equal_code(getattr(one, name), getattr(two, name)) for name in names)
@@ -142,3 +145,24 @@ def equal_code(one: Any, two: Any) -> bool:
     if isinstance(one, (list, tuple)) and type(one) is type(two):
         return len(one) == len(two) and all(map(equal_code, one, two))
     return equal(one, two)
+
+
+def _equal_functions(one: FunctionType, two: FunctionType) -> bool:
+    """Return whether two functions have the same code, defaults and captured values."""
+    if one.__code__ != two.__code__:
+        return False
+    values = [
+        (function.__defaults__, function.__kwdefaults__, _captured(function))
+        for function in (one, two)
+    ]
+    try:
+        return equal_code(*values)
+    except RecursionError:  # functions that capture each other
+        return False
+
+
+def _captured(function: FunctionType) -> list[Any]:
+    """Return the values that a function captures, without itself."""
+    cells = function.__closure__ or ()
+    contents = [cell.cell_contents for cell in cells if cell != CellType()]
+    return [value for value in contents if value is not function]

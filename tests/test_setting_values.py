@@ -81,6 +81,52 @@ def test_different_values_are_not_equal(one, two):
     assert not equal(one, two)
 
 
+class Makes:
+    def __init__(self, size):
+        self.size = size
+
+    def make(self):
+        return self.size
+
+
+def capturing(size):
+    return lambda: size
+
+
+def with_default(size):
+    def make(size=size):
+        return size
+
+    return make
+
+
+def local_class(size):
+    class Local:
+        value = size
+
+    return Local
+
+
+@pytest.mark.parametrize("code", [capturing, with_default, local_class, lambda n: Makes(n).make])
+def test_code_with_other_values_differs(code):
+    assert not equal_code(code(1), code(2))
+    assert equal_code(capturing(1), capturing(1))
+    assert equal_code(with_default([1]), with_default([1]))
+
+
+def test_functions_that_capture_themselves_are_compared():
+    def recursive():
+        def one(n):
+            return other(n - 1) if n else one
+
+        def other(n):
+            return one(n)
+
+        return one
+
+    assert not equal_code(recursive(), recursive())  # they capture each other
+
+
 @pytest.mark.parametrize("value", [1, "text", None, [1, {"a": 2.0}], np.arange(3), int])
 def test_value_is_equal_to_itself(value):
     assert equal_code(value, value)

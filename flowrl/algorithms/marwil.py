@@ -15,6 +15,7 @@ from flowrl.algorithms.offline_config import OfflineConfig
 from flowrl.data import SampleBatch
 from flowrl.errors import ConfigError, OfflineDataError
 from flowrl.ops import ReadMinari, ReadParquet
+from flowrl.policies.policy_spec import specs_of
 from flowrl.policies.returns import discounted_returns
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
 from flowrl.sampling.worker_set import WorkerSet
@@ -67,10 +68,16 @@ class MARWILConfig(OfflineConfig):
         Raises:
             ConfigError: `input_` is not set.
         """
-        columns = ["obs", "actions"]
-        if self.beta:
+        columns, config = ["obs", "actions"], self._settings_of_trained_policy()
+        if config.beta:
             columns += ["rewards", "terminateds", "truncateds", "unroll_id"]
-        return self.read_recorded(workers, columns, _PrepareRows(self.beta, self.gamma))
+        return self.read_recorded(workers, columns, _PrepareRows(config.beta, config.gamma))
+
+    def _settings_of_trained_policy(self) -> Any:
+        specs = specs_of(self.policies)
+        if self.input_policy_id in specs:
+            return self.for_policy(self.input_policy_id)
+        return self.for_policy(next(iter(specs))) if len(specs) == 1 else self
 
     def build(self, plan: PlanSource | None = None) -> MARWIL:
         return self._build(plan)

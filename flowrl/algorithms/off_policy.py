@@ -78,7 +78,7 @@ class OffPolicyConfig(AlgorithmConfig):
                     f"{name}={getattr(self, name)}: increase the capacity"
                 )
         if self.replay_mode == "lockstep" and self.prioritized_replay:
-            raise ValueError('replay_mode="lockstep" draws uniformly: leave prioritized_replay out')
+            raise ValueError('replay_mode="lockstep" draws uniformly: set prioritized_replay=False')
         self._require(
             self.prioritized_replay, "prioritized_replay=True",
             "prioritized_replay_alpha", "prioritized_replay_beta", "prioritized_replay_eps",

@@ -317,7 +317,7 @@ def vtrace_of_rows(
     Args:
         behavior_logp, target_logp, rewards, values, next_values: floats [B], see `vtrace`.
         ends: whether a row is the last one of its trajectory, bool [B].
-        settings: `gamma` and the clip options of `vtrace`.
+        settings: `gamma`, `lambda_` and the clip options of `vtrace`.
 
     Returns:
         value targets [B] and advantages [B].

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+import tokenize
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ def mentions(operator: Any, text: str) -> bool:
         return False
     try:
         return text in inspect.getsource(function)
-    except (OSError, TypeError):
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):  # also of an edited file
         return False
 
 
@@ -130,7 +131,12 @@ def _definition_of(function: Any) -> ast.FunctionDef | ast.Lambda | None:
         return None
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):  # a lambda inside a chain is not a statement
+    except (
+        OSError,
+        TypeError,
+        SyntaxError,
+        tokenize.TokenError,
+    ):  # a lambda inside a chain is not a statement
         return None
     found = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.Lambda))]
     return found[0] if len(found) == 1 else None

@@ -287,6 +287,7 @@ class PolicyConfig(Settings):
     Minibatches of sequences consist of whole ones, with at least this many rows."""
 
     def updated(self, **changes: Any) -> Self:
+        changes = self.canonical(changes)
         model = changes.get("model")
         has_default = self.model == type(self).model_fields["model"].default
         if isinstance(model, dict) and has_default:

@@ -86,7 +86,8 @@ class TargetNetworkPolicy(TorchPolicy):
         if shapes != {name: np.shape(array) for name, array in arrays.items()}:
             raise ValueError(
                 "the target network of this state has parameters of other names or shapes: it "
-                "belongs to a policy with another network (settings `model` and, with DQN, `noisy`)"
+                "belongs to a policy with another network (settings `model`, with DQN `noisy`, "
+                "with SAC, TD3, DDPG and CQL `q_model` and `twin_q`)"
             )
         loaded = {name: torch.from_numpy(np.array(arrays[name])) for name in tensors}
         super().set_state(state)

@@ -463,9 +463,9 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
                 schedules in percent follow them. 1e5 is 100,000.
             stop: further limits: metric (its path `a/b/c` in a result) -> minimum, or
                 "METRIC<=" -> maximum. Without any limit, a run that continues keeps its own
-                limits, and a new one has the environment's reward threshold and 500,000 env steps.
-                If a schedule is in percent and there is no limit on env steps, the training also
-                ends where the schedule ends: at `total_timesteps` of the config, or 500,000.
+                limits, and a new one has the environment's reward threshold and the config's
+                `total_timesteps`, or 500,000. With a schedule in percent and no limit on env steps,
+                the training also ends at `total_timesteps` of the config or so far, or 500,000.
             run_dir: folder for config, results (CSV, JSON, TensorBoard) and checkpoints. "auto"
                 continues in the algorithm's run directory, or creates one in runs/. None writes
                 nothing.

@@ -286,7 +286,7 @@ class Checkpointing:
     def start_new_logger_runs(self) -> None:
         """Log results to new runs instead of those of a loaded checkpoint.
 
-        Call it before the first result; loggers that have started keep their runs.
+        Call it before the first `train()`; loggers that have started keep their runs.
         """
         self._loggers.load_state_dict({})
 

@@ -179,6 +179,7 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
 
         `policies={"cat": {"config": {"lr": 1e-4}}}` changes only these settings of one policy.
         """
+        changes = self.canonical(changes)
         if self.policies is not None and changes_specs(changes.get("policies")):
             changes["policies"] = changed_specs(self.policies, changes["policies"])
         copied = super().updated(**changes)
@@ -267,7 +268,11 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
             if self.total_timesteps is not None:
                 changes["total_timesteps"] = self.total_timesteps
             return config.updated(**changes) if changes else config
-        return self.updated(**config) if config else self
+        policy_class = specs[policy_id].policy_class
+        if policy_class is None or isinstance(self, policy_class.config_class):
+            return self.updated(**config) if config else self
+        own = policy_class.config_from(self)
+        return own.updated(**config) if config else own
 
     def _uses_microbatches(self) -> bool:
         """Return whether a policy splits its minibatches (`microbatch_size`)."""
@@ -389,6 +394,14 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
                 "that plan"
             )
 
+    def evaluation_overrides(self) -> dict[str, Any]:
+        """Return the settings of `evaluation_config` without `explore`, under their own names."""
+        overrides = canonical_names(self.evaluation_config)
+        overrides.pop("explore", None)
+        if "horizon" in overrides:  # a soft one would not end the episodes
+            overrides.setdefault("soft_horizon", False)
+        return overrides
+
     def _check_evaluation(self) -> None:
         overrides = canonical_names(self.evaluation_config)
         allowed = [info.name for info in self.describe() if info.in_evaluation]
@@ -400,9 +413,8 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
             raise ConfigError(
                 f"evaluation_config: {what} {unknown[0]!r}.{hint} Allowed: {', '.join(allowed)}"
             )
-        overrides.pop("explore", None)
         try:
-            env_creator_for(self.updated(**overrides).env_or_spaces())
+            env_creator_for(self.updated(**self.evaluation_overrides()).env_or_spaces())
         except ConfigError as error:
             raise ConfigError(f"evaluation_config: {error}") from None
         if not isinstance(self.evaluation_config.get("explore", False), bool):

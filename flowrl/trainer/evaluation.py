@@ -492,10 +492,8 @@ def evaluation_settings(config: AlgorithmConfig) -> AlgorithmConfig:
     Raises:
         ConfigError: `evaluation_config` has an unknown setting.
     """
-    overrides = {k: v for k, v in config.evaluation_config.items() if k != "explore"}
-    if "horizon" in overrides:  # a soft one would not end the episodes
-        overrides.setdefault("soft_horizon", False)
     try:
+        overrides = config.evaluation_overrides()
         settings = config.updated(**overrides)
     except ConfigError as error:
         raise ConfigError(f"evaluation_config: {error}") from None
@@ -520,8 +518,12 @@ def _evaluation_policy(policy: Policy, explore: bool) -> type[Policy]:
             super().__init__(observation_space, action_space, config)
             self.reward_scaler = None
             self.view_requirements = dict(views)
-            if self.observation_filter is not None and policy.observation_filter is not None:
-                self.observation_filter.load_state_dict(policy.observation_filter.state_dict())
+            own, trained = self.observation_filter, policy.observation_filter
+            fits = are_compatible(
+                policy.observation_space, observation_space
+            )  # else an error, later
+            if own is not None and trained is not None and fits:
+                own.load_state_dict(trained.state_dict())
             self._network_rng = random_stream(self.config.seed, "policy", "network")
             self.timestep, self.total_timesteps = policy.timestep, policy.total_timesteps
             self.version = policy.version

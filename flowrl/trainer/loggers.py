@@ -135,7 +135,7 @@ _LOGGERS: dict[str, Any] = {"wandb": WandbLogger, "mlflow": MlflowLogger}
 
 
 class ResultLoggers:
-    """The loggers of `log_to`, started with the first result.
+    """The loggers of `log_to`, started at the beginning of the first `train()`.
 
     A logger that cannot start stops the training. A logger that fails later logs a warning, and is
     removed after MAX_FAILURES failures in a row.

@@ -105,8 +105,8 @@ def flatten_result(result: dict[str, Any], prefix: str = "") -> Iterator[tuple[s
 
 
 def logged_scalars(result: dict[str, Any], names: str) -> dict[str, Any]:
-    """Return the scalars of a result by path `a/b/c`, each under one name; without the diagnosis,
-    which is a sentence.
+    """Return the scalars of a result by path `a/b/c`, without second names of most of them, and
+    without the diagnosis, which is a sentence.
 
     Args:
         result: a result.

@@ -223,15 +223,8 @@ def _schedules_of(config: AlgorithmConfig) -> Iterator[tuple[str, Any]]:
     if config.policies is None:
         yield from schedules_in(config)
         return
-    for policy_id, spec in specs_of(config.policies).items():
-        own = spec.config
-        prefix = f"policies.{policy_id}.config."
-        if isinstance(own, PolicyConfig):
-            yield from schedules_in(own, prefix)
-        else:
-            changes = own if isinstance(own, Mapping) else {}
-            for name, schedule in schedules_in(config):
-                yield f"{prefix}{name}", changes.get(name, schedule)
+    for policy_id in specs_of(config.policies):
+        yield from schedules_in(config.for_policy(policy_id), f"policies.{policy_id}.config.")
 
 
 def _warn_about_needed_settings(policy_id: str, policy: Policy) -> None:

@@ -20,7 +20,7 @@ from flowrl.errors import OfflineDataError
 from flowrl.offline.parquet import write_parquet
 from flowrl.ops import ReadParquet
 from flowrl.ops.offline import ReadStage
-from flowrl.policies import ConfigError
+from flowrl.policies import ConfigError, PolicySpec
 from flowrl.state_schema import StateError
 from tests.extras import require_extra
 
@@ -339,3 +339,15 @@ def test_state_with_a_wrong_average_changes_nothing(mean_square):
         policy.set_state({**other.get_state(), "mean_square": mean_square})
     for name, weight in policy.get_weights().items():
         np.testing.assert_array_equal(weight, before[name])
+
+
+def test_returns_have_the_discount_of_the_trained_policy(recorded):
+    def targets(**settings):
+        with small(MARWILConfig, recorded, **settings).build() as algorithm:
+            batch = next(algorithm.config.batches(algorithm.workers))
+        rows = batch if isinstance(batch, SampleBatch) else batch["x"]
+        return rows["value_targets"]
+
+    spec = {"x": PolicySpec(config={"gamma": 0.5})}
+    np.testing.assert_array_equal(targets(policies=spec), targets(gamma=0.5))
+    assert (targets(gamma=0.5) != targets()).any()

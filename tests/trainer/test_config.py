@@ -31,6 +31,7 @@ from flowrl.setting_aliases import SETTING_ALIASES
 from flowrl.settings import Settings, setting
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.evaluation import evaluation_settings
+from flowrl.trainer.start_checks import has_schedule_in_percent
 
 
 class Inner(Settings):
@@ -613,3 +614,38 @@ def test_config_class_of_a_policy_is_suggested_for_its_algorithm():
     with pytest.raises(ConfigError) as caught:
         AuxPPO("CartPole-v1", nonsense=0.5)
     assert "WithAux" not in str(caught.value)
+
+
+def test_settings_of_a_policy_of_another_algorithm_are_those_of_its_class():
+    specs = {"a": PolicySpec(), "b": PolicySpec(DQNTorchPolicy, config={"n_step": 3})}
+    config = PPOConfig(env=CARTPOLE, lr=0.1, policies=specs)
+    assert config.for_policy("a") == config
+    settings = config.for_policy("b")
+    assert (type(settings), settings.n_step, settings.lr) == (DQNTorchPolicy.config_class, 3, 0.1)
+
+
+def test_schedules_in_percent_of_a_policy_are_found_in_mappings():
+    def config(of_run, of_policy):
+        spec = PolicySpec(config={"exploration_config": {"epsilon": of_policy}})
+        return DQNConfig(exploration_config={"epsilon": of_run}, policies={"a": spec})
+
+    schedule = [["0%", 1.0], ["100%", 0.05]]
+    assert has_schedule_in_percent(config(0.1, schedule))
+    assert not has_schedule_in_percent(config(schedule, 0.1))
+
+
+def test_aliases_of_records_are_accepted_in_updates():
+    network = {"custom_model": "some:network"}
+    assert R2D2Config().updated(model_config=network) == R2D2Config().updated(model=network)
+    config = PPOConfig(env=CARTPOLE, policies={"a": PolicySpec()})
+    changes = {"policies": {"a": {"config": {"lr": 1e-4}}}}
+    assert config.updated(multiagent=changes).for_policy("a").lr == 1e-4
+
+
+def test_evaluation_without_a_horizon_has_no_soft_one():
+    config = PPOConfig(
+        env=CARTPOLE, horizon=10, soft_horizon=True, evaluation_config={"horizon": None}
+    )
+    config.check()
+    settings = evaluation_settings(config)
+    assert (settings.horizon, settings.soft_horizon) == (None, False)

@@ -782,3 +782,11 @@ def test_evaluated_policy_sees_its_own_outputs_by_views():
     with Values(config) as algorithm:
         algorithm.evaluate(episodes=1)
     assert [bool(np.any(values)) for values in seen[:4]] == [False, True, True, False]
+
+
+def test_evaluation_environment_with_other_spaces_is_refused_with_normalization():
+    settings = {"normalize_observations": True, "train_batch_size": 32, "evaluation_interval": 1}
+    config = A2CConfig(env="CartPole-v1", evaluation_config={"env": "Acrobot-v1"}, **settings)
+    message = "its environment has the observation_space"
+    with config.build() as algorithm, pytest.raises(ConfigError, match=message):
+        algorithm.train()

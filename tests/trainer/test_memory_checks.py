@@ -31,7 +31,7 @@ def small_machine(monkeypatch):
 @pytest.mark.parametrize(
     ("config", "settings", "message"),
     [
-        (PPOConfig, {"num_workers": 30}, "num_workers=30: processes: 3 GiB"),
+        (PPOConfig, {"num_workers": 30}, "num_workers=30: processes: this needs 3.0 GiB"),
         (PPOConfig, {"evaluation_num_workers": 30}, "evaluation_num_workers=30: processes"),
         (
             PPOConfig,
@@ -39,12 +39,16 @@ def small_machine(monkeypatch):
             "num_workers=15, evaluation_num_workers=15: processes",
         ),
         (DQNConfig, {"num_replay_shards": 30}, "num_replay_shards=30: processes"),
-        (PPOConfig, {"train_batch_size": 10**9}, "train_batch_size=1000000000: rows: 15 GiB"),
+        (
+            PPOConfig,
+            {"train_batch_size": 10**9},
+            "train_batch_size=1000000000: rows: this needs 15.0 GiB",
+        ),
         (DQNConfig, {"replay_buffer_capacity": 10**9}, "replay_buffer_capacity=1000000000: rows"),
         (
             PPOConfig,
             {"rollout_fragment_length": 10**6, "num_envs_per_worker": 200},
-            "rollout_fragment_length=1000000 with 200 environments: rows: 3 GiB",
+            "rollout_fragment_length=1000000 with 200 environments: rows: this needs 3.0 GiB",
         ),
     ],
 )
@@ -80,5 +84,7 @@ def test_observations_of_the_environment_count(settings, accepted, tmp_path, mon
         if accepted:
             algorithm.check_start()
             return
-        with pytest.raises(ConfigError, match=r"rows \(replay_buffer_dir keeps them in files\): 2"):
+        with pytest.raises(
+            ConfigError, match=r"rows \(replay_buffer_dir keeps them in files\): this needs 2"
+        ):
             algorithm.check_start()

@@ -8,6 +8,7 @@ import linecache
 import re
 import sys
 import textwrap
+import tokenize
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from types import FunctionType
@@ -39,7 +40,7 @@ def unused_settings(plan: CheckedPlan) -> Iterator[PlanProblem]:
     lines = _lines_of(plan)
     try:
         read = {name for file in lines for name in _read_at(file, lines[file])}
-    except (OSError, SyntaxError):  # the plan was written in a shell
+    except (OSError, SyntaxError, tokenize.TokenError):  # written in a shell, or edited since
         return
     read |= _read_by_methods(read, type(config)) | _read_by_operators(plan)
     unread = [name for name in changed if name not in read]
@@ -79,7 +80,7 @@ def unused_settings_of_policies(plan: CheckedPlan) -> Iterator[PlanProblem]:
     try:
         read = {name for file in lines for name in _read_at(file, lines[file], plan.end.line)}
         from_config = {name for file in lines for name in _read_at(file, lines[file])} - read
-    except (OSError, SyntaxError):  # the plan was written in a shell
+    except (OSError, SyntaxError, tokenize.TokenError):  # written in a shell, or edited since
         return
     by_operators = _read_by_operators(plan)
     # a replay buffer takes the settings of each policy's buffer from the config of the policy

@@ -32,12 +32,11 @@ def check_learnable(batch: Any, name: str, scalar_columns: Sequence[str]) -> Non
     if not batch.count:
         raise ValueError(f"{name}: the batch has no rows")
     rewards = dict.get(batch, "rewards")  # the number of rows is the sum of the lengths
-    if "seq_lens" in batch and not batch.zero_padded and rewards is not None:
-        if len(rewards) != batch.count:
-            raise ValueError(
-                f"{name}: seq_lens add up to {batch.count}, but the columns have {len(rewards)} "
-                "rows"
-            )
+    has_sequences = "seq_lens" in batch and not batch.zero_padded
+    if has_sequences and rewards is not None and len(rewards) != batch.count:
+        raise ValueError(
+            f"{name}: seq_lens add up to {batch.count}, but the columns have {len(rewards)} rows"
+        )
     for column_name in scalar_columns:
         column = dict.get(batch, column_name)  # not computed or fetched
         if column is not None and column.ndim != 1:

@@ -53,13 +53,17 @@ def learn(
     rules = StopRules(timesteps=steps, metrics=[] if stop is None else metric_rules(stop))
     total = None
     if path is not None and resume:
-        before = read_config(path).get("total_timesteps")
-        of_run = config if before is None else config.updated(total_timesteps=before)
+        before = read_config(path).get("total_timesteps") or 0
+        longer = max(before, config.total_timesteps or 0)
+        of_run = config.updated(total_timesteps=longer) if longer else config
         of_run, given, _ = limits_of_resumed(path, of_run, rules)
         rules, total = given.with_defaults(of_run), of_run.total_timesteps
     else:
         rules.check(config)
-        given, rules = rules, rules.with_defaults(config)
+        so_far = algorithm.workers.global_vars["total_timesteps"]
+        continues = rules.is_set() and config.total_timesteps is None and so_far is not None
+        of_run = config.updated(total_timesteps=so_far) if continues else config
+        given, rules = rules, rules.with_defaults(of_run)
     total = total or rules.env_steps or config.total_timesteps
     algorithm.workers.local_worker()  # raises errors of environments before files are written
     previous = algorithm.workers.global_vars["total_timesteps"]

@@ -779,6 +779,17 @@ def test_limits_may_be_numpy_numbers_and_names_may_have_spaces():
         metric_rules({"a": np.nan})
 
 
+def test_schedules_in_percent_continue_with_the_total_of_the_training():
+    schedule = [["0%", 1e-3], ["100%", 0]]
+    settings = {"train_batch_size": 100, "rollout_fragment_length": 100, "lr": schedule}
+    with A2C("CartPole-v1", **settings) as algorithm:
+        algorithm.learn(1000, stop={"training_iteration": 2}, run_dir=None, progress=False)
+        algorithm.learn(stop={"training_iteration": 4}, run_dir=None, progress=False)
+        assert algorithm.workers.global_vars["total_timesteps"] == 1000
+        algorithm.learn(stop={"training_iteration": 40}, run_dir=None, progress=False)
+        assert algorithm.env_steps == 1000  # where the schedule ends
+
+
 def test_learn_that_does_not_train_keeps_the_total_of_schedules(tmp_path, capsys):
     settings = {**SMALL, "lr": [("0%", 1e-3), ("100%", 0.0)], "total_timesteps": 10_000}
     with A2C("CartPole-v1", **SMALL) as other:
