@@ -167,10 +167,11 @@ class ActorCriticPolicy(TargetNetworkPolicy):
             model.check_no_memory(name, setting)
         super().__init__(observation_space, action_space, config)
         extra_views = set(self.model.view_requirements) - {"obs"}
-        if extra_views or self.is_recurrent:
+        obs_view = self.model.view_requirements.get("obs")
+        if extra_views or self.is_recurrent or obs_view is None or obs_view.is_window:
             raise ConfigError(
-                f"model: {name} supports only networks without memory that read `obs`, not the "
-                f"views {sorted(extra_views)}"
+                f"model: {name} supports only networks without memory that read single "
+                f"observations, not views of {sorted(extra_views) or 'several observations'}"
             )
         self.model.use_numpy &= config.precision == "float32" and config.numpy_gradients
         self.target_model.use_numpy = self.model.use_numpy

@@ -120,8 +120,8 @@ class DQNTorchPolicy(TargetNetworkPolicy):
         extra_views = set(self.model.view_requirements) - {"obs"}
         if extra_views:
             raise ConfigError(
-                f"model: networks of {self.algorithm_name} read only observations, not the views "
-                f"{sorted(extra_views)}"
+                f"model: networks of {self.algorithm_name} read only the view `obs`, not "
+                f"{sorted(extra_views)}: a view of several observations needs the name obs"
             )
 
     @cached_property

@@ -55,6 +55,7 @@ def train_yaml(arguments: list[str]) -> int:
             f"{options.file}: there is no run {options.only!r}."
             f"{nearest(options.only, list(entries))}"
         )
+    _check_seed(entries, options)
     runs = [
         _prepare(name, entry, options)
         for name, entry in entries.items()
@@ -76,6 +77,17 @@ def train_yaml(arguments: list[str]) -> int:
         if exit_code:
             return exit_code
     return 0
+
+
+def _check_seed(entries: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:
+    """Raise ConfigError if --seed would make runs equal that have seeds of their own."""
+    configs = [entry.get("config") for entry in entries.values()]
+    seeds = {repr(config.get("seed")) for config in configs if isinstance(config, dict)}
+    if options.seed is not None and options.only is None and len(seeds) > 1:
+        raise ConfigError(
+            f"--seed: the runs of {options.file} have different seeds: choose one run with --only, "
+            "or change the seeds in the file"
+        )
 
 
 def _prepare(name: str, entry: dict[str, Any], options: argparse.Namespace) -> YamlRun:

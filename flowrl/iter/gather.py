@@ -282,7 +282,7 @@ class Gather(Stage):
         if _constructor_raised(error) and shard.newest is None:  # else it has worked before
             self._fail_shard(shard, "its constructor raised", error)
         if shard.identical_deaths >= recovery.max_identical_deaths:
-            times = f"{shard.identical_deaths} times in a row in the same way"
+            times = f"{shard.identical_deaths} times in a row with the same error"
             self._fail_shard(shard, f"it died {times}", error)
         if shard.restarts >= recovery.max_restarts:
             self._fail_shard(shard, f"it was restarted {shard.restarts} times before", error)
@@ -297,9 +297,10 @@ class Gather(Stage):
         shard.status = "failed"
         self.shards.mark_failed(shard.index)
         _count("num_shards_failed")
+        last = str(shard.last_death).rstrip(".")
         failed = ShardFailedError(
-            f"{self.shards.describe(shard.index)} has failed: {reason}. Last error: "
-            f"{shard.last_death}. {len(self.live())} of {len(self.states)} shards remain"
+            f"{self.shards.describe(shard.index)} has failed: {reason}. Last error: {last}. "
+            f"{len(self.live())} of {len(self.states)} shards remain"
         )
         note_origin(failed, self, None)
         raise failed from error

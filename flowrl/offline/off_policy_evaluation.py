@@ -243,8 +243,8 @@ def _select_columns(policy: Policy, run: int, batch: SampleBatch) -> dict[str, n
     if missing:
         raise OfflineDataError(
             f"there is no column {missing[0]!r} among {sorted(batch)}: estimate needs "
-            f"{', '.join(REQUIRED_COLUMNS)}. Algorithms that sample actions from a distribution "
-            "(such as PPO) record likelihoods; DQN, SAC and TD3 do not"
+            f"{', '.join(REQUIRED_COLUMNS)}. PPO, A2C, A3C, IMPALA, APPO and DD-PPO record "
+            "likelihoods; DQN, SAC and TD3 do not"
         )
     if batch.count:
         batch = rows_for_policy(batch, policy, policy.observation_filter is not None)

@@ -257,5 +257,7 @@ def _array_summary(array: np.ndarray) -> str:
     warning = f", {bad} NOT FINITE" if bad else ""
     if not finite.size:
         return f"{text}{warning}"
-    mean = f", mean {finite.mean(dtype=np.float64):.4g}" if array.dtype.kind == "f" else ""
+    if array.dtype.kind in "iu":
+        return f"{text}  {array.min()} to {array.max()}"
+    mean = f", mean {finite.mean(dtype=np.float64):.4g}"
     return f"{text}  {finite.min():.4g} to {finite.max():.4g}{mean}{warning}"

@@ -228,9 +228,8 @@ class ColumnSampler(EnvSampler):
             try:
                 step = vector_env.step(to_env, target, rewards[at], terminateds[at], truncateds[at])
             except Exception as error:
-                add_note(
-                    error, f"at step {t - first} of a fragment, {self.env_steps} steps sampled"
-                )
+                before = self.env_steps
+                add_note(error, f"at step {t - first} of a fragment, after {before} env steps")
                 raise
             stepping += clock() - step_start
             if nested is not None or replaces:

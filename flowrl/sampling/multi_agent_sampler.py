@@ -177,9 +177,8 @@ class MultiAgentSampler(EnvSampler):
                 stepped = clock()
                 self._store(actions, results)
             except Exception as error:
-                add_note(
-                    error, f"at step {steps} of a fragment, {self.env_steps} env steps sampled"
-                )
+                before = self.env_steps
+                add_note(error, f"at step {steps} of a fragment, after {before} env steps")
                 raise
             acting += step_start - act_start
             stepping += stepped - step_start

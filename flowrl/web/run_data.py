@@ -18,6 +18,7 @@ from flowrl.errors import ConfigError
 from flowrl.monitoring.activity import Activity
 from flowrl.trainer.metric_names import flatten_result
 from flowrl.trainer.runs.activity_log import FILE as ACTIVITY_FILE
+from flowrl.trainer.runs.formatting import format_count
 from flowrl.trainer.runs.saved_run import is_in_use, read_config, read_events
 from flowrl.web.growing_file import GrowingFile
 
@@ -31,10 +32,10 @@ TABLE = (
 )  # fmt: skip
 _ENDS = ("ended", "failed", "killed")  # kinds of events
 _EVENT_COUNTERS = {  # counter -> kind and text of an event
-    "num_shard_restarts": ("restart", "restart of a worker"),
-    "num_learner_restarts": ("restart", "restart of a learner"),
-    "num_env_steps_dropped": ("dropped", "env steps dropped"),
-    "num_shards_failed": ("worker", "worker failed permanently"),
+    "num_shard_restarts": ("restart", "worker restart"),
+    "num_learner_restarts": ("restart", "learner restart"),
+    "num_env_steps_dropped": ("dropped", "dropped env step"),
+    "num_shards_failed": ("worker", "permanent worker failure"),
 }
 
 
@@ -195,7 +196,7 @@ class RunData:
             for counter, (kind, text) in _EVENT_COUNTERS.items():
                 if number := activity.counters.get(counter, 0):
                     events.append(
-                        {"time": activity.time, "kind": kind, "text": f"{number}: {text}"}
+                        {"time": activity.time, "kind": kind, "text": format_count(number, text)}
                     )
         return sorted(events, key=lambda event: event["time"])[::-1]
 

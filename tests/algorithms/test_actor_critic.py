@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from torch import nn
 
 from flowrl.algorithms.cql import CQLTorchPolicy
 from flowrl.algorithms.sac import SAC, SACConfig, SACTorchPolicy
@@ -14,7 +15,7 @@ from flowrl.data import SampleBatch
 from flowrl.iter import metrics_scope
 from flowrl.iter.metrics import MetricsContext
 from flowrl.ops import ParallelRollouts, UpdateTargetNetwork
-from flowrl.policies import ConfigError
+from flowrl.policies import ConfigError, ViewRequirement
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.distributions import SquashedGaussian
 from flowrl.policies.learning.flat_parameters import FlatAdam, FlatParameters
@@ -806,3 +807,20 @@ def test_sac_learns_with_a_temperature_that_underflows():
         policy.model.log_alpha.fill_(-200.0)
     assert policy.alpha == 0.0
     assert math.isfinite(policy.learn_on_batch(rows())["total_loss"])
+
+
+class ReadsFourObservations(nn.Module):
+    def __init__(self, obs_space, action_space, num_outputs):
+        super().__init__()
+        self.view_requirements = {"obs": ViewRequirement("obs", obs_space, shift="-3:0")}
+        self.layer = nn.Linear(8, num_outputs)
+
+    def forward(self, obs):
+        return self.layer(obs.flatten(1))
+
+
+@pytest.mark.parametrize("kind", [SACTorchPolicy, TD3TorchPolicy])
+def test_view_of_several_observations_is_rejected(kind):
+    settings = {"model": {"custom_model": ReadsFourObservations}, "q_model": {"custom_model": None}}
+    with pytest.raises(ConfigError, match="read single observations, not views of several"):
+        kind(BOX, BOX, settings)

@@ -471,9 +471,7 @@ class ReadsReward(torch.nn.Linear):
 def test_unsupported_actions_and_views_are_rejected():
     with pytest.raises(ConfigError, match="DQN is for Discrete actions"):
         DQNTorchPolicy(BOX, BOX, {})
-    with pytest.raises(
-        ConfigError, match=r"DQN read only observations, not the views \['prev_rewards'\]"
-    ):
+    with pytest.raises(ConfigError, match=r"DQN read only the view `obs`, not \['prev_rewards'\]"):
         DQNTorchPolicy(BOX, THREE, {"model": {"custom_model": ReadsReward}})
 
 

@@ -123,3 +123,10 @@ def test_numbers_may_have_an_exponent_and_values_an_alias(cli, tmp_path):
     assert [settings[name] for name in ("train_batch_size", "lr", "total_timesteps")] == [
         32, 1e-3, 64,
     ]  # fmt: skip
+
+
+def test_seed_of_the_command_line_does_not_make_runs_equal(cli, tmp_path):
+    run = "{run: PPO, env: CartPole-v1, stop: {training_iteration: 1}, config: {seed: %d}}"
+    (tmp_path / "x.yaml").write_text("".join(f"s{seed}: {run % seed}\n" for seed in range(2)))
+    code, _, err = cli("train", "x.yaml", "--seed", "7", "--run-dir", "s")
+    assert (code, "x.yaml have different seeds: choose one run with --only" in err) == (2, True)

@@ -216,7 +216,7 @@ def test_back_off_doubles_with_each_death_whatever_its_cause(monkeypatch):
         shard.dead_incarnation = None
     assert delays == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
     shard.recovery = Recovery(max_identical_deaths=2)
-    with pytest.raises(ShardFailedError, match="it died 2 times in a row in the same way"):
+    with pytest.raises(ShardFailedError, match="it died 2 times in a row with the same error"):
         gather.stage._handle_death(shard, 0, OSError("cause 1"))
 
 

@@ -184,3 +184,8 @@ def test_columns_that_one_policy_lacks_are_left_out():
     assert text.count("vf_preds") == 1
     with pytest.raises(KeyError, match="no column 'values'"):
         summary(batch, ["values"])
+
+
+def test_integers_are_printed_in_full(capsys):
+    Print()(SampleBatch(unroll_id=np.arange(12_681, 12_801)))
+    assert "int64  12681 to 12800" in capsys.readouterr().out

@@ -103,7 +103,7 @@ def test_activity_events_and_lags_are_shown(tmp_path):
     assert shown["diagnosis"] == "Slower."
     assert shown["lags"] == [[1, 2], [2, 2]]
     assert [event["kind"] for event in shown["events"]] == ["killed", "restart", "started"]
-    assert shown["events"][1]["text"] == "2: restart of a worker"
+    assert shown["events"][1]["text"] == "2 worker restarts"
     assert shown["history"]["stages"]["0"]["busy"] == [0.5, 0.5]
     assert shown["history"]["stages"]["0"].keys() == {"busy", "waiting", "blocked"}
     assert not shown["running"]

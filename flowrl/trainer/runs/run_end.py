@@ -30,6 +30,12 @@ class RunEnd:
     needs_limit: bool
 
 
+_FAILURES = {
+    "num_env_restarts": "environment failure",
+    "num_remote_worker_restarts": "worker restart",
+}
+
+
 def describe_end(end: RunEnd, algorithm: Any) -> str:
     """Return how a run of an algorithm ended, in words."""
     result = algorithm.last_result
@@ -37,10 +43,13 @@ def describe_end(end: RunEnd, algorithm: Any) -> str:
     text = f"{ended}: {end.reason}, after {end.seconds:.1f} s"
     if result is None:
         return text
-    restarts = result.get("num_env_restarts", 0)
-    if restarts:
-        failures = format_count(restarts, "environment failure")
-        text += f". {failures}: see the warnings above"
+    failures = [
+        format_count(number, noun)
+        for name, noun in _FAILURES.items()
+        if (number := result.get(name, 0))
+    ]
+    if failures:
+        text += f". {' and '.join(failures)}: see the warnings above"
     elif not algorithm.config.samples:
         if (mean := result.get("evaluation", {}).get("episode_reward_mean")) is not None:
             text += f". Mean return of the last evaluation: {mean:,.1f}"

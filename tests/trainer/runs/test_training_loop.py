@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from bdb import BdbQuit
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -19,6 +20,7 @@ from flowrl.data.checkpoint import CheckpointError, read_manifest
 from flowrl.sampling.callbacks import DefaultCallbacks
 from flowrl.trainer.metric_names import metric_hint
 from flowrl.trainer.runs.run_directory import RunDirectory
+from flowrl.trainer.runs.run_end import RunEnd, describe_end
 from flowrl.trainer.runs.saved_run import is_in_use
 from flowrl.trainer.runs.stop_rules import PendingMetrics, StopRules, metric_rules
 from tests.extras import require_extra
@@ -592,6 +594,14 @@ def test_end_of_a_run_counts_environment_failures(capsys):
     with PPO(FailsAlways, train_batch_size=64, sgd_minibatch_size=64, num_envs_per_worker=16) as a:
         a.learn(64, run_dir=None)
     assert "80 environment failures: see the warnings above" in capsys.readouterr().out
+
+
+def test_end_of_a_run_counts_restarts_of_workers():
+    result = {"num_env_restarts": 2, "num_remote_worker_restarts": 1}
+    config = SimpleNamespace(samples=True, evaluation_interval=None)
+    algorithm = SimpleNamespace(last_result=result, config=config, iteration=1)
+    text = describe_end(RunEnd("1 iteration", 0, None, 1.0, False), algorithm)
+    assert "2 environment failures and 1 worker restart: see the warnings above" in text
 
 
 def test_end_of_a_run_without_episodes_names_a_limit(capsys):
