@@ -220,7 +220,7 @@ class _AlgorithmConfigTraining(TypedDict, total=False):
     num_sgd_iter: int
     """Epochs: passes over each train batch."""
     sgd_minibatch_size: int
-    """Rows per update; 0 makes one update of the whole batch. The last minibatch may be smaller."""
+    """Rows per update; 0 makes one update of the whole batch. The last minibatch may be smaller. Minibatches of sequences consist of whole ones, with at least this many rows."""
     train_batch_size: int
     """Env steps per train batch, at least."""
     plan: str | collections.abc.Callable[..., typing.Any] | None
@@ -274,7 +274,7 @@ class _AlgorithmConfigFramework(TypedDict, total=False):
     compile: bool
     """Compile the network for learning with torch.compile."""
     numpy_gradients: bool
-    """Compute gradients with numpy where that is faster than autograd: for the shipped losses of PPO, A2C, DQN, SAC and TD3 on fully connected networks. Results differ by rounding only, except that autograd refuses an update if the ratio of two probabilities overflows."""
+    """Compute gradients with numpy where that is faster than autograd: for the shipped losses of PPO, A2C, DQN, SAC (Box actions), TD3 and DDPG on fully connected networks. Results differ by rounding only, except that autograd refuses an update if the ratio of two probabilities overflows."""
     device: str
     """Device of the network in processes that learn: "cpu", "cuda", "cuda:1"; "auto" uses the GPU, if there is one, for observations with images, and the CPU for others. Remote workers use the CPU, unless `num_gpus_per_worker` gives them a GPU."""
     cuda_graphs: bool
