@@ -127,10 +127,10 @@ _TIMERS = {
     "learn_time_ms": Metric("ms", "Mean time of a training step, last 10 steps."),
     "learn_throughput": Metric("rows / s", "Rows trained on per second of `learn_time_ms`."),
     "learn_time_ms/<operator>": Metric(
-        "ms", "Mean time of its training steps, if there are several such operators."
+        "ms", "Mean time of the operator's training steps, if several operators train."
     ),
     "learn_throughput/<operator>": Metric(
-        "rows / s", "Rows trained on per second of its `learn_time_ms`."
+        "rows / s", "Rows trained on per second of the operator's `learn_time_ms`."
     ),
     "learner_wait_time_ms": Metric("ms", "Mean time that the learner waits for a batch."),
     "compute_grads_time_ms": Metric("ms", "Mean time to compute gradients on a worker."),
