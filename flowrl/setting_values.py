@@ -126,43 +126,83 @@ def equal(one: Any, two: Any) -> bool:
 
 def equal_code(one: Any, two: Any) -> bool:
     """Return whether two values are equal, where code may come from two executions of one file."""
-    if isinstance(one, partial) and isinstance(two, partial):
-        return equal_code((one.func, one.args, one.keywords), (two.func, two.args, two.keywords))
-    if isinstance(one, FunctionType) and isinstance(two, FunctionType):
-        return one is two or _equal_functions(one, two)
-    if isinstance(one, MethodType) and isinstance(two, MethodType):
-        return equal_code((one.__func__, one.__self__), (two.__func__, two.__self__))
-    if isinstance(one, type) and isinstance(two, type):
-        same = (one.__module__, one.__qualname__) == (two.__module__, two.__qualname__)
-        return one is two or (same and "<locals>" not in one.__qualname__)
-    if is_dataclass(one) and type(one) is type(two):
-        names = [field.name for field in fields(one)]
-        return all(equal_code(getattr(one, name), getattr(two, name)) for name in names)
-    if isinstance(one, BaseModel) and isinstance(two, BaseModel):
-        return equal_code(type(one), type(two)) and equal_code(vars(one), vars(two))
-    if isinstance(one, dict) and isinstance(two, dict):
-        return one.keys() == two.keys() and all(equal_code(one[key], two[key]) for key in one)
-    if isinstance(one, (list, tuple)) and type(one) is type(two):
-        return len(one) == len(two) and all(map(equal_code, one, two))
-    return equal(one, two)
-
-
-def _equal_functions(one: FunctionType, two: FunctionType) -> bool:
-    """Return whether two functions have the same code, defaults and captured values."""
-    if one.__code__ != two.__code__:
-        return False
-    values = [
-        (function.__defaults__, function.__kwdefaults__, _captured(function))
-        for function in (one, two)
-    ]
     try:
-        return equal_code(*values)
-    except RecursionError:  # functions that capture each other
+        return _CodeComparison().are_equal(one, two)
+    except RecursionError:
         return False
+
+
+_OF_EVERY_CLASS = {"__dict__", "__weakref__", "__module__", "__qualname__", "__doc__"}
+
+
+class _CodeComparison:
+    """Compares functions with their defaults and captured values, classes, and instances."""
+
+    def __init__(self) -> None:
+        # pairs that were compared, or are being compared, by their ids; they count as equal
+        self._compared: dict[tuple[int, int], tuple[Any, Any]] = {}
+        self._in_function = False
+
+    def are_equal(self, one: Any, two: Any) -> bool:
+        pair = id(one), id(two)
+        if one is two or pair in self._compared:
+            return True
+        self._compared[pair] = one, two  # kept, so that no other objects get their ids
+        if isinstance(one, partial) and isinstance(two, partial):
+            return self.are_equal(
+                (one.func, one.args, one.keywords), (two.func, two.args, two.keywords)
+            )
+        if isinstance(one, FunctionType) and isinstance(two, FunctionType):
+            return self._are_equal_functions(one, two)
+        if isinstance(one, MethodType) and isinstance(two, MethodType):
+            return self.are_equal((one.__func__, one.__self__), (two.__func__, two.__self__))
+        if isinstance(one, type) and isinstance(two, type):
+            return self._are_equal_classes(one, two)
+        if isinstance(one, dict) and isinstance(two, dict):
+            return one.keys() == two.keys() and all(
+                self.are_equal(one[key], two[key]) for key in one
+            )
+        if isinstance(one, (list, tuple)) and type(one) is type(two):
+            return len(one) == len(two) and all(map(self.are_equal, one, two))
+        return self._are_equal_instances(one, two)
+
+    def _are_equal_functions(self, one: FunctionType, two: FunctionType) -> bool:
+        if one.__code__ != two.__code__:
+            return False
+        before, self._in_function = self._in_function, True
+        values = [(f.__defaults__, f.__kwdefaults__, _captured(f)) for f in (one, two)]
+        same = self.are_equal(*values)
+        self._in_function = before
+        return same
+
+    def _are_equal_classes(self, one: type, two: type) -> bool:
+        if (one.__module__, one.__qualname__) != (two.__module__, two.__qualname__):
+            return False
+        if "<locals>" not in one.__qualname__:
+            return True
+        members = [
+            {name: value for name, value in vars(cls).items() if name not in _OF_EVERY_CLASS}
+            for cls in (one, two)
+        ]
+        return self.are_equal(*members)
+
+    def _are_equal_instances(self, one: Any, two: Any) -> bool:
+        if equal(one, two):
+            return True
+        cls = type(one)
+        is_comparable = cls.__eq__ is not object.__eq__ and cls is type(two)
+        is_record = is_dataclass(one) or isinstance(one, BaseModel)
+        if (is_comparable and not is_record) or not self.are_equal(cls, type(two)):
+            return False
+        if is_dataclass(one):
+            names = [field.name for field in fields(one)]
+            return all(self.are_equal(getattr(one, n), getattr(two, n)) for n in names)
+        if hasattr(one, "__dict__"):
+            return self.are_equal(vars(one), vars(two))
+        return self._in_function  # such as a random generator that a function captures
 
 
 def _captured(function: FunctionType) -> list[Any]:
-    """Return the values that a function captures, without itself."""
+    """Return the values that a function captures."""
     cells = function.__closure__ or ()
-    contents = [cell.cell_contents for cell in cells if cell != CellType()]
-    return [value for value in contents if value is not function]
+    return [cell.cell_contents for cell in cells if cell != CellType()]

@@ -107,24 +107,43 @@ def local_class(size):
     return Local
 
 
-@pytest.mark.parametrize("code", [capturing, with_default, local_class, lambda n: Makes(n).make])
+def mutual(size):
+    def one(n):
+        return other(n - 1) if n else size
+
+    def other(n):
+        return one(n)
+
+    return one
+
+
+def random_stream_in(seed):
+    stream = np.random.default_rng(seed)
+    return lambda: stream.random()
+
+
+@pytest.mark.parametrize(
+    "code", [capturing, with_default, local_class, mutual, lambda n: Makes(n).make]
+)
 def test_code_with_other_values_differs(code):
     assert not equal_code(code(1), code(2))
-    assert equal_code(capturing(1), capturing(1))
-    assert equal_code(with_default([1]), with_default([1]))
 
 
-def test_functions_that_capture_themselves_are_compared():
-    def recursive():
-        def one(n):
-            return other(n - 1) if n else one
-
-        def other(n):
-            return one(n)
-
-        return one
-
-    assert not equal_code(recursive(), recursive())  # they capture each other
+@pytest.mark.parametrize(
+    "code",
+    [
+        capturing,
+        with_default,
+        local_class,
+        mutual,
+        random_stream_in,
+        lambda n: Makes(n).make,
+        lambda n: capturing(Makes(n)),
+        lambda n: local_class(Makes(n)),
+    ],
+)
+def test_code_with_equal_values_is_equal(code):
+    assert equal_code(code(1), code(1))
 
 
 @pytest.mark.parametrize("value", [1, "text", None, [1, {"a": 2.0}], np.arange(3), int])

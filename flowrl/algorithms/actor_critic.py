@@ -170,8 +170,8 @@ class ActorCriticPolicy(TargetNetworkPolicy):
         obs_view = self.model.view_requirements.get("obs")
         if extra_views or self.is_recurrent or obs_view is None or obs_view.is_window:
             raise ConfigError(
-                f"model: {name} supports only networks without memory that read single "
-                f"observations, not views of {sorted(extra_views) or 'several observations'}"
+                f"model: {name} supports only networks without memory whose only view is `obs`, a "
+                f"single observation, not {sorted(extra_views) or 'several observations'}"
             )
         self.model.use_numpy &= config.precision == "float32" and config.numpy_gradients
         self.target_model.use_numpy = self.model.use_numpy

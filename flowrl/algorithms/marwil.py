@@ -74,10 +74,12 @@ class MARWILConfig(OfflineConfig):
         return self.read_recorded(workers, columns, _PrepareRows(config.beta, config.gamma))
 
     def _settings_of_trained_policy(self) -> Any:
-        specs = specs_of(self.policies)
-        if self.input_policy_id in specs:
-            return self.for_policy(self.input_policy_id)
-        return self.for_policy(next(iter(specs))) if len(specs) == 1 else self
+        policy_ids = list(specs_of(self.policies))
+        if len(policy_ids) > 1 and self.input_policy_id not in policy_ids:
+            return self  # an error when the plan reads
+        own = self.input_policy_id in policy_ids
+        settings = self.for_policy(self.input_policy_id if own else policy_ids[0])
+        return settings if isinstance(settings, MARWILConfig) else self
 
     def build(self, plan: PlanSource | None = None) -> MARWIL:
         return self._build(plan)

@@ -80,14 +80,22 @@ def train_yaml(arguments: list[str]) -> int:
 
 
 def _check_seed(entries: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:
-    """Raise ConfigError if --seed would make runs equal that have seeds of their own."""
-    configs = [entry.get("config") for entry in entries.values()]
-    seeds = {repr(config.get("seed")) for config in configs if isinstance(config, dict)}
-    if options.seed is not None and options.only is None and len(seeds) > 1:
-        raise ConfigError(
-            f"--seed: the runs of {options.file} have different seeds: choose one run with --only, "
-            "or change the seeds in the file"
-        )
+    """Raise ConfigError if --seed would make runs equal that differ in their seeds."""
+    if options.seed is None or options.only is not None:
+        return
+    known: list[tuple[dict[str, Any], Any]] = []
+    for entry in entries.values():
+        config = entry.get("config") or {}
+        if not isinstance(config, dict):
+            continue  # an error when the run is prepared
+        others = {name: value for name, value in config.items() if name != "seed"}
+        run, seed = {**entry, "config": others}, config.get("seed")
+        if any(run == other and seed != other_seed for other, other_seed in known):
+            raise ConfigError(
+                f"--seed: runs of {options.file} differ only in their seeds: choose one with "
+                "--only, or change the seeds in the file"
+            )
+        known.append((run, seed))
 
 
 def _prepare(name: str, entry: dict[str, Any], options: argparse.Namespace) -> YamlRun:

@@ -12,6 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, ClassVar, Protocol
 
 from flowrl.errors import add_note
@@ -89,7 +90,8 @@ class Gather(Stage):
         batch_ms: float = 0,
         on_error: OnError = "raise",
     ):
-        if not isinstance(batch_ms, (int, float)) or not 0 <= batch_ms < float("inf"):
+        number: Any = batch_ms
+        if not isinstance(number, Real) or not 0 <= float(number) < float("inf"):
             raise ValueError(
                 f"{self.name}: batch_ms must be a number of at least 0, got {batch_ms!r}"
             )

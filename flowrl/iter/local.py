@@ -187,7 +187,7 @@ class LocalIterator(Generic[T]):
                 one of its items, counted as `dropped`.
         """
         check_int("duplicate(n): n", n, 2)
-        if not isinstance(when_full, (str, Sequence)):
+        if not isinstance(when_full, Iterable):
             raise TypeError(
                 f"duplicate: when_full must be one of {get_args(WhenFull)} or a list of them, got "
                 f"{when_full!r}"

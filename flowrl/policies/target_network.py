@@ -33,8 +33,8 @@ class TargetNetworkPolicy(TorchPolicy):
         self.target_model.bind_numpy_views()
         # listed once, because finding them takes longer than updating a small network; None: listed
         # at each use, because a user's network may replace its buffers
-        is_known = self.model.has_only_known_modules
-        self._buffer_pairs = self._new_buffer_pairs() if is_known else None
+        pairs = self._new_buffer_pairs()
+        self._buffer_pairs = pairs if self.model.has_only_known_modules or not pairs else None
         self.target_version = 0
         self.update_target(1.0)
 

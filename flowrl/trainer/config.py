@@ -252,6 +252,9 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
     def for_policy(self, policy_id: str) -> Any:
         """Return the settings of one policy: those of its PolicySpec merged over these.
 
+        For a policy class of another algorithm, return a config of that algorithm, with the values
+        that are set here.
+
         Raises:
             ConfigError: there is no such policy.
         """
@@ -269,10 +272,13 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
                 changes["total_timesteps"] = self.total_timesteps
             return config.updated(**changes) if changes else config
         policy_class = specs[policy_id].policy_class
+        config = config or {}
         if policy_class is None or isinstance(self, policy_class.config_class):
-            return self.updated(**config) if config else self
-        own = policy_class.config_from(self)
-        return own.updated(**config) if config else own
+            return self.updated(**config)
+        if issubclass(policy_class.config_class, AlgorithmConfig):
+            return policy_class.config_from(self).updated(**config)
+        known = type(self).model_fields
+        return self.updated(**{name: value for name, value in config.items() if name in known})
 
     def _uses_microbatches(self) -> bool:
         """Return whether a policy splits its minibatches (`microbatch_size`)."""

@@ -224,7 +224,11 @@ def _schedules_of(config: AlgorithmConfig) -> Iterator[tuple[str, Any]]:
         yield from schedules_in(config)
         return
     for policy_id in specs_of(config.policies):
-        yield from schedules_in(config.for_policy(policy_id), f"policies.{policy_id}.config.")
+        try:
+            settings = config.for_policy(policy_id)
+        except ConfigError:  # creating the policies raises an error that names the policy
+            continue
+        yield from schedules_in(settings, f"policies.{policy_id}.config.")
 
 
 def _warn_about_needed_settings(policy_id: str, policy: Policy) -> None:

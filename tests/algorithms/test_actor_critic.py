@@ -822,5 +822,5 @@ class ReadsFourObservations(nn.Module):
 @pytest.mark.parametrize("kind", [SACTorchPolicy, TD3TorchPolicy])
 def test_view_of_several_observations_is_rejected(kind):
     settings = {"model": {"custom_model": ReadsFourObservations}, "q_model": {"custom_model": None}}
-    with pytest.raises(ConfigError, match="read single observations, not views of several"):
+    with pytest.raises(ConfigError, match="a single observation, not several observations"):
         kind(BOX, BOX, settings)

@@ -125,8 +125,18 @@ def test_numbers_may_have_an_exponent_and_values_an_alias(cli, tmp_path):
     ]  # fmt: skip
 
 
-def test_seed_of_the_command_line_does_not_make_runs_equal(cli, tmp_path):
-    run = "{run: PPO, env: CartPole-v1, stop: {training_iteration: 1}, config: {seed: %d}}"
-    (tmp_path / "x.yaml").write_text("".join(f"s{seed}: {run % seed}\n" for seed in range(2)))
-    code, _, err = cli("train", "x.yaml", "--seed", "7", "--run-dir", "s")
-    assert (code, "x.yaml have different seeds: choose one run with --only" in err) == (2, True)
+@pytest.mark.parametrize(
+    ("runs", "code"),
+    [
+        (["{run: A2C, config: {seed: 0}}", "{run: A2C, config: {seed: 1}}"], 2),
+        (["{run: A2C}", "{run: A2C, config: {seed: 1}}"], 2),
+        (["{run: A2C, config: {seed: 0}}", "{run: A2C, config: {seed: 1, lr: 1e-4}}"], 0),
+    ],
+)
+def test_seed_of_the_command_line_does_not_make_runs_equal(cli, tmp_path, runs, code):
+    common = "{env: CartPole-v1, stop: {training_iteration: 1}, "
+    text = "".join(f"r{i}: {run.replace('{', common, 1)}\n" for i, run in enumerate(runs))
+    (tmp_path / "x.yaml").write_text(text)
+    actual, _, err = cli("train", "x.yaml", "--seed", "7", "--run-dir", "s")
+    assert actual == code
+    assert ("x.yaml differ only in their seeds: choose one with --only" in err) == (code == 2)

@@ -455,14 +455,6 @@ def test_end_of_a_dropped_branch_that_is_blocked():
     assert list(plan) == [0, 1, 2]
 
 
-def test_branch_that_ends_keeps_children_that_no_plan_has_started():
-    first, second = LocalIterator(range(10)).duplicate(2, max_buffered=100)
-    read, unread = first.for_each(lambda x: x).duplicate(2, max_buffered=100)
-    Concurrently([LocalIterator([100, 101]), read], output_indexes=[0]).take(10)
-    assert unread.take(20) == list(range(10))
-    assert second.take(20) == list(range(10))
-
-
 def test_item_that_duplicate_cannot_copy_names_the_stage():
     class Frozen(dict):
         def __setitem__(self, key, value):
@@ -481,5 +473,13 @@ def test_weights_that_are_no_list_are_rejected(weights):
     branches = [LocalIterator([1]), LocalIterator([2])]
     with pytest.raises(TypeError, match="round_robin_weights must be a list with one weight"):
         Concurrently(branches, round_robin_weights=weights)
+
+
+def test_policy_for_full_buffers_that_is_no_list_is_rejected():
     with pytest.raises(TypeError, match="duplicate: when_full must be one of"):
         LocalIterator([1]).duplicate(2, when_full=3)
+
+
+def test_weights_and_policies_may_be_arrays():
+    children = LocalIterator([1, 2]).duplicate(2, when_full=np.array(["block", "drop_oldest"]))
+    assert Concurrently(children, round_robin_weights=np.array([1.0, 1.0])).take(2) == [1, 1]

@@ -223,7 +223,7 @@ class Union(Stage):
             if not done
             for child in children
         }
-        close_children(self.parents[index], still_read, with_unstarted=True)
+        close_children(self.parents[index], still_read)
 
     def waits(self) -> list[Any]:
         if self._yielded:
@@ -263,7 +263,7 @@ class Union(Stage):
 
 
 def _check_weights(weights: Sequence[float | str], branches: int) -> None:
-    if not isinstance(weights, Sequence) or isinstance(weights, str):
+    if isinstance(weights, str) or not hasattr(weights, "__len__"):
         raise TypeError(
             f"round_robin_weights must be a list with one weight per branch, got {weights!r}"
         )
@@ -354,6 +354,15 @@ class Duplicate(Stage):
             if len(buffer) >= self.max_buffered and self.when_full[index] == "block"
         ]
 
+    def _takes_item(self) -> list[bool]:
+        """Return for each child whether it takes the next item."""
+        return [
+            not closed and (policy != "drop_newest" or len(buffer) < self.max_buffered)
+            for closed, policy, buffer in zip(
+                self._closed, self.when_full, self.buffers, strict=True
+            )
+        ]
+
     def is_closed(self, index: int) -> bool:
         """Return whether `close` was called for a child."""
         return self._closed[index]
@@ -380,7 +389,7 @@ class Duplicate(Stage):
         if item is NOT_READY:
             return item
         copies = call_in_stage(
-            self, lambda: [None if closed else read_only_copy(item) for closed in self._closed]
+            self, lambda: [read_only_copy(item) if takes else None for takes in self._takes_item()]
         )
         self.items += 1
         sources = self.parents[0].sources
@@ -466,15 +475,11 @@ class DuplicateChild(Stage):
         """Whether the stream that is duplicated has ended."""
         return self._duplicate.has_ended
 
-    def has_reading_siblings(self, with_unstarted: bool) -> bool:
-        """Return whether a plan still reads a child of the duplicate.
-
-        Args:
-            with_unstarted: count children that no plan has started, which one may read later.
-        """
+    @property
+    def has_reading_siblings(self) -> bool:
+        """Whether a plan still reads a child of the duplicate."""
         return any(
-            (with_unstarted or child.owner is not None)
-            and not self._duplicate.is_closed(child._index)
+            child.owner is not None and not self._duplicate.is_closed(child._index)
             for child in self.siblings
         )
 
@@ -486,15 +491,12 @@ class DuplicateChild(Stage):
         return True
 
 
-def close_children(
-    end: Stage, still_read: Collection[Stage] = (), with_unstarted: bool = False
-) -> list[Stage]:
+def close_children(end: Stage, still_read: Collection[Stage] = ()) -> list[Stage]:
     """Close the children of `duplicate` that a stream reads.
 
     Args:
         end: the last stage of the stream, which is not pulled any more.
         still_read: children that stay open because another stream of the plan reads them.
-        with_unstarted: children that no plan has started count as read by another stream.
 
     Returns:
         the stages that nothing else reads, `end` first.
@@ -508,7 +510,7 @@ def close_children(
         found[stage] = None
         if isinstance(stage, DuplicateChild):
             stage.close()
-            if stage.has_reading_siblings(with_unstarted):
+            if stage.has_reading_siblings:
                 continue
         remaining += reversed(stage.parents)
     return list(found)

@@ -100,8 +100,8 @@ class TorchLearner:
         has_flowrls_loss = is_flowrls_method(policy, "loss")
         self._scalar_columns = policy.scalar_columns if has_flowrls_loss else ()
         self._model = policy.model
-        # None: listed at each use, because a user's network may replace its buffers
-        self._buffers = buffers_of(self._model) if self._model.has_only_known_modules else None
+        is_known, listed = policy.model.has_only_known_modules, buffers_of(policy.model)
+        self._buffers = listed if is_known or not listed else None  # None: they may be replaced
         self.draws_from_torch = any(_may_draw(module) for module in policy.model.modules())
         if policy.config.compile:
             policy.model.compile_for_learning()

@@ -25,7 +25,7 @@ class BufferCopy(NamedTuple):
 
     @property
     def has_changed(self) -> bool:
-        """Whether the buffer has other values now, or was replaced by another tensor with such."""
+        """Whether the buffer has other values now, also because another tensor has replaced it."""
         now = self.buffer.module._buffers.get(self.buffer.name)
         return now is None or not torch.equal(now, self.values)
 

@@ -279,7 +279,7 @@ class FullyConnectedNetwork(ModelV2):
         key = threading.get_ident(), num_rows
         buffers = self._buffers_numpy.get(key)
         if buffers is None:
-            if len(self._buffers_numpy) == MAX_BUFFERS:
+            if len(self._buffers_numpy) >= MAX_BUFFERS:
                 self._buffers_numpy.clear()
             buffers = [np.empty((num_rows, b.shape[0]), np.float32) for _, b in layers]
             self._buffers_numpy[key] = buffers

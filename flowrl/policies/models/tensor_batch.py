@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -100,16 +101,20 @@ class TensorBatch(InputDict):
         return dict.fromkeys([*self._batch, *super().keys()]).keys()
 
     def values(self) -> Any:
-        """Return all columns as tensors."""
+        """Return the columns of `copy`."""
         return self.copy().values()
 
     def items(self) -> Any:
-        """Return the names and tensors of all columns."""
+        """Return the names and columns of `copy`."""
         return self.copy().items()
 
     def copy(self) -> dict[str, Any]:
-        """Return a dict of all columns as tensors."""
-        return {key: self[key] for key in self}
+        """Return a dict of all columns as tensors, without columns of objects, such as `infos`."""
+        columns = {}
+        for key in self:
+            with contextlib.suppress(TypeError):
+                columns[key] = self[key]
+        return columns
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
