@@ -158,6 +158,10 @@ class _CodeComparison:
             return self.are_equal((one.__func__, one.__self__), (two.__func__, two.__self__))
         if isinstance(one, type) and isinstance(two, type):
             return self._are_equal_classes(one, two)
+        if isinstance(one, property) and isinstance(two, property):
+            return self.are_equal((one.fget, one.fset, one.fdel), (two.fget, two.fset, two.fdel))
+        if isinstance(one, (staticmethod, classmethod)) and type(one) is type(two):
+            return self.are_equal(one.__func__, two.__func__)
         if isinstance(one, dict) and isinstance(two, dict):
             return one.keys() == two.keys() and all(
                 self.are_equal(one[key], two[key]) for key in one

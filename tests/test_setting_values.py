@@ -104,6 +104,14 @@ def local_class(size):
     class Local:
         value = size
 
+        @property
+        def doubled(self):
+            return 2 * self.value
+
+        @staticmethod
+        def area(width=size):
+            return width * size
+
     return Local
 
 
