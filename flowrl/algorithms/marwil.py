@@ -75,10 +75,8 @@ class MARWILConfig(OfflineConfig):
 
     def _settings_of_trained_policy(self) -> Any:
         policy_ids = list(specs_of(self.policies))
-        if len(policy_ids) > 1 and self.input_policy_id not in policy_ids:
-            return self  # an error when the plan reads
-        own = self.input_policy_id in policy_ids
-        settings = self.for_policy(self.input_policy_id if own else policy_ids[0])
+        is_known = self.input_policy_id in policy_ids  # else the only policy, or an error later
+        settings = self.for_policy(self.input_policy_id if is_known else policy_ids[0])
         return settings if isinstance(settings, MARWILConfig) else self
 
     def build(self, plan: PlanSource | None = None) -> MARWIL:

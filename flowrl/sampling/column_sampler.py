@@ -229,7 +229,9 @@ class ColumnSampler(EnvSampler):
                 step = vector_env.step(to_env, target, rewards[at], terminateds[at], truncateds[at])
             except Exception as error:
                 before = self.env_steps
-                add_note(error, f"at step {t - first} of a fragment, after {before} env steps")
+                add_note(
+                    error, f"at step {t - first} of a fragment that began after {before} env steps"
+                )
                 raise
             stepping += clock() - step_start
             if nested is not None or replaces:

@@ -178,7 +178,9 @@ class MultiAgentSampler(EnvSampler):
                 self._store(actions, results)
             except Exception as error:
                 before = self.env_steps
-                add_note(error, f"at step {steps} of a fragment, after {before} env steps")
+                add_note(
+                    error, f"at step {steps} of a fragment that began after {before} env steps"
+                )
                 raise
             acting += step_start - act_start
             stepping += stepped - step_start

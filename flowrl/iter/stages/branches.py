@@ -388,9 +388,8 @@ class Duplicate(Stage):
             raise
         if item is NOT_READY:
             return item
-        copies = call_in_stage(
-            self, lambda: [read_only_copy(item) if takes else None for takes in self._takes_item()]
-        )
+        takes = self._takes_item()
+        copies = call_in_stage(self, lambda: [read_only_copy(item) if t else None for t in takes])
         self.items += 1
         sources = self.parents[0].sources
         for index, buffer in enumerate(self.buffers):
@@ -398,7 +397,7 @@ class Duplicate(Stage):
                 continue
             if len(buffer) >= self.max_buffered:
                 self.dropped[index] += 1
-                if self.when_full[index] == "drop_newest":
+                if not takes[index]:
                     continue
                 buffer.popleft()
             buffer.append((copies[index], sources))
