@@ -28,9 +28,11 @@ def ray_session():
     """Start one local Ray for all tests that use actors."""
     import ray
 
-    ray.init(
-        "local", num_cpus=4, include_dashboard=False, logging_level="WARNING", log_to_driver=False
-    )
+    from flowrl.iter.private_api import without_dashboard
+
+    options = {"include_dashboard": False, "logging_level": "WARNING", "log_to_driver": False}
+    with without_dashboard():
+        ray.init("local", num_cpus=4, **options)
     yield ray
     ray.shutdown()
 

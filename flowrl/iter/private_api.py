@@ -19,6 +19,7 @@ _CONNECTION_SETTINGS = {
     "RAY_raylet_client_connect_timeout_milliseconds": "50",
     "RAY_raylet_client_num_connect_attempts": "200",
 }
+_OPTIONAL_PROCESSES = "start_api_server", "start_monitor"  # methods of ray._private.node.Node
 
 
 def call_on_put_and_get(watched: queue.Queue[Any], callback: Callable[[], None]) -> None:
@@ -111,6 +112,26 @@ def fast_reconnection() -> Iterator[None]:
     finally:
         for name in added:
             os.environ.pop(name, None)
+
+
+@contextmanager
+def without_dashboard() -> Iterator[None]:
+    """Let `ray.init` start a local cluster in this context without the processes of Ray's dashboard
+    and of its autoscaler.
+
+    With `include_dashboard=False`, Ray starts the dashboard's process, too, to report statistics of
+    usage, and waits until it has imported its packages. Replaces two methods of
+    `ray._private.node.Node`; in versions of Ray without them, the processes start.
+    """
+    node: Any = importlib.import_module("ray._private.node").Node
+    replaced = {name: getattr(node, name) for name in _OPTIONAL_PROCESSES if hasattr(node, name)}
+    for name in replaced:
+        setattr(node, name, lambda self, **options: None)
+    try:
+        yield
+    finally:
+        for name, method in replaced.items():
+            setattr(node, name, method)
 
 
 def captures_child_tasks() -> bool:

@@ -9,13 +9,13 @@ import socket
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from types import ModuleType
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.iter.private_api import fast_reconnection, kill_ray_processes
+from flowrl.iter.private_api import fast_reconnection, kill_ray_processes, without_dashboard
 from flowrl.iter.ray_health import is_ray_lost, watch_ray
 
 REACH_TIMEOUT_S = 10.0  # to connect to the address of a cluster
@@ -96,9 +96,14 @@ def start_ray(address: str | None = None, num_cpus: int | None = None, **options
             defaults |= {"include_dashboard": False, "num_cpus": num_cpus}
         else:
             _check_reachable(cluster)
+        options = {**defaults, **options}
         try:
-            with _kept_sigterm_handler(), fast_reconnection():
-                ray.init(cluster or "local", **{**defaults, **options})
+            with ExitStack() as contexts:
+                contexts.enter_context(_kept_sigterm_handler())
+                contexts.enter_context(fast_reconnection())
+                if cluster is None and options["include_dashboard"] is False:
+                    contexts.enter_context(without_dashboard())
+                ray.init(cluster or "local", **options)
         except (ConnectionError, RuntimeError, ValueError) as error:
             if cluster is None:
                 raise

@@ -501,10 +501,16 @@ def test_two_gathers_of_one_pool_replace_a_dead_actor_once(ray_session):
 
 def test_options_of_start_ray_override_its_defaults(monkeypatch):
     import ray
+    from ray._private.node import Node
 
-    calls = []
+    calls, starts_dashboard, start = [], [], Node.start_api_server
+
+    def init(*args, **options):
+        calls.append((args, options))
+        starts_dashboard.append(Node.start_api_server is start)
+
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", lambda *args, **options: calls.append((args, options)))
+    monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray_runtime, "_num_users", 0)
     monkeypatch.setattr(ray_runtime, "_check_reachable", lambda cluster: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -513,11 +519,18 @@ def test_options_of_start_ray_override_its_defaults(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "host:2")
     ray_runtime.start_ray("host:1")
     ray_runtime.start_ray()
+    monkeypatch.delenv("RAY_ADDRESS")
+    ray_runtime.start_ray()
+    assert starts_dashboard == [True, True, True, True, False]
     assert calls == [
         (("local",), {"logging_level": logging.WARNING, "include_dashboard": True, "num_cpus": 1}),
         (("host:1",), {"logging_level": logging.INFO}),
         (("host:1",), {"logging_level": logging.WARNING}),
         (("host:2",), {"logging_level": logging.WARNING}),
+        (
+            ("local",),
+            {"logging_level": logging.WARNING, "include_dashboard": False, "num_cpus": None},
+        ),
     ]
 
 

@@ -18,6 +18,7 @@ from flowrl.iter.private_api import (
     queued_items,
     ray_sockets,
     restore_items,
+    without_dashboard,
 )
 
 
@@ -102,3 +103,20 @@ def test_settings_of_connections_are_set_only_in_the_context(monkeypatch):
         assert (os.environ[timeout], os.environ[attempts]) == ("50", "7")
     assert timeout not in os.environ
     assert os.environ[attempts] == "7"
+
+
+def test_ray_has_the_methods_that_start_the_dashboard_and_the_autoscaler():
+    from ray._private.node import Node
+
+    def methods():
+        return [getattr(Node, name) for name in private_api._OPTIONAL_PROCESSES]
+
+    before = methods()
+    with without_dashboard():
+        assert set(methods()).isdisjoint(before)
+    assert methods() == before
+
+
+def test_cluster_without_a_dashboard_has_only_the_processes_that_it_needs(ray_session):
+    started = ray_session._private.worker._global_node.all_processes
+    assert set(started) == {"gcs_server", "raylet", "log_monitor"}

@@ -500,7 +500,7 @@ def test_workers_get_the_weights_of_operators_beside_the_thread():
 
 
 def test_dropped_algorithm_ends_its_thread():
-    algorithm = plan_config("impala").updated(train_batch_size=100).build()
+    algorithm = plan_config("impala").updated(train_batch_size=100, num_workers=1).build()
     algorithm.train()
     thread = algorithm_thread()
     assert thread is not None

@@ -697,6 +697,7 @@ def test_sampling_limits_at_most_all_of_the_time():
     assert found.share == 1.0
 
 
+@pytest.mark.slow
 def test_activities_name_workers_by_their_index_and_leave_out_failed_ones(ray_session):
     def plan(workers, config):
         rollouts = ParallelRollouts(workers, mode="raw").select_shards([1]).gather_sync()
@@ -713,6 +714,7 @@ def test_activities_name_workers_by_their_index_and_leave_out_failed_ones(ray_se
         assert not take_snapshot(*arguments).workers
 
 
+@pytest.mark.slow
 def test_the_number_of_workers_may_change(ray_session):
     config = A2CConfig(env="CartPole-v1", num_workers=1, **SMALL)
     with config.build() as algorithm:

@@ -246,6 +246,7 @@ def _kill_second_worker(worker):
         threading.Timer(0.2, os._exit, [1]).start()
 
 
+@pytest.mark.slow
 def test_states_of_remote_workers_are_sent_again_after_an_error(ray_session, monkeypatch):
     config = {"rollout_fragment_length": 4}
     with WorkerSet(lambda context: CountEnv(9), Idle, config, num_workers=1) as workers:
@@ -303,9 +304,9 @@ def test_stop_closes_the_environments_of_remote_workers(tmp_path, monkeypatch):
     def make_env(context):
         return NotesItsEnd(tmp_path / f"{context.worker_index}")
 
-    with WorkerSet(make_env, Idle, {"rollout_fragment_length": 4}, num_workers=2) as workers:
+    with WorkerSet(make_env, Idle, {"rollout_fragment_length": 4}, num_workers=1) as workers:
         workers.foreach_worker(lambda worker: worker.sample().count)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
 def _sample(worker):
@@ -346,6 +347,7 @@ def test_state_that_does_not_fit_the_local_worker_changes_nothing():
         assert workers.num_workers == 2
 
 
+@pytest.mark.slow
 def test_functions_are_not_called_on_workers_that_have_failed():
     with make_config(num_workers=2, max_num_worker_restarts=0).build() as algorithm:
         algorithm.train()

@@ -640,6 +640,7 @@ class RewardsAction(FixedLength):
         return observation, float(action), *ends
 
 
+@pytest.mark.slow
 def test_evaluation_explores_equally_in_process_and_on_workers(ray_session):
     returns = []
     for num_workers in (0, 2):
