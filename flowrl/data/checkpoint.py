@@ -32,6 +32,7 @@ from flowrl.data.checkpoint_storage import (
 )
 from flowrl.data.json_text import parse_json
 from flowrl.data.serialization import ArrayStore, decode, encode
+from flowrl.state_schema import Fields, Natural, StateError, check_state
 
 __all__ = [
     "DAMAGED",
@@ -42,6 +43,7 @@ __all__ = [
     "read_checkpoint",
     "read_manifest",
     "remove_checkpoint",
+    "remove_partial_checkpoints",
     "resolve_checkpoint",
     "run_dir_of",
     "seal_manifest",
@@ -51,6 +53,8 @@ __all__ = [
 FORMAT = 11
 RESERVED = frozenset({"format", "files", "blake2b"})
 """Names of a manifest that `write_checkpoint` writes."""
+_MANIFEST: Fields = {"files": dict[str, dict[str, Any]]}
+_FILE: Fields = {"bytes": Natural, "hash": str}
 LARGE_BYTES = 1 << 20  # arrays of this size have their own file
 CHUNK_BYTES = 8 << 20  # bytes written and hashed at once
 MANIFEST = "manifest.json"
@@ -112,7 +116,7 @@ def write_checkpoint(
             files[file] = {"bytes": size, "hash": file_hash}
             if file in array_names:
                 files[file]["array"] = array_names[file]
-        storage.publish(MANIFEST, seal_manifest({"format": FORMAT, **metadata, "files": files}))
+        storage.publish(MANIFEST, seal_manifest({**metadata, "format": FORMAT, "files": files}))
     except BaseException:
         if not _is_published(storage, files):
             for file in written:
@@ -181,6 +185,12 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
             f"{name}: checkpoint format {version} is not supported, this flowrl reads format "
             f"{FORMAT} only: {remedy} {writer}"
         )
+    try:
+        check_state(manifest, _MANIFEST, name)
+        for file, entry in manifest["files"].items():
+            check_state(entry, _FILE, f"{name}/files/{file}")
+    except StateError as error:
+        raise CheckpointError(f"{error}: the manifest is damaged") from None
     return dict(manifest)
 
 
@@ -252,6 +262,8 @@ def _read_files(path: Path | str, manifest: dict[str, Any], part: str | None) ->
                 arrays.update(load(bytes(data)))
         except Exception as error:
             raise CheckpointError(f"{name}: cannot be read: {error}") from error
+    if tree is None:
+        raise CheckpointError(f"{storage.display_name(MANIFEST)}: it names no file with the state")
     try:
         if part is not None:
             tree = {part: tree[part]}

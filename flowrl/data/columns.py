@@ -175,6 +175,8 @@ class Columns(dict[str, Any]):
             raise ValueError(f"columns of a SampleBatch differ in length: {shown}")
         if "seq_lens" in self and not self.zero_padded and all_lengths:
             rows, total = max(all_lengths), int(np.sum(self["seq_lens"]))
+            if np.min(self["seq_lens"], initial=0) < 0:
+                raise ValueError(f"seq_lens must not be negative, got {self['seq_lens']}")
             if rows != total:
                 raise ValueError(f"seq_lens add up to {total}, but the columns have {rows} rows")
 

@@ -303,7 +303,8 @@ class SampleBatch(Columns):
 
         A column that some batches lack is dropped if it is lazy in another batch; otherwise, it is
         filled with zeros, or with the values of rows that come from no replay buffer: `weights` and
-        `n_steps` with 1, `batch_indexes` with -1, `loss_mask` with True (warns once per column).
+        `n_steps` with 1, `batch_indexes` with -1, `loss_mask` with True, `infos` with {} (warns
+        once per column).
 
         Raises:
             ValueError: the batches differ in padding, or only some have sequences.

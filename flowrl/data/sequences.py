@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.data.columns import expand_runs, map_leaves
-from flowrl.data.sample_batch import SampleBatch
+from flowrl.data.sample_batch import Batch, SampleBatch
 
 LOSS_MASK = "loss_mask"
 TRAJECTORY_KEYS = ("eps_id", "unroll_id", "agent_index", "t")  # arguments of sequence_lengths
@@ -205,7 +205,7 @@ def _select(
 def sequence_minibatches(
     batch: SampleBatch, size: int, rng: np.random.Generator | None = None, shuffle: bool = True
 ) -> Iterator[SampleBatch]:
-    """Iterate over minibatches of whole sequences.
+    """Iterate over minibatches of whole sequences. Each has a row to learn from.
 
     Args:
         batch: batch with `seq_lens`.
@@ -230,9 +230,18 @@ def sequence_minibatches(
     for number, sequence in enumerate(order, 1):
         chosen.append(sequence)
         rows += int(loss_rows[sequence])
-        if rows >= size or number == len(order):
+        if rows >= size or (rows and number == len(order)):
             yield take_sequences(batch, np.array(chosen))
             chosen, rows = [], 0
+
+
+def count_loss_rows(batch: Batch) -> int:
+    """Return the number of rows to learn from, of all policies: those whose `loss_mask` is not
+    False."""
+    return sum(
+        int(np.count_nonzero(rows[LOSS_MASK])) if LOSS_MASK in rows else rows.count
+        for rows in batch.policy_batches.values()
+    )
 
 
 def loss_rows_of_sequences(batch: SampleBatch) -> np.ndarray:

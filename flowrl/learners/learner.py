@@ -11,6 +11,7 @@ import numpy as np
 
 from flowrl.data import Batch, MultiAgentBatch, SampleBatch
 from flowrl.data.item_checks import check_batch
+from flowrl.data.sequences import count_loss_rows
 from flowrl.errors import add_note
 from flowrl.iter import Source
 from flowrl.learners.gradients import Gradients
@@ -46,7 +47,7 @@ class PolicyUpdate:
     Attributes:
         stats: statistics, means over the minibatches of the last pass; with `policy_lags`, also
             their mean and maximum.
-        rows: rows that the policy learned from.
+        rows: rows of the policy in the batch, burn-in included.
         replayed_rows: how many of them were drawn from a replay buffer.
         policy_lags: for each fragment that the rows come from, the number of optimizer steps made
             since it was sampled. Fragments drawn from a buffer have none.
@@ -136,7 +137,7 @@ class Learner:
 
         Raises:
             TypeError: `batch` is not a batch.
-            KeyError: `policies` or the batch names a policy that does not exist.
+            KeyError: `policies` or, if it is None, the batch names a policy that does not exist.
         """
         raise NotImplementedError(f"{type(self).__name__} has no update(batch)")
 
@@ -194,7 +195,7 @@ class LocalLearner(Learner):
                     stats = {**stats, "num_skipped_updates": skipped}
                 updates[policy_id] = PolicyUpdate(
                     stats,
-                    gradients.rows[policy_id],
+                    gradients.rows_by_policy.get(policy_id, gradients.rows[policy_id]),
                     policy_lags=lags,
                     row_stats=gradients.row_stats.get(policy_id, {}),
                 )
@@ -280,7 +281,7 @@ def compute_gradients(
             gradient, stats = policy.compute_gradients(rows)
             gradients.by_policy[policy_id] = gradient
             gradients.stats[policy_id] = {**stats, **callback_stats}
-            gradients.rows[policy_id] = rows.count
+            gradients.rows[policy_id] = count_loss_rows(rows)
             if policy.row_stats:
                 gradients.row_stats[policy_id] = policy.row_stats
     gradients.seconds = time.perf_counter() - started
@@ -294,7 +295,8 @@ def select_rows(
 
     Raises:
         TypeError: `batch` is not a batch.
-        KeyError: `policies` or the batch names a policy that the worker does not have.
+        KeyError: `policies` or, if it is None, the batch names a policy that the worker does not
+            have.
     """
     check_batch(batch, "a learner")
     check_policies_exist(worker, batch.policy_batches if policies is None else policies)

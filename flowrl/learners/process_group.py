@@ -96,7 +96,8 @@ class ProcessGroup:
         return [count > 0 for count in self.all_reduce(counts).tolist()]
 
     def std_mean(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return standard deviation and mean of all processes' values [n], as torch.std_mean."""
+        """Return standard deviation and mean of all processes' values [n], as torch.std_mean; the
+        standard deviation of one value is 0."""
         wide = values.detach().double()
         sums = torch.stack([wide.new_tensor(float(len(wide))), wide.sum(), (wide * wide).sum()])
         count, total, squares = self.all_reduce(sums.to(self.device)).tolist()

@@ -164,7 +164,9 @@ class LearnerThread:
     ):
         check_workers(workers, type(self).__name__)
         check_int("queue_size", queue_size)
-        cycles = isinstance(minibatch_buffer_size, int) and minibatch_buffer_size > 1
+        check_int("minibatch_buffer_size", minibatch_buffer_size)
+        check_int("num_sgd_iter", num_sgd_iter)
+        cycles = minibatch_buffer_size > 1
         self._minibatches = MinibatchBuffer(minibatch_buffer_size, num_sgd_iter if cycles else 1)
         self.learner = make_learner(
             workers,

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 
 import numpy as np
 
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
+from flowrl.data.columns import PER_SEQUENCE
+from flowrl.data.sequences import without_padding
 from flowrl.errors import ConfigError, OfflineDataError
 from flowrl.offline.parquet import parquet_files, read_rows_of, read_run_id
 from flowrl.offline.recorded_rows import rows_for_policy
@@ -72,12 +75,12 @@ def estimate(
     """
     if not isinstance(policy, Policy):
         raise ConfigError(f"estimate: expected a Policy (algorithm.get_policy()), got {policy!r}")
-    if gamma is not None and not (isinstance(gamma, float | int) and 0 <= gamma <= 1):
+    if gamma is not None and not (isinstance(gamma, Real) and 0 <= gamma <= 1):
         raise ConfigError(f"gamma: expected a number from 0 to 1, got {gamma!r}")
-    methods = [methods] if isinstance(methods, str) else list(methods)
-    unknown = [name for name in methods if name not in METHODS]
-    if unknown or not methods:
-        raise ConfigError(f"methods: expected some of {', '.join(METHODS)}, got {methods}")
+    chosen = [methods] if isinstance(methods, str) or not isinstance(methods, Iterable) else methods
+    chosen = list(chosen)
+    if not chosen or any(name not in METHODS for name in chosen):
+        raise ConfigError(f"methods: expected some of {', '.join(METHODS)}, got {methods!r}")
     _check_policy(policy)
     if isinstance(experience, (SampleBatch, MultiAgentBatch)):
         experience = [experience]
@@ -108,7 +111,7 @@ def estimate(
     returns = np.add.reduceat(discounted, episodes.starts)
     v_behavior = float(returns.mean())
     results: dict[str, dict[str, float]] = {}
-    for method in methods:
+    for method in chosen:
         with np.errstate(over="ignore", invalid="ignore"):
             relative = log_weights if method == "is" else episodes.relative_to_mean(log_weights)
             weights = np.exp(relative)
@@ -241,11 +244,18 @@ def _select_columns(policy: Policy, run: int, batch: SampleBatch) -> dict[str, n
         )
     missing = sorted(set(REQUIRED_COLUMNS) - set(batch))
     if missing:
+        hint = ""
+        if "action_logp" in missing:
+            hint = (
+                ". PPO, A2C, A3C, IMPALA, APPO and DD-PPO record likelihoods; DQN, SAC and TD3 do "
+                "not"
+            )
         raise OfflineDataError(
             f"there is no column {missing[0]!r} among {sorted(batch)}: estimate needs "
-            f"{', '.join(REQUIRED_COLUMNS)}. PPO, A2C, A3C, IMPALA, APPO and DD-PPO record "
-            "likelihoods; DQN, SAC and TD3 do not"
+            f"{', '.join(REQUIRED_COLUMNS)}{hint}"
         )
+    batch = without_padding(batch)
+    batch = batch.without_columns(*(name for name in batch if name.startswith(PER_SEQUENCE)))
     if batch.count:
         batch = rows_for_policy(batch, policy, policy.observation_filter is not None)
     for name in ("rewards", "action_logp"):

@@ -45,7 +45,8 @@ class ParquetWriter:
 
     Args:
         folder: folder of the files, created if necessary.
-        rows_per_file: a file is written when a policy has this many rows, or at `flush()`.
+        rows_per_file: a file is written when a policy has this many rows, when its columns change,
+            or at `flush()`.
 
     Raises:
         ConfigError: the extra `offline` is not installed.

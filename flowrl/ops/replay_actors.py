@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from flowrl.data import Batch, BatchRef
+from flowrl.data.sequences import count_loss_rows
 from flowrl.errors import add_note
 from flowrl.iter import Source, ray_health
 from flowrl.iter.in_process import InProcessActor, fetch
@@ -24,7 +25,6 @@ from flowrl.iter.recovery import is_death
 from flowrl.iter.waiting import ready_refs
 from flowrl.ops.replay_shard import AddReply, ReplayShard, Update
 from flowrl.replay import MultiAgentReplayBuffer
-from flowrl.replay.multi_agent import loss_rows
 from flowrl.replay.replay_ratio import NOTHING_TO_DRAW, ReplayRatio
 from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.setting_values import check_int
@@ -368,7 +368,7 @@ class ReplayActors:
             for _ in range(number - len(batches)):
                 self.ratio.note_drawn(-self.batch_rows, batches=-1)
         for batch in batches:
-            self.ratio.note_drawn(loss_rows(batch) - self.batch_rows, batches=0)
+            self.ratio.note_drawn(count_loss_rows(batch) - self.batch_rows, batches=0)
             batch.sources = (source,)
             if node != self._node:
                 count_bytes_between_nodes(batch.size_bytes())

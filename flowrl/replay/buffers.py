@@ -12,7 +12,7 @@ import numpy as np
 
 from flowrl.data.sample_batch import SampleBatch
 from flowrl.interrupts import delayed_interrupts
-from flowrl.replay.replay_ratio import EMPTY
+from flowrl.replay.replay_ratio import EMPTY, NOTHING_TO_DRAW
 from flowrl.replay.ring_buffer import RingBuffer
 from flowrl.replay.schema import DONE_FLAGS
 from flowrl.replay.sequence_index import STATE, SequenceIndex
@@ -214,13 +214,8 @@ class ReplayBuffer:
                     self._store(batches, [batch.count for batch in batches])
                 finally:  # after an error, such as a full disk, the other rows stay pending
                     num_stored = self._ring.num_added - before
-                    if num_stored and self._sequences is not None:  # sequences cannot be cut
-                        self._pending = []
-                        num_lost = self._pending_rows - num_stored
-                        if num_lost:
-                            log.warning("%d rows cannot be stored and are dropped", num_lost)
-                    else:
-                        self._pending = _without_first(batches, num_stored)
+                    can_cut = self._sequences is None
+                    self._pending = _without_first(batches, num_stored, can_cut)
                     self._pending_rows = sum(batch.count for batch in self._pending)
 
     def _store(self, batches: list[SampleBatch], counts: list[int]) -> None:
@@ -228,12 +223,15 @@ class ReplayBuffer:
             self._ring.extend(batches, counts)
             return
         parts = [self._sequences.split(batch) for batch in batches]
-        first_rows = itertools.accumulate(counts, initial=self._ring.num_added)
+        first_rows = list(itertools.accumulate(counts, initial=self._ring.num_added))
         try:
             self._ring.extend([rows for rows, _ in parts], counts)
-            for (_, sequences), first_row in zip(parts, first_rows, strict=False):
-                self._sequences.extend(sequences, first_row)
-        finally:  # also if only a part was stored, which has overwritten older rows
+        finally:  # also if only some batches were stored, which have overwritten older rows
+            for (_, sequences), (first, end) in zip(
+                parts, itertools.pairwise(first_rows), strict=True
+            ):
+                if end <= self._ring.num_added:
+                    self._sequences.extend(sequences, first)
             self._sequences.remove_before(self._ring.num_added - len(self._ring))
 
     def item_ids(self) -> range:
@@ -250,13 +248,15 @@ class ReplayBuffer:
         The columns are copies.
 
         Raises:
-            ValueError: the buffer is empty, or num_items is below 1.
+            ValueError: the buffer is empty or has no whole item, or num_items is below 1.
         """
         if num_items < 1:
             raise ValueError(f"num_items must be at least 1, got {num_items}")
         if not len(self):
             raise ValueError(EMPTY)
         self._flush()
+        if not self.item_ids():
+            raise ValueError(NOTHING_TO_DRAW)
         slots, columns = self._draw(num_items)
         newest = self.item_ids().stop - 1
         # id of the item in a slot: the highest one that is at most `newest`
@@ -382,7 +382,7 @@ class ReplayBuffer:
                 )
         self._ring.load_state_dict(state["ring"])
         if self._sequences is not None:
-            self._sequences.load_state_dict(state["sequences"])
+            self._sequences.load_state_dict(state["sequences"], self._ring.num_added)
         self._pending, self._pending_rows = [], 0
         restore_stream(self.rng, state["rng"])
         self.num_sampled = int(state["num_sampled"])
@@ -394,11 +394,18 @@ class ReplayBuffer:
         return f"{type(self).__name__}(capacity={self.capacity}{settings})"
 
 
-def _without_first(batches: list[SampleBatch], count: int) -> list[SampleBatch]:
-    """Return the rows of batches without the first ones, which a RingBuffer has stored."""
+def _without_first(batches: list[SampleBatch], count: int, can_cut: bool) -> list[SampleBatch]:
+    """Return the rows of batches without the first ones, which a RingBuffer has stored.
+
+    Args:
+        batches: the batches.
+        count: number of stored rows.
+        can_cut: leave out the stored rows of a batch of which only a part was stored; otherwise
+            keep it whole.
+    """
     left = []
     for batch in batches:
         if count < batch.count:  # a batch that is stored in parts is sorted
-            left.append(sort_rows(batch)[count:] if count else batch)
+            left.append(sort_rows(batch)[count:] if count and can_cut else batch)
         count = max(0, count - batch.count)
     return left

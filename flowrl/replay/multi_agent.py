@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from flowrl.data.sample_batch import Batch, MultiAgentBatch, SampleBatch
+from flowrl.data.sequences import count_loss_rows
 from flowrl.interrupts import delayed_interrupts
 from flowrl.replay.buffers import ReplayBuffer
 from flowrl.replay.env_step_index import EnvStepIndex
@@ -126,13 +127,15 @@ class MultiAgentReplayBuffer:
         index.check(policy_batches)
         policy_batches = {pid: sort_rows(rows) for pid, rows in policy_batches.items()}
         first_rows = {policy_id: buffer.num_added for policy_id, buffer in buffers.items()}
-        for policy_id, rows in policy_batches.items():
-            buffers[policy_id].add(rows)
-        index.extend(policy_batches, first_rows)
-        index.remove_before(
-            {pid: buffer.num_added - len(buffer) for pid, buffer in buffers.items()}
-        )
-        self._env_steps = index
+        try:
+            for policy_id, rows in policy_batches.items():
+                buffers[policy_id].add(rows)
+            index.extend(policy_batches, first_rows)
+            self._env_steps = index
+        finally:  # also if only some policies' rows were stored, which have overwritten older ones
+            index.remove_before(
+                {pid: buffer.num_added - len(buffer) for pid, buffer in buffers.items()}
+            )
 
     def can_sample(self, alternate: bool = True) -> bool:
         """Return whether a draw is due.
@@ -186,7 +189,7 @@ class MultiAgentReplayBuffer:
             row_ids = self._env_steps.draw(size, rng)
             drawn = {pid: self.buffers[pid].rows_by_id(ids) for pid, ids in row_ids.items()}
             steps = size
-        self.ratio.note_drawn(sum(map(loss_rows, drawn.values())))
+        self.ratio.note_drawn(sum(map(count_loss_rows, drawn.values())))
         return MultiAgentBatch.wrap_as_needed(drawn, steps)
 
     def update_priorities(
@@ -261,14 +264,6 @@ class MultiAgentReplayBuffer:
         if self.ratio.training_intensity is not None:
             settings += f", training_intensity={self.ratio.training_intensity:g}"
         return f"MultiAgentReplayBuffer(replay_batch_size={self.replay_batch_size}{settings})"
-
-
-def loss_rows(batch: Batch) -> int:
-    """Return the number of rows to learn from: without padding and burn-in."""
-    return sum(
-        int(np.count_nonzero(rows["loss_mask"])) if "loss_mask" in rows else rows.count
-        for rows in batch.policy_batches.values()
-    )
 
 
 def check_collection(policies: Any) -> None:

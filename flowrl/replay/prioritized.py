@@ -20,10 +20,10 @@ Beta = float | Sequence[Sequence[float]]
 class PrioritizedReplayBuffer(ReplayBuffer):
     """Rows drawn in proportion to priority^alpha (Schaul et al. 2016, arXiv 1511.05952).
 
-    New rows have the highest priority so far. A drawn batch has the column `weights` [B],
-    (N P(i))^-beta divided by the largest weight of the batch (section 3.4). Sequences and episodes
-    have one priority each: 0.9 of the maximum of their rows and 0.1 of the mean (Kapturowski et al.
-    2019, section 2.3).
+    New rows have the highest priority so far, at least 1. A drawn batch has the column `weights`
+    [B], (N P(i))^-beta divided by the largest weight of the batch (section 3.4). Sequences and
+    episodes have one priority each: 0.9 of the maximum of their rows and 0.1 of the mean
+    (Kapturowski et al. 2019, section 2.3).
 
     Args:
         capacity: see ReplayBuffer.
@@ -55,18 +55,18 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     ):
         super().__init__(capacity, **settings)
         try:
-            points = [(0, beta)] if np.ndim(beta) == 0 else beta
-            self._beta = np.asarray(points, np.float64).reshape(-1, 2).T
-            ascending = (np.diff(self._beta[0]) > 0).all()
-            numbers = [*self._beta.ravel(), alpha, eps]
-            valid = ascending and all(0 <= number < np.inf for number in numbers)
+            points = np.asarray([(0, beta)] if np.ndim(beta) == 0 else beta, np.float64)
+            valid = points.ndim == 2 and points.shape[1] == 2 and (np.diff(points[:, 0]) > 0).all()
+            valid = valid and all(0 <= x < np.inf for x in (*points.ravel(), alpha, eps))
         except (TypeError, ValueError):  # not numbers
             valid = False
-        if not valid or not self._beta.size:
+        if not valid:
             raise ValueError(
-                "alpha, beta and eps must be finite numbers of at least 0, and the points of beta "
-                f"ascending, got {alpha!r}, {beta!r} and {eps!r}"
+                "alpha, beta and eps must be finite numbers of at least 0; beta may be points "
+                "[(rows stored, value), …] with ascending numbers of rows. Got "
+                f"{alpha!r}, {beta!r} and {eps!r}"
             )
+        self._beta = points.T
         self.alpha, self.eps = float(alpha), float(eps)
         self._tree = SumTree(self.capacity)
         self._max_weight = 1.0  # highest priority^alpha so far
@@ -120,8 +120,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             priorities: priorities [n] of the rows, at least 0.
 
         Raises:
-            ValueError: the lengths differ, a priority is negative or not finite, or an id was never
-                stored. Nothing is changed.
+            ValueError: the lengths differ, a priority is negative, not finite or too large for
+                `alpha`, or an id was never stored. Nothing is changed.
         """
         self._flush()
         ids = np.asarray(batch_indexes)
@@ -153,8 +153,11 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         if self._sequences is not None:
             ids, priorities = _priorities_per_item(ids, priorities)
             high = priorities.max()
-        weights = priorities + self.eps
-        weights **= self.alpha
+        with np.errstate(over="ignore"):
+            weights = (priorities + self.eps) ** self.alpha
+            most = weights.max() * self.capacity  # the sum if all rows have this weight
+        if most == np.inf:
+            raise ValueError(f"priorities up to {high} are too large for alpha={self.alpha}")
         if oldest < stored.start:
             present = ids >= stored.start
             ids, weights = ids[present], weights[present]

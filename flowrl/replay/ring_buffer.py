@@ -388,9 +388,12 @@ class RingBuffer:
                 kinds, _ = FLAT_KINDS.get(name, (_ANY_KIND, ""))
                 if not has_one_axis or leaf.dtype.kind not in kinds:
                     raise ValueError(f"the column {name!r} is {leaf.dtype} of shape {leaf.shape}")
+        rows = min(int(state["num_added"]), self.capacity)
+        for name, leaves in state["columns"].items():
+            if any(len(leaf) != rows for leaf in leaves):
+                raise ValueError(f"the column {name!r} does not have {rows} rows")
         ring = RingBuffer(self.capacity, self.directory, self._link_rule)
         ring._successors.load_state_dict(state["successors"], state["num_added"])
-        rows = min(int(state["num_added"]), self.capacity)
         final_slots = ring._successors.final_slots(rows)
         columns = {name: ring._empty_leaves(name, like) for name, like in state["columns"].items()}
         if "frames" in state:

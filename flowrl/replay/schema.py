@@ -43,7 +43,7 @@ def check_first_batch(batch: SampleBatch, in_files: bool) -> None:
     if recurrent:
         raise ValueError(
             f"a batch of sequences (columns {', '.join(recurrent)}) for a buffer of single rows: "
-            'for recurrent policies give the buffer storage_unit="sequences"'
+            'for recurrent policies use a ReplayBuffer with storage_unit="sequences"'
         )
     for name in names & set(FLAT_KINDS):
         column = np.asarray(batch[name])
@@ -78,8 +78,8 @@ def _fits(leaf: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
 
 
 def _can_be_stored(new: np.dtype[Any], stored: np.dtype[Any]) -> bool:
-    """Return whether values of a dtype can be stored as another one: integers and strings only
-    without loss."""
+    """Return whether values of a dtype can be stored as another one: integers as integers, and
+    strings, only without loss."""
     if (new.kind in "SU") != (stored.kind in "SU"):
         return False
     are_exact = new.kind in "SU" or (new.kind in "iu" and stored.kind in "iu")

@@ -11,7 +11,7 @@ from flowrl.data.sample_batch import SampleBatch
 from flowrl.data.sequences import burn_in_spans, sequence_lengths
 from flowrl.replay.schema import DONE_FLAGS
 from flowrl.replay.trajectories import row_order, sort_rows
-from flowrl.state_schema import Fields, Natural, check_own_state
+from flowrl.state_schema import Fields, Natural, StateError, check_own_state
 
 STATE = "state_in_"
 
@@ -81,8 +81,8 @@ class SequenceIndex:
 
         Raises:
             ValueError: the batch has no `eps_id`, is padded, has longer sequences than
-                `max_seq_len`, lacks states, has incomplete episodes, or an item exceeds the ring
-                buffer's capacity.
+                `max_seq_len`, lacks states, has incomplete episodes or overlapping parts of an
+                episode, or an item exceeds the ring buffer's capacity.
         """
         if batch.zero_padded or "loss_mask" in batch:
             raise ValueError("a batch with padding or burn-in: store it as it was sampled")
@@ -96,6 +96,11 @@ class SequenceIndex:
             self._check_complete(order, lengths)
         elif "seq_lens" in batch:
             lengths = batch["seq_lens"]
+            rows = len(batch["eps_id"])
+            if lengths.min() < 1 or lengths.sum() != rows:
+                raise ValueError(
+                    f"seq_lens must be at least 1 and add up to {rows} rows, got {lengths}"
+                )
             if self.burn_in or lengths.max() > self.max_seq_len:
                 raise ValueError(
                     f"sequences of up to {lengths.max()} rows without burn-in, where the buffer has"
@@ -110,6 +115,22 @@ class SequenceIndex:
                 f"{self.capacity}"
             )
         self._check_states(batch)
+        if self.storage_unit == "sequences":
+            self._check_order(batch)
+
+    def _check_order(self, batch: SampleBatch) -> None:
+        """Raise ValueError if the order in which the rows are stored would split a sequence."""
+        order = row_order(self.rows_of(batch))
+        if order is None:
+            return
+        position = np.empty(len(order), np.int64)
+        position[order] = np.arange(len(order))
+        starts, lengths, _ = self._spans(batch)
+        if np.any(position[starts + lengths - 1] - position[starts] != lengths - 1):
+            raise ValueError(
+                "the batch has overlapping parts of an episode, the later part first: give copies "
+                "of steps an eps_id of their own"
+            )
 
     @staticmethod
     def _check_complete(batch: SampleBatch, lengths: np.ndarray) -> None:
@@ -159,7 +180,7 @@ class SequenceIndex:
         if "seq_lens" not in batch:
             states = {name: column[starts] for name, column in states.items()}
         order = row_order(rows)
-        if order is not None:  # sequences stay contiguous: each has one trajectory, sorted by time
+        if order is not None:  # sequences stay contiguous, see `_check_order`
             rows = rows.take_rows(order)
             position = np.empty(len(order), np.int64)
             position[order] = np.arange(len(order))
@@ -262,9 +283,23 @@ class SequenceIndex:
             "states": {name: column[items % len(column)] for name, column in self.states.items()},
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state_dict` of an index with the same settings."""
+    def load_state_dict(self, state: dict[str, Any], num_rows: int) -> None:
+        """Restore the result of `state_dict` of an index with the same settings.
+
+        Args:
+            state: the state.
+            num_rows: rows ever stored in the ring buffer.
+
+        Raises:
+            ValueError: the fields do not fit each other, or `num_rows`.
+        """
         check_own_state(self, state)
+        names = ("first_rows", "lengths", "burn_ins")
+        arrays = [*(state[name] for name in names), *state["states"].values()]
+        count = len(state["first_rows"])
+        ends = [int((state["first_rows"] + state["lengths"]).max())] if count else []
+        if any(len(array) != count for array in arrays) or any(end > num_rows for end in ends):
+            raise StateError(f"the sequences are not {count} sequences of {num_rows} rows")
         self.first = int(state["first"])
         self.num_added = self.first + len(state["first_rows"])
         items = np.arange(self.first, self.num_added)

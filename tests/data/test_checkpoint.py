@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.data import MultiAgentBatch, SampleBatch, checkpoint
 from flowrl.data.checkpoint import (
     LARGE_BYTES,
     CheckpointError,
@@ -427,3 +427,27 @@ def test_infos_that_cannot_be_saved_are_dropped(tmp_path):
     write_checkpoint(tmp_path / "c", {"part": SampleBatch(obs=np.zeros(2), infos=infos)}, {})
     read = read_checkpoint(tmp_path / "c")[0]["part"]
     assert read["infos"].tolist() == [{}, {"b": 3}]
+
+
+@pytest.mark.parametrize("files", [None, [], {"a": 3}, {"state-1.json": {"bytes": 3}}])
+def test_manifest_with_damaged_fields_is_rejected(tmp_path, files):
+    path = write_example(tmp_path)
+    manifest = {"format": checkpoint.FORMAT, "files": files}
+    if files is None:
+        manifest.pop("files")
+    write_manifest(path, manifest)
+    with pytest.raises(CheckpointError, match=r"files.*: the manifest is damaged"):
+        read_checkpoint(path)
+    assert not is_checkpoint(path)
+
+
+def test_manifest_without_a_state_is_rejected(tmp_path):
+    path = write_example(tmp_path)
+    write_manifest(path, {"format": checkpoint.FORMAT, "files": {}})
+    with pytest.raises(CheckpointError, match="it names no file with the state"):
+        read_checkpoint(path)
+
+
+def test_metadata_cannot_change_the_format(tmp_path):
+    path = write_checkpoint(tmp_path / "c", {"a": 1}, {"format": 4, "files": 1})
+    assert read_checkpoint(path)[0] == {"a": 1}

@@ -1,5 +1,6 @@
 """Off-policy evaluation: importance sampling, incomplete episodes, invalid input."""
 
+import re
 import tracemalloc
 
 import numpy as np
@@ -12,7 +13,9 @@ from flowrl.algorithms.dqn import DQNTorchPolicy
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.algorithms.td3 import TD3TorchPolicy
 from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.data.sequences import sequence_lengths
 from flowrl.errors import ConfigError, OfflineDataError
+from flowrl.offline import off_policy_evaluation
 from flowrl.offline.off_policy_evaluation import estimate
 from flowrl.offline.parquet import parquet_files, read_parquet, write_parquet
 from flowrl.offline.parquet_writer import ParquetWriter
@@ -316,15 +319,18 @@ def test_recorded_ppo_run_is_evaluated(tmp_path):
 
 def test_invalid_policies_and_experience_are_rejected(policy, tmp_path):
     episodes = random_episodes(3)
-    with pytest.raises(ConfigError, match="is, wis"):
-        estimate(policy, episodes, methods=["dm"])
+    for methods in (["dm"], "dm", [], None, 3, [["is"]]):
+        with pytest.raises(ConfigError, match=f"is, wis, got {re.escape(repr(methods))}"):
+            estimate(policy, episodes, methods=methods)
     with pytest.raises(ConfigError, match=r"expected a Policy \(algorithm\.get_policy"):
         estimate("ppo", episodes)
     with pytest.raises(ConfigError, match="Minari datasets do not store action likelihoods"):
         estimate(policy, "minari:tests/pendulum-v0")
     assert estimate(policy, episodes, methods="is").keys() == {"is"}
-    with pytest.raises(OfflineDataError, match="action_logp"):
+    with pytest.raises(OfflineDataError, match=r"action_logp.*PPO, A2C"):
         estimate(policy, [episodes[0].without_columns("action_logp")])
+    with pytest.raises(OfflineDataError, match=r"no column 'truncateds' .* eps_id, t$"):
+        estimate(policy, [episodes[0].without_columns("truncateds")])
     with pytest.raises(OfflineDataError, match="no complete episode"):
         estimate(policy, [e[1:] for e in episodes if e.count > 1])
     with pytest.raises(OfflineDataError, match="no rows"):
@@ -398,3 +404,13 @@ def test_memory_does_not_depend_on_the_longest_episode(policy):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 20 * batch.size_bytes()
+
+
+def test_sequences_and_padding_do_not_change_the_estimate(policy, monkeypatch):
+    monkeypatch.setattr(off_policy_evaluation, "ROWS_AT_A_TIME", 7)
+    episodes = SampleBatch.concat_samples(random_episodes(20))
+    expected = estimate(policy, episodes, gamma=np.float32(0.9))
+    lengths = sequence_lengths(5, episodes["eps_id"])
+    sequences = episodes.with_columns(seq_lens=lengths)
+    for batch in (sequences, sequences.right_zero_pad(5)):
+        assert estimate(policy, batch, gamma=np.float32(0.9)) == expected

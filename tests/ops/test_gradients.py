@@ -77,6 +77,19 @@ def test_average_gradient_equals_gradient_of_all_rows():
             np.testing.assert_allclose(weights(workers)[name], weight, rtol=1e-5, atol=1e-6)
 
 
+def test_masked_rows_have_no_weight_in_an_average():
+    with make() as workers:
+        batch = next(ParallelRollouts(workers))
+        masked = batch.with_columns(loss_mask=np.arange(32) % 8 == 0)
+        compute = ComputeGradients(workers)
+        average = AverageGradients()([compute(masked[:8]), compute(masked[8:])])
+        whole = compute(masked)
+    assert average.rows == whole.rows == {"default_policy": 4}
+    assert average.agent_steps() == 32
+    gradients = [one.by_policy["default_policy"] for one in (average, whole)]
+    np.testing.assert_allclose(*gradients, rtol=1e-4, atol=1e-6)
+
+
 def test_equal_parts_are_averaged_equally():
     items = [Gradients({"p": np.array([v])}, {"p": 4}, {"p": {"a": v}}, 4) for v in (2.0, 4.0)]
     average = AverageGradients()(items)

@@ -9,6 +9,7 @@ from flowrl.policies.learning.epochs import (
     concat_row_stats,
     mean_stats,
     run_epochs,
+    shuffled_minibatches,
 )
 
 
@@ -60,3 +61,17 @@ def test_lengths_of_sequences_that_do_not_fit_the_rows_are_rejected():
         changed = batch.with_columns(seq_lens=np.array(lens))
         with pytest.raises(ValueError, match=f"P: seq_lens add up to {sum(lens)}, but .* 6 rows"):
             check_learnable(changed, "P", ())
+
+
+def test_minibatches_without_rows_to_learn_from_are_left_out():
+    mask = np.arange(20) < 5
+    batch = SampleBatch(rewards=np.arange(20.0), loss_mask=mask)
+    sequences = batch.with_columns(seq_lens=np.full(4, 5))
+    for rows in (batch, sequences):
+        for seed in range(5):
+            parts = list(shuffled_minibatches(rows, 4, np.random.default_rng(seed)))
+            assert all(part["loss_mask"].any() for part in parts)
+            learned = np.concatenate([part["rewards"][part["loss_mask"]] for part in parts])
+            assert sorted(learned) == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match="P: the batch has no rows to learn from, loss_mask is"):
+        check_learnable(batch.with_columns(loss_mask=np.zeros(20, bool)), "P", ())

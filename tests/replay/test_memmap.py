@@ -310,7 +310,7 @@ def test_disk_space_of_an_array_is_released_with_it(tmp_path):
     assert second.sum() == 10_000
 
 
-def test_episodes_of_which_a_full_disk_took_rows_are_not_drawn(tmp_path, monkeypatch, caplog):
+def test_episodes_of_which_a_full_disk_took_rows_are_stored_again(tmp_path, monkeypatch):
     def episode(number):
         steps = np.arange(7.0)
         return SampleBatch(
@@ -332,5 +332,29 @@ def test_episodes_of_which_a_full_disk_took_rows_are_not_drawn(tmp_path, monkeyp
         buffer.add(episode(6))
         with pytest.raises(OSError, match="No space"):
             buffer.sample(1)
-    assert "2 rows cannot be stored and are dropped" in caplog.text
-    assert all(len(set(buffer.sample(1)["eps_id"])) == 1 for _ in range(50))
+        assert buffer.item_ids() == range(4, 6)
+    episodes = [buffer.sample(1)["eps_id"].tolist() for _ in range(50)]
+    assert {tuple(ids) for ids in episodes} == {(5,) * 6, (6,) * 6}
+
+
+def test_batches_stored_before_a_full_disk_are_drawn(tmp_path, monkeypatch):
+    def rows(episode, count):
+        steps = np.arange(count + 1.0)
+        return SampleBatch(
+            obs=steps[:-1], new_obs=steps[1:], eps_id=np.full(count, episode), t=np.arange(count),
+            terminateds=np.zeros(count, bool), truncateds=np.zeros(count, bool),
+        )  # fmt: skip
+
+    settings = {"storage_unit": "sequences", "max_seq_len": 4, "directory": tmp_path, "seed": 0}
+    buffer = ReplayBuffer(24, **settings)
+    buffer.add(rows(0, 2))
+    buffer.add(rows(1, 12))
+    buffer.add(rows(2, 12))  # the second part replaces the first rows of the ring
+    calls = iter([buffer._ring._reserve])
+    with monkeypatch.context() as patch:
+        patch.setattr(buffer._ring, "_reserve", lambda *a: next(calls, disk_full)(*a))
+        with pytest.raises(OSError, match="No space"):
+            buffer.sample(1)
+        assert buffer._sequences.read(np.arange(4))[1].tolist() == [2, 4, 4, 4]
+    drawn = {int(id) for _ in range(60) for id in buffer.sample(1)["eps_id"]}
+    assert drawn == {1, 2}

@@ -147,3 +147,26 @@ def test_invalid_settings_are_rejected(arguments, match):
         make(policies="a")
     with pytest.raises(ValueError, match="empty"):
         make().sample()
+
+
+def test_lockstep_draws_continue_after_rows_of_one_policy_could_not_be_stored(monkeypatch):
+    def env_steps(first, count):
+        steps = {"eps_id": np.zeros(count, int), "t": np.arange(first, first + count)}
+        return MultiAgentBatch(
+            {pid: rows(count, first).with_columns(**steps) for pid in "ab"}, count
+        )
+
+    def full(batch):
+        raise OSError("No space left on device")
+
+    buffer = MultiAgentReplayBuffer(
+        lambda policy_id: ReplayBuffer(8, seed=0), mode="lockstep", replay_batch_size=4
+    )
+    buffer.add(env_steps(0, 8))
+    with monkeypatch.context() as patch:
+        patch.setattr(buffer.buffers["b"], "add", full)
+        with pytest.raises(OSError, match="No space"):
+            buffer.add(env_steps(8, 4))
+    drawn = [buffer.sample().policy_batches for _ in range(20)]
+    assert {int(t) for batches in drawn for t in batches["a"]["t"]} == {4, 5, 6, 7}
+    assert all((batches["a"]["t"] == batches["b"]["t"]).all() for batches in drawn)

@@ -170,3 +170,19 @@ def test_saved_weights_must_fit_the_items(weights):
     state = {**buffer.state_dict(), "weights": np.array(weights)}
     with pytest.raises(StateError, match="weights: they are not 4 numbers"):
         PrioritizedReplayBuffer(8).load_state_dict(state)
+
+
+@pytest.mark.parametrize("beta", [[0.4, 1.0], [0, 0.4, 100, 1.0], [], [(5, 0.4), (1, 1.0)], "x"])
+def test_beta_is_a_number_or_ascending_points(beta):
+    with pytest.raises(ValueError, match=r"points \[\(rows stored, value\), …\] with ascending"):
+        PrioritizedReplayBuffer(10, beta=beta)
+
+
+@pytest.mark.parametrize(("alpha", "priority"), [(1.0, 1.7e308), (2.0, 1e200)])
+def test_priorities_whose_sum_would_overflow_are_rejected(alpha, priority):
+    buffer = PrioritizedReplayBuffer(10, alpha=alpha, seed=0)
+    buffer.add(FragmentStream(1, [9]).fragment(5, "plain"))
+    with pytest.raises(ValueError, match=f"too large for alpha={alpha}"):
+        buffer.update_priorities(np.array([0, 1]), np.array([priority, priority]))
+    assert buffer.weights.tolist() == [1.0] * 5
+    assert buffer.sample(3).count == 3

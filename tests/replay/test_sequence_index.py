@@ -267,7 +267,7 @@ def test_invalid_sequences_are_rejected():
     ):
         with pytest.raises(ValueError, match=match):
             ReplayBuffer(40, **arguments)
-    with pytest.raises(ValueError, match="give the buffer storage_unit"):
+    with pytest.raises(ValueError, match="ReplayBuffer with storage_unit"):
         ReplayBuffer(40).add(batch)
 
 
@@ -294,3 +294,42 @@ def test_states_belong_to_their_sequences_and_take_room_for_stored_ones_only(loa
             drawn["state_in_0"], np.stack([drawn["eps_id"][first], drawn["t"][first]], 1)
         )
     assert len(buffer._sequences.states["state_in_0"]) < 3 * len(buffer)
+
+
+@pytest.mark.parametrize(
+    ("columns", "match"),
+    [
+        (
+            {"t": [2, 3, 0, 1, 2, 3], "unroll_id": [0, 0, 1, 1, 1, 1]},
+            "overlapping parts of an episode",
+        ),
+        ({"seq_lens": [4, 2, 0]}, r"at least 1 and add up to 6 rows, got \[4 2 0\]"),
+        ({"seq_lens": [2, 2]}, r"at least 1 and add up to 6 rows, got \[2 2\]"),
+    ],
+)
+def test_sequences_that_cannot_be_stored_whole_are_rejected(columns, match):
+    batch = SampleBatch(
+        obs=np.arange(6.0), new_obs=np.arange(1.0, 7.0), eps_id=np.zeros(6, int), t=np.arange(6)
+    )
+    batch = batch.with_columns(**{name: np.array(column) for name, column in columns.items()})
+    buffer = ReplayBuffer(20, storage_unit="sequences", max_seq_len=4)
+    with pytest.raises(ValueError, match=match):
+        buffer.add(batch)
+    assert buffer.num_added == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"first_rows": np.array([50])},
+        {"lengths": np.array([2, 2])},
+        {"states": {"state_in_0": np.zeros((2, 1), np.float32)}},
+    ],
+)
+def test_state_of_sequences_that_do_not_fit_the_rows_is_refused(change):
+    buffer = ReplayBuffer(20, storage_unit="sequences", max_seq_len=4)
+    buffer.add(fragment(FragmentStream(1, [9]), 3))
+    state = buffer.state_dict()
+    state["sequences"] |= change
+    with pytest.raises(ValueError, match=r"are not . sequences of 3 rows"):
+        ReplayBuffer(20, storage_unit="sequences", max_seq_len=4).load_state_dict(state)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from flowrl.data import SampleBatch
-from flowrl.data.sequences import sequence_minibatches
+from flowrl.data.sequences import LOSS_MASK, count_loss_rows, sequence_minibatches
 
 Stats = dict[str, float]
 
@@ -25,12 +25,14 @@ def check_learnable(batch: Any, name: str, scalar_columns: Sequence[str]) -> Non
 
     Raises:
         TypeError: it is no SampleBatch.
-        ValueError: it has no rows, or a column has another shape.
+        ValueError: it has no rows to learn from, or a column has another shape.
     """
     if not isinstance(batch, SampleBatch):
         raise TypeError(f"{name} learns from a SampleBatch, got a {type(batch).__name__}")
     if not batch.count:
         raise ValueError(f"{name}: the batch has no rows")
+    if LOSS_MASK in batch and not count_loss_rows(batch):
+        raise ValueError(f"{name}: the batch has no rows to learn from, loss_mask is all False")
     rewards = dict.get(batch, "rewards")  # the number of rows is the sum of the lengths
     has_sequences = "seq_lens" in batch and not batch.zero_padded
     if has_sequences and rewards is not None and len(rewards) != batch.count:
@@ -162,7 +164,8 @@ def shuffled_minibatches(
 ) -> Iterator[SampleBatch]:
     """Yield the rows of a batch in random order, `size` at a time; the last may be smaller.
 
-    Sequences stay whole. A minibatch of all rows keeps their order.
+    Sequences stay whole. A minibatch of all rows keeps their order. Minibatches without rows to
+    learn from, which `loss_mask` selects, are left out.
     """
     if size == batch.count:
         yield batch
@@ -172,4 +175,6 @@ def shuffled_minibatches(
         return
     shuffled = batch.take_rows(rng.permutation(batch.count))
     for start in range(0, batch.count, size):
-        yield shuffled[start : start + size]
+        rows = shuffled[start : start + size]
+        if LOSS_MASK not in batch or count_loss_rows(rows):
+            yield rows
