@@ -182,9 +182,9 @@ class _AlgorithmConfigRollouts(TypedDict, total=False):
     batch_mode: Literal["truncate_episodes", "complete_episodes"]
     """Sample fragments, which may start and end within episodes; or whole episodes of at least the fragment length in total."""
     horizon: int | None
-    """Env steps after which an episode is truncated; replaces the environment's own limit."""
+    """Env steps after which an episode is truncated; replaces the time limit of a Gymnasium environment. Limits inside a multi-agent environment stay."""
     soft_horizon: bool
-    """Start a new episode at the horizon without resetting the environment: no flag is set, and recurrent states and views continue."""
+    """Start a new episode at the horizon without resetting the environment: no flag is set, and recurrent states and views continue. A time limit above the horizon stays, and still truncates and resets."""
     no_done_at_end: bool
     """Do not mark the ends of episodes, so that values are bootstrapped there; environments are reset as usual."""
     sample_async: bool

@@ -60,6 +60,7 @@ class GymnasiumVectorEnv:
         # not that of `env`: EnvPool's is the space of a single environment
         self._batch_space = batch_space(self.observation_space, self.num_envs)
         self._check = ObservationCheck(self.observation_space)
+        self._batch_check = ObservationCheck(self._batch_space)
         self._shape = (self.num_envs, *(self.observation_space.shape or ()))
         self._seed = seed
         mode = env.metadata.get("autoreset_mode")
@@ -115,8 +116,9 @@ class GymnasiumVectorEnv:
         """Return observations indexed by environment: the array, or a list of nested ones.
 
         Raises:
-            ConfigError: the array has another shape, which numpy might broadcast, or a dtype that
-                cannot be cast to the space's, such as floats for integers.
+            ConfigError: an array has another shape, which numpy might broadcast, or a dtype that
+                cannot be cast to the space's, such as floats for integers; or the structure
+                differs.
         """
         if self._check.is_array:
             if getattr(observations, "shape", None) != self._shape:
@@ -132,6 +134,8 @@ class GymnasiumVectorEnv:
                     f"{observations.dtype}, expected {self._check.dtype}"
                 )
             return observations
+        if not self._batch_check.matches_shape_and_dtype(observations):
+            self._batch_check.check_structure(observations)
         return list(iterate(self._batch_space, observations))
 
     def _one_per_env(self, name: str, values: Any, kinds: str) -> np.ndarray:

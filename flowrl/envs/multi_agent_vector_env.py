@@ -171,10 +171,19 @@ class DirectMultiAgentVectorEnv(DirectEnvs):
         for agent, reward in rewards.items():
             if not -LARGEST_REWARD <= reward <= LARGEST_REWARD:
                 problem = f"for agent {agent!r} a reward that is not finite: {reward}"
-                raise invalid_step_error(f"sub-environment {index} returned {problem}", drops=True)
+                raise invalid_step_error(
+                    f"sub-environment {index} returned {problem}", can_drop=False
+                )
 
     def step(self, actions: list[dict[Any, Any]]) -> list[MultiAgentStep]:
-        return [self._step(index, env_actions) for index, env_actions in enumerate(actions)]
+        steps = []
+        for index, env_actions in enumerate(actions):
+            try:
+                steps.append(self._step(index, env_actions))
+            except ConfigError as error:
+                add_note(error, f"raised by {self._envs.label(index)}")
+                raise
+        return steps
 
     def _step(self, index: int, actions: dict[Any, Any]) -> MultiAgentStep:
         self._idle_steps[index] = 0 if actions else self._idle_steps[index] + 1

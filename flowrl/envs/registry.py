@@ -505,7 +505,7 @@ def apply_horizon(env: gym.Env, horizon: int | None, soft: bool) -> gym.Env:
     while isinstance(layer, gym.Wrapper):
         if not isinstance(layer, TimeLimit):
             skips = skips or _may_skip_steps(layer)
-        elif skips or (soft and get_max_steps(layer) < horizon):
+        elif skips or (soft and get_max_steps(layer) <= horizon):
             set_max_steps(layer, sys.maxsize)
         elif not soft:
             set_max_steps(layer, horizon)

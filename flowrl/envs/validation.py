@@ -33,14 +33,14 @@ class InvalidStepError(ValueError):
     """An observation or reward that is not finite or lies outside its space."""
 
 
-def invalid_step_error(problem: str, drops: bool = False) -> InvalidStepError:
+def invalid_step_error(problem: str, can_drop: bool = True) -> InvalidStepError:
     """Return the error for an invalid step; its message says what can be done.
 
     Args:
         problem: what the environment returned, and where.
-        drops: whether such steps are dropped already.
+        can_drop: whether to recommend "drop": it is not set already, and supported.
     """
-    or_drop = "" if drops else ', "drop" drops the episode'
+    or_drop = ', "drop" drops the episode' if can_drop else ""
     return InvalidStepError(
         f"{problem}. Correct the environment or its space, or set on_invalid_step: "
         f'"replace" clips such values to their space and sets non-finite ones to 0{or_drop}'
@@ -238,7 +238,7 @@ class ObservationCheck:
             problem = f"a reward that is not finite: {reward}"
         else:
             return
-        raise invalid_step_error(f"{returned} {problem}", drops=True)
+        raise invalid_step_error(f"{returned} {problem}", can_drop=False)
 
     def invalid_rows(self, observations: Any, axes: int, usable: bool = False) -> np.ndarray:
         """Return which observations are not `in_bounds`, as bools.
@@ -440,5 +440,12 @@ def check_reward(reward: Any) -> None:
     Raises:
         ConfigError: it is not.
     """
-    if reward is None or isinstance(reward, (str, bytes)) or np.ndim(reward) != 0:
-        raise ConfigError(f"env: step() returned the reward {reward!r}: a reward is one number")
+    is_number = not isinstance(reward, (str, bytes)) and np.ndim(reward) == 0
+    try:
+        float(reward)
+    except (TypeError, ValueError, OverflowError):  # None, or a complex number
+        is_number = False
+    if not is_number:
+        raise ConfigError(
+            f"env: step() returned the reward {reward!r:.60}: a reward is one real number"
+        )

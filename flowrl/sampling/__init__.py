@@ -2,7 +2,7 @@
 
 From an environment to a fragment (of single agents):
 
-    RolloutWorker.sample            postprocessing by callbacks, counters
+    RolloutWorker.sample            the callback on_sample_end, counters
     └ FragmentSampler.sample        one item of the sampler, or several whole episodes
       └ SyncSampler, AsyncSampler   now, or ahead of time in a thread
         └ ColumnSampler.collect     of EnvSampler, its base class
@@ -11,7 +11,7 @@ From an environment to a fragment (of single agents):
     ColumnShipping                  which columns of the fragment leave the worker
 
 Workers: worker_set, rollout_worker, worker_config, environments, policy_map, ids, rollout_pool,
-replayed_pool, spare_worker, weight_sync, worker_calls, placement.
+replayed_pool, spare_worker, weight_sync, worker_calls, worker_states, placement.
 Samplers: sampler (on request or ahead). fragment_sampler chooses a subclass of EnvSampler
 (env_sampler): column_sampler (one agent per environment), multi_agent_sampler (several agents or
 policies, views of other agents, or the callback on_postprocess_trajectory; with agent_episodes,

@@ -18,6 +18,7 @@ from flowrl.envs.validation import (
     OUTSIDE_WARNING,
     ObservationCheck,
     OnInvalidStep,
+    check_reward,
     invalid_step_error,
 )
 from flowrl.errors import ConfigError, add_note
@@ -134,6 +135,18 @@ class AgentChecks:
                 f"env: an observation of agent {agent!r} does not fit the space {check.space}: "
                 f"{error}"
             ) from error
+
+    def check_reward(self, env_index: int, agent: AgentID, reward: Any) -> None:
+        """Check that an agent's reward is a single number.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        try:
+            check_reward(reward)
+        except ConfigError as error:
+            add_note(error, f"returned{self._for_agent(agent)} by sub-environment {env_index}")
+            raise
 
     def stack_and_check(
         self, policy_lanes: PolicyLanes, lanes: list[int], observations: list[Any]

@@ -13,7 +13,7 @@ import numpy as np
 
 from flowrl.data.types import AgentID, EpisodeID, PolicyID
 from flowrl.envs.multi_agent_vector_env import MultiAgentStep, MultiAgentVectorEnv, ResetResult
-from flowrl.envs.validation import ObservationCheck, check_reward
+from flowrl.envs.validation import ObservationCheck, copied_info
 from flowrl.sampling.agent_batches import AgentBatches
 from flowrl.sampling.agent_checks import AgentChecks
 from flowrl.sampling.agent_records import AgentRecords
@@ -183,7 +183,7 @@ class AgentEpisodes:
     def _add_rewards(self, episode: RunningEpisode, step: MultiAgentStep) -> None:
         """Add rewards to each agent's latest action, also in later steps."""
         for agent, reward in step.rewards.items():
-            check_reward(reward)
+            self.checks.check_reward(episode.record.env_id, agent, reward)
             trajectory = episode.agents.get(agent)
             if trajectory is not None:
                 if self._replaces:
@@ -261,7 +261,7 @@ class AgentEpisodes:
         )
         if self.has_agent_views:
             episode.history.setdefault(agent, []).append(trajectory)
-        record.alive, record.info = True, info or {}
+        record.alive, record.info = True, copied_info(info) if info else {}
 
     def after_step(self, env_index: int, step: MultiAgentStep) -> None:
         """Call the callbacks after a step of an environment, and end its episode if it is over."""

@@ -74,6 +74,7 @@ class AgentRecords:
         record.total_reward = sum(episode.returns.values())
         for agent, agent_record in record.records.items():
             agent_record.total_reward = episode.returns.get(agent, 0.0)
+            agent_record.pending_reward = 0.0  # `update` adds it
         for trajectory in episode.agents.values():
             row = self._policies[trajectory.policy_id].current_rows[trajectory.lane]
             trajectory.recorded = int(row) if trajectory.alive else trajectory.end

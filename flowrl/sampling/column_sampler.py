@@ -19,6 +19,7 @@ from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
 from flowrl.data.columns import map_leaves
 from flowrl.data.fragment_columns import FragmentColumns
 from flowrl.data.serialization import savable_info
+from flowrl.envs.gymnasium_vector_env import GymnasiumVectorEnv
 from flowrl.envs.validation import ObservationCheck
 from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv, VectorStep
 from flowrl.errors import add_note
@@ -98,7 +99,10 @@ class ColumnSampler(EnvSampler):
         self._num_faulty = 0
         self._obs_check = ObservationCheck(vector_env.observation_space)
         self._step_checks = StepChecks(
-            self._obs_check, settings.on_invalid_step, policy.worker_index
+            self._obs_check,
+            settings.on_invalid_step,
+            policy.worker_index,
+            can_drop=not isinstance(vector_env, GymnasiumVectorEnv),
         )
         self._by_segment = postprocesses_segments(policy)
         self._builder = FragmentBuilder(
@@ -398,8 +402,10 @@ class ColumnSampler(EnvSampler):
         if self._callbacks is not None:
             for env in restarted if has_records else range(self.vector_env.num_envs):
                 length = int(self._num_rows - self._tracker.starts[env])
-                so_far = float(self._returns.so_far[env]) if length else 0.0
-                self._callbacks.start(env, self._num_rows, restarted, length, so_far)
+                rows = columns.part("rewards", int(self._tracker.starts[env]), self._num_rows)
+                so_far = float(self._returns.so_far[env] + rows[:, env].sum(dtype=np.float64))
+                start = env, self._num_rows, restarted, length, so_far if length else 0.0
+                self._callbacks.start(*start)
         self._is_running = True
         return len(restarted)
 

@@ -217,7 +217,8 @@ class FragmentSampler:
         """
         returned, reported = list(self._returned_steps), list(self._reported_steps)
         if self._settings.sample_async and self._env_sampler is not None:
-            lost = self._env_sampler.env_steps - returned[0]  # those of the items
+            ready = sum(item.env_steps() for item in self._episodes_ready)
+            lost = self._env_sampler.env_steps - ready - returned[0]  # those of the items
             returned[0] += lost
             reported[0] += lost  # no reply will report them
         return {
@@ -272,7 +273,7 @@ class FragmentSampler:
             KeyError, ValueError: it belongs to other settings or environments.
         """
         unroll_ids, self.unroll_ids = self.unroll_ids, IdCounter(state["next_unroll"])
-        env_sampler, restarted, agent_envs = None, 0, self._envs.agent_envs
+        previous, agent_envs, restarted = self._env_sampler, self._envs.agent_envs, 0
         try:
             if state["env_sampler"] is not None:
                 num_steps = 0 if "open" in state["env_sampler"] else state["returned_steps"][0]
@@ -281,21 +282,21 @@ class FragmentSampler:
                     self._envs.reopen(num_steps)
                 elif seed_steps != self._envs.seed_steps:
                     self._envs.reopen(seed_steps)
-                env_sampler = self._make_env_sampler()
-                restarted = env_sampler.load_state_dict(state["env_sampler"])
+                self._env_sampler = self._make_env_sampler()  # callbacks look up its episodes
+                restarted = self._env_sampler.load_state_dict(state["env_sampler"])
                 if num_steps:
                     restarted = self._envs.agent_envs.num_envs
-            elif self._env_sampler is not None:
+            elif previous is not None:
                 self._envs.reopen()
+                self._env_sampler = None
         except Exception:
-            self.unroll_ids = unroll_ids
+            self.unroll_ids, self._env_sampler = unroll_ids, previous
             if self._envs.agent_envs is not agent_envs:
                 self._env_sampler = None  # it has the environments of before
                 self._reset_counts()
             elif self._env_sampler is not None:
                 self._env_sampler.start_again()
             raise
-        self._env_sampler = env_sampler
         self._returned_steps = list(state["returned_steps"])
         self._reported_steps = list(state["reported_steps"])
         self._reported_failures = self._failures()

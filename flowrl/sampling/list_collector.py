@@ -62,9 +62,9 @@ class _CollectedSegment:
 class SimpleListCollector(SampleCollector):
     """Stores rows in lists by agent; see SampleCollector for the arguments.
 
-    The batches equal those of flowrl's columns. But with `normalize_rewards` and
-    `complete_episodes`, the rewards of an episode are scaled by the statistics at its end. Use it
-    to compare, or as a base class.
+    The batches equal those of flowrl's columns. But with `normalize_rewards`, and
+    `complete_episodes` or a policy that overrides `postprocess_trajectory`, the rewards of an
+    episode are scaled by the statistics at its end. Use it to compare, or as a base class.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):

@@ -18,7 +18,7 @@ import numpy as np
 from flowrl.data import MultiAgentBatch
 from flowrl.data.types import AgentID, PolicyID
 from flowrl.envs.multi_agent_vector_env import MultiAgentStep, MultiAgentVectorEnv
-from flowrl.envs.validation import NUMBERS, check_reward, copied_info
+from flowrl.envs.validation import NUMBERS, copied_info
 from flowrl.errors import add_note
 from flowrl.sampling.agent_batches import AgentBatches, trajectories_of
 from flowrl.sampling.agent_checks import AgentChecks
@@ -300,9 +300,10 @@ class MultiAgentSampler(EnvSampler):
 
     def _store_regular(self, lanes: PolicyLanes, results: _Results) -> None:
         """Check and store what regular steps returned for the agents of one policy."""
-        for reward in results.rewards:
+        for lane, reward in zip(results.lanes, results.rewards, strict=True):
             if reward.__class__ not in NUMBERS:  # numpy would convert None and text
-                check_reward(reward)
+                agent = next(one.agent_id for one in lanes.waiting if one.lane == lane)
+                self._episodes.checks.check_reward(int(lanes.envs[lane]), agent, reward)
         observations = lanes.stacked(results.observations)
         if observations is None:
             checks = self._episodes.checks

@@ -228,7 +228,8 @@ class RolloutWorker:
             Exception: an error of a policy, a callback or an environment (the latter only after
                 `max_num_env_restarts` failures), with a note of worker, sub-environment and step.
                 Rows not returned yet are dropped, except for complete episodes with
-                `sample_async`, and the next call starts new episodes.
+                `sample_async`, and the next call starts new episodes; after an error of
+                `on_sample_end`, it continues the running ones.
         """
         started = time.time()
         try:

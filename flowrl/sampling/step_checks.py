@@ -27,10 +27,17 @@ class StepChecks:
         check: the check of observations.
         on_invalid_step: the setting; "warn" accepts observations outside of the bounds of a Box.
         worker_index: for the warning.
+        can_drop: whether the environments support "drop", which messages then recommend.
     """
 
-    def __init__(self, check: ObservationCheck, on_invalid_step: OnInvalidStep, worker_index: int):
-        self._check = check
+    def __init__(
+        self,
+        check: ObservationCheck,
+        on_invalid_step: OnInvalidStep,
+        worker_index: int,
+        can_drop: bool,
+    ):
+        self._check, self._can_drop = check, can_drop
         self._warn_only = on_invalid_step == "warn"
         self._worker_index = worker_index
         self._warned = False
@@ -81,7 +88,8 @@ class StepChecks:
         if problems:
             row, env, what = min(problems)
             raise invalid_step_error(
-                f"sub-environment {env} returned {what}, at step {row - first} of a fragment"
+                f"sub-environment {env} returned {what}, at step {row - first} of a fragment",
+                can_drop=self._can_drop,
             )
 
     def check_observations(self, observations: Any, row: int) -> None:
@@ -97,7 +105,8 @@ class StepChecks:
         for env in self._check.invalid_rows(observations, 1, self._warn_only).nonzero()[0].tolist():
             what = self._describe(observations, env)
             raise invalid_step_error(
-                f"sub-environment {env} returned {what}, before step {row} of a fragment"
+                f"sub-environment {env} returned {what}, before step {row} of a fragment",
+                can_drop=self._can_drop,
             )
 
     def _describe(self, observations: Any, at: Any) -> str:

@@ -71,10 +71,12 @@ class WorkerConfig(PolicyConfig):
     count_steps_by: Literal["env_steps", "agent_steps"] = setting("env_steps", group="multi_agent")
     """Unit of the train batch size, and of the fragment length with several agents."""
     horizon: Count | None = setting(None, group="rollouts", in_evaluation=True)
-    """Env steps after which an episode is truncated; replaces the environment's own limit."""
+    """Env steps after which an episode is truncated; replaces the time limit of a Gymnasium
+    environment. Limits inside a multi-agent environment stay."""
     soft_horizon: bool = setting(False, group="rollouts")
     """Start a new episode at the horizon without resetting the environment: no flag is set, and
-    recurrent states and views continue."""
+    recurrent states and views continue. A time limit above the horizon stays, and still truncates
+    and resets."""
     no_done_at_end: bool = setting(False, group="rollouts")
     """Do not mark the ends of episodes, so that values are bootstrapped there; environments are
     reset as usual."""

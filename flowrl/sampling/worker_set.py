@@ -393,8 +393,11 @@ class WorkerSet:
     def foreach_env(self, fn: Callable[[Any], T]) -> list[list[T]]:
         """Return fn(environment) for every environment that is stepped, a list per worker, which is
         empty if the worker has died or does not answer in time."""
-        if not self.num_workers or isinstance(self._pool, ReplayedPool):
-            return self.foreach_worker(lambda worker: worker.foreach_env(fn))[-self.num_workers :]
+        if not self.num_workers:
+            return [self.local_worker().foreach_env(fn)]
+        if isinstance(self._pool, ReplayedPool):
+            self._pool.finish_requests()
+            return [worker.foreach_env(fn) for worker in self._pool.workers()]
         return self._calls.foreach_env(self.remote_workers(), fn)
 
     def parallel_iterator(self) -> ParallelIterator[Batch]:

@@ -633,7 +633,7 @@ def test_episodes_before_an_error_are_returned_afterwards():
     [
         (lambda g: (*g[:2], False, *g[3:]), "terminateds as a dict"),
         (lambda g: (*g[:4], None), "infos as a dict"),
-        (lambda g: (g[0], {"fast": None}, *g[2:]), "reward is one number"),
+        (lambda g: (g[0], {"fast": None}, *g[2:]), "reward is one real number"),
         (lambda g: (g[0], dict.fromkeys(g[0]), *g[2:]), "the reward None"),
     ],
 )
@@ -895,3 +895,197 @@ def test_observations_that_are_no_arrays_are_named(wrong, found):
     worker = RolloutWorker(lambda context: WrongEnv(obs=wrong), PPOTorchPolicy)
     with pytest.raises(ConfigError, match=found):
         worker.sample()
+
+
+class Turns(MultiAgentEnv):
+    """Two agents take turns; each step rewards both."""
+
+    possible_agents = [0, 1]
+    observation_space = gym.spaces.Box(-1, 100, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+    rewards: ClassVar[dict] = {0: 10.0, 1: 1.0}
+
+    def reset(self, *, seed=None, options=None):
+        self.n = 0
+        return {0: np.zeros(1, np.float32)}, {}
+
+    def step(self, action_dict):
+        self.n += 1
+        obs = {self.n % 2: np.full(1, self.n, np.float32)}
+        return obs, dict(self.rewards), {"__all__": self.n >= 6}, {"__all__": False}, {}
+
+
+class RecordsReturns(DefaultCallbacks):
+    def on_episode_start(self, *, worker, episode, **kwargs):
+        assert worker.episode(episode.episode_id) is episode
+
+    def on_episode_end(self, *, episode, **kwargs):
+        episode.custom_metrics["return"] = episode.total_reward
+
+
+class RecordsReturnsToo(RecordsReturns):
+    pass
+
+
+@pytest.mark.parametrize("callbacks", [RecordsReturns, RecordsReturnsToo])
+@pytest.mark.parametrize("case", ["turns", "whole episodes"])
+def test_total_reward_of_a_resumed_episode_is_its_return(case, callbacks):
+    def make_env(context):
+        return Turns() if case == "turns" else CountEnv(2 if context.vector_index else 7)
+
+    settings = {"rollout_fragment_length": 3}
+    if case != "turns":
+        settings |= {"batch_mode": "complete_episodes", "num_envs_per_worker": 2}
+    first = RolloutWorker(make_env, Idle, {**settings, "callbacks_class": RecordsReturns})
+    first.sample()
+    second = RolloutWorker(make_env, Idle, {**settings, "callbacks_class": callbacks})
+    second.load_sampling_state_dict(first.sampling_state_dict())
+    second.sample()
+    episodes = second.get_metrics()
+    assert any(episode.episode_return > 20 for episode in episodes)
+    assert all(e.custom_metrics["return"] == e.episode_return for e in episodes)
+
+
+def test_rewards_that_float32_cannot_represent_are_replaced_in_games_with_turns():
+    class Huge(Turns):
+        rewards: ClassVar[dict] = {0: 1e39, 1: 2.0}
+
+    batch = worker(Huge, on_invalid_step="replace").sample()["default_policy"]
+    rewards = dict(zip(batch["agent_index"].tolist(), batch["rewards"].tolist(), strict=True))
+    assert rewards == {0: 0.0, 1: 2.0} or batch["rewards"].tolist().count(0.0) == 3
+
+
+def test_info_of_a_first_observation_is_a_copy():
+    class ReusesInfos(Turns):
+        info: ClassVar[dict] = {}
+
+        def reset(self, **options):
+            self.info["step"] = 0
+            return super().reset(**options)[0], {0: self.info}
+
+        def step(self, action_dict):
+            *result, _ = super().step(action_dict)
+            self.info["step"] = self.n
+            return *result, {self.n % 2: self.info}
+
+    class KeepsFirst(DefaultCallbacks):
+        seen: ClassVar[list] = []
+
+        def on_episode_start(self, *, episode, **kwargs):
+            episode.user_data["first"] = episode.last_info_for(0)
+
+        def on_episode_step(self, *, episode, **kwargs):
+            self.seen.append(episode.user_data["first"]["step"])
+
+    worker(ReusesInfos, callbacks_class=KeepsFirst, rollout_fragment_length=3).sample()
+    assert KeepsFirst.seen == [0, 0, 0]
+
+
+@pytest.mark.parametrize("env", ["single agent", "agents together", "turns"])
+def test_complex_rewards_are_permanent_errors(env):
+    class Wrong(Turns):
+        rewards: ClassVar[dict] = {0: 1 + 2j, 1: 1.0}
+
+        def reset(self, **options):
+            super().reset(**options)
+            agents = (0,) if env == "turns" else (0, 1)
+            return {agent: np.zeros(1, np.float32) for agent in agents}, {}
+
+        def step(self, action_dict):
+            _, *result = super().step(action_dict)
+            agents = (self.n % 2,) if env == "turns" else (0, 1)
+            return {agent: np.ones(1, np.float32) for agent in agents}, *result
+
+    make = (lambda: WrongEnv(reward=1 + 2j)) if env == "single agent" else Wrong
+    with pytest.raises(ConfigError, match=r"the reward \(1\+2j\): a reward is one real") as caught:
+        worker(make).sample()
+    notes = " ".join(caught.value.__notes__)
+    assert "sub-environment 0" in notes
+    assert env == "single agent" or "for agent 0" in notes
+
+
+def test_wrong_flags_of_several_agents_name_the_environment():
+    class NoFlags(Turns):
+        def step(self, action_dict):
+            observations, rewards, *_ = super().step(action_dict)
+            return observations, rewards, {}, {}, {}
+
+    with pytest.raises(ConfigError, match="__all__") as caught:
+        worker(NoFlags, num_envs_per_worker=2).sample()
+    assert "raised by sub-environment 0" in caught.value.__notes__
+
+
+@pytest.mark.parametrize(("mode", "recommends"), [("flowrl", True), ("sync", False)])
+def test_drop_is_only_recommended_where_it_is_supported(mode, recommends):
+    invalid = np.array([np.nan, 0], np.float32)
+    with pytest.raises(InvalidStepError) as caught:
+        worker(lambda: WrongEnv(obs=invalid), vectorization_mode=mode).sample()
+    assert ('"drop" drops the episode' in str(caught.value)) == recommends
+
+
+class NestedVectorEnv(gym.vector.VectorEnv):
+    metadata: ClassVar[dict] = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+    num_envs = 2
+    single_observation_space = gym.spaces.Dict(
+        a=gym.spaces.Box(-1, 1, (3,), np.float32), n=gym.spaces.Discrete(5)
+    )
+    single_action_space = gym.spaces.Discrete(2)
+    observation_space = gym.vector.utils.batch_space(single_observation_space, 2)
+    action_space = gym.vector.utils.batch_space(single_action_space, 2)
+
+    def __init__(self, **changed):
+        good = {"a": np.full((2, 3), 0.5, np.float32), "n": np.array([1, 2])}
+        self.obs = good | changed
+
+    def reset(self, *, seed=None, options=None):
+        return self.obs, {}
+
+    def step(self, actions):
+        return self.obs, np.ones(2), np.zeros(2, bool), np.zeros(2, bool), {}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"a": np.zeros((2, 1), np.float32)},
+        {"a": np.zeros((2, 2), np.float32)},
+        {"a": np.zeros((4, 3), np.float32)},
+        {"n": np.array([1.7, 2.2])},
+        {"b": np.zeros(2)},
+    ],
+)
+def test_nested_observations_of_a_vector_environment_must_fit_its_space(changed):
+    assert worker(NestedVectorEnv, rollout_fragment_length=2).sample().count == 4
+    with pytest.raises(ConfigError, match="an observation does not fit the space Dict"):
+        worker(lambda: NestedVectorEnv(**changed), rollout_fragment_length=2).sample()
+
+
+def test_soft_horizon_replaces_an_equal_time_limit():
+    def make_env():
+        return gym.wrappers.TimeLimit(CountEnv(100), 4)
+
+    rows = worker(make_env, horizon=4, soft_horizon=True, rollout_fragment_length=12).sample()
+    assert not rows["truncateds"].any()
+    assert rows["t"].tolist() == [0, 1, 2, 3] * 3
+    assert rows["obs"].tolist() == [[0, step] for step in range(12)]
+
+
+def test_env_steps_of_complete_episodes_are_counted_once_after_a_resume():
+    class FailsOnce(Idle):
+        calls: ClassVar[list] = []
+
+        def compute_actions(self, obs_batch, explore=True):
+            self.calls.append(None)
+            if len(self.calls) == 8:
+                raise ValueError("once")
+            return super().compute_actions(obs_batch, explore)
+
+    settings = {"batch_mode": "complete_episodes", "sample_async": True}
+    first = worker(lambda: CountEnv(3), FailsOnce, rollout_fragment_length=20, **settings)
+    with pytest.raises(ValueError, match="once"):
+        first.sample()
+    second = worker(lambda: CountEnv(3), FailsOnce, rollout_fragment_length=20, **settings)
+    second.load_sampling_state_dict(first.sampling_state_dict())
+    assert second.sample().count == second.env_steps == 21
+    first.stop()
+    second.stop()

@@ -383,7 +383,7 @@ def test_invalid_mappings_raise(settings, message):
         (lambda result: (*result[:3], {}, *result[4:]), r'truncateds\["__all__"\]'),
         (lambda result: ([1, 2], *result[1:]), "observations as a dict by agent id"),
         (lambda result: (result[0], 1.0, *result[2:]), "rewards as a dict by agent id"),
-        (lambda result: (result[0], {"a": "1"}, *result[2:]), "reward is one number"),
+        (lambda result: (result[0], {"a": "1"}, *result[2:]), "reward is one real number"),
         (lambda result: ({"a": np.zeros(7, np.float32)}, *result[1:]), "shape"),
         (lambda result: ({"x": np.zeros(1, np.float32)}, *result[1:]), "space of agent 'x'"),
     ],
