@@ -28,7 +28,7 @@ OPTIONS = {
     "plot": ("--metric", "--output"),
     "report": ("--output",),
     "watch": ("--port",),
-    "replay": ("--until", "--trust"),
+    "replay": ("--until", "--plan", "--trust"),
     "explain": ("--env",),
     "check": ("--env",),
     "benchmark": ("--list", "--seeds", "--jobs", "--against", "--results", "--runs", "--tables"),
@@ -159,6 +159,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs: Any):
         super().__init__(**{"allow_abbrev": False, **kwargs})
+        # argparse takes -1e3 for an option
+        self._negative_number_matcher = re.compile(r"-\.?\d")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse arguments; options may be spelled with underscores, as settings may."""

@@ -82,6 +82,8 @@ def evaluate_command(arguments: list[str]) -> int:
             except KeyboardInterrupt:
                 print(f"interrupted during the {name} episodes: no result", file=sys.stderr)
                 raise
+            except ConfigError:
+                raise
             except Exception as error:
                 if options.render and _needs_pygame(error):
                     raise ConfigError(install_hint(f"--render {options.render}", "video")) from None

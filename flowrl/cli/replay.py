@@ -43,9 +43,10 @@ def replay_command(arguments: list[str]) -> int:
         "their full names",
     )
     add_trust_option(parser, "the run")
+    parser.add_argument("--plan", help="file of the run's plan, if it has moved")
     options = parser.parse_args(arguments)
     run_dir = options.run_dir.expanduser()
-    with _build(run_dir, options.trust) as algorithm:
+    with _build(run_dir, options.plan, options.trust) as algorithm:
         try:
             replay = RunReplayer(algorithm, run_dir, options.until)
             is_equal = _print_results(replay)
@@ -75,13 +76,13 @@ def _until(text: str) -> ItemBreakpoint:
     return ItemBreakpoint(name, int(number))
 
 
-def _build(run_dir: Path, trust: bool) -> Algorithm:
+def _build(run_dir: Path, plan: str | None, trust: bool) -> Algorithm:
     """Return the algorithm of a run as it started; the run may have no checkpoint."""
     read_config(run_dir)  # a clear error if this is not a run directory
     setup = read_setup(run_dir)
     if trust:
         import_from_current_folder()
-    config, algorithm = settings_of(str(run_dir), setup, None, trust)
+    config, algorithm = settings_of(str(run_dir), setup, plan, trust)
     return config.updated(**NOT_REPLAYED).build_as(algorithm)
 
 

@@ -15,6 +15,7 @@ from flowrl.errors import ConfigError
 from flowrl.policies.code_references import PLAN_MODULE, UntrustedCodeError, code_path
 from flowrl.policies.json_codec import text_of_changes
 from flowrl.setting_values import equal_code
+from flowrl.trainer.checkpoint_saving import FIXED_SETTINGS
 from flowrl.trainer.config import AlgorithmConfig, absolute_folders
 from flowrl.trainer.plan_files import absolute_plan, algorithm_in, load_plan
 from flowrl.trainer.plan_settings import plan_config
@@ -176,10 +177,11 @@ def settings_of(
     changes = {} if plan is None else {"plan": absolute_plan(plan)}
     saved_plan = str(manifest.get("plan"))
     if plan is None and saved_plan.endswith(".py") and not Path(saved_plan).exists():
-        raise ConfigError(
-            f"{path}: there is no plan file {saved_plan}; a run directory keeps its text: pass "
-            f"--plan {Path(path) / 'plan.py'}"
-        )
+        kept = Path(path, "plan.py")
+        remedy = f"a run directory keeps its text: pass --plan {kept}"
+        if not kept.is_file():
+            remedy = "pass --plan FILE with its new path"
+        raise ConfigError(f"{path}: there is no plan file {saved_plan}; {remedy}")
     try:
         algorithm, config = settings_of_manifest(Algorithm, path, manifest, changes, trust)
     except UntrustedCodeError as error:
@@ -239,13 +241,18 @@ def unused_settings_message(run: SavedRun, plan: str) -> str | None:
     differing = {
         name: value
         for name, value in config.explicit_settings().items()
-        if name in run.config and not equal_code(value, run.config[name])
+        if name in run.config and name != "total_timesteps"  # it follows --stop-timesteps
+        if not equal_code(value, run.config[name])
     }
     if not differing:
         return None
     values = ", ".join(f"{name}={run.config[name]!r}" for name in differing)
-    changes = {**differing, "plan": plan}
+    message = f"{plan}: the run keeps its own settings {values}"
+    changes = {name: value for name, value in differing.items() if name not in FIXED_SETTINGS}
+    if not changes:
+        return f"{message}, because each worker and environment continues from its own state"
+    trust = ", trust=True" if trust_flag(Path(run.checkpoint)) else ""
     return (
-        f"{plan}: the run keeps its own settings {values}; to change them, continue in Python: "
-        f"Algorithm.from_checkpoint({str(run.run_dir or run.checkpoint)!r}, config={changes!r})"
+        f"{message}; to change {', '.join(changes)}, continue in Python: Algorithm.from_checkpoint("
+        f"{str(run.run_dir or run.checkpoint)!r}, config={ {**changes, 'plan': plan}!r}{trust})"
     )

@@ -96,4 +96,4 @@ def _parse_metric_rules(text: str) -> list[MetricRule]:
             return metric_rules(json_object(text))
         return [metric_rule(text)]
     except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise argparse.ArgumentTypeError(str(error).removeprefix("stop: ")) from None

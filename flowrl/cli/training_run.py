@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -108,14 +108,11 @@ def resume_run(
         ConfigError: the settings are invalid, or the run directory cannot be read.
     """
     config, run_dir = saved.config, saved.run_dir
-    config, given, saved_stop = limits_of_resumed(run_dir, config, stop)
+    config, given = limits_of_resumed(run_dir, config, stop)
     stop = given.with_defaults(config)
-    can_repeat = run_dir is None or stop == saved_stop
     if run_dir is not None:
-        try:
+        with suppress(ConfigError):  # only for messages
             command = read_command(run_dir)
-        except ConfigError:  # nothing else needs it
-            can_repeat = False
     algorithm = _build(config, saved.algorithm)
     if algorithm is None:
         return 1
@@ -155,7 +152,8 @@ def resume_run(
             if replace_plan:
                 run.replace_plan(algorithm)
             prepare_to_resume(algorithm, run, stop, config.total_timesteps)
-        exit_code = _train(algorithm, stop, run, command, display, can_repeat)
+        # the first command had other limits or settings if they were changed in between
+        exit_code = _train(algorithm, stop, run, command, display, can_repeat=run_dir is None)
     return _report(run.path, exit_code) if report or "--report" in command else exit_code
 
 

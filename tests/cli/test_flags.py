@@ -189,6 +189,7 @@ def test_schedule_is_a_value_after_a_space_or_an_equals_sign(flags):
         (["--plan", "a2c"], "name the plan after the command"),
         (["--sgd-minibatch-size", "-5"], "--sgd-minibatch-size: input should be greater"),
         (["--stop-reward", "nan"], "must be a finite number"),
+        (["--stop", '{"training_iteration": "a"}'], "--stop: training_iteration: must be a number"),
         (["--stop-time-s", "inf"], "finite"),
         (["--env-config", '{"nope": 1}'], "--env-config: CartPole-v1 does not accept {'nope': 1}"),
         (["--metrics-num-episodes-for-smoothing", "9999999999999"], "less than or equal"),
@@ -291,3 +292,16 @@ def test_settings_without_flags_name_the_option_config(cli, name):
     code, _, err = cli("train", "ppo", f"--{name}", '["a"]')
     assert code == 2
     assert f"""--{name}: pass this setting as --config '{{"{name.replace("-", "_")}": …}}'""" in err
+
+
+@pytest.mark.parametrize("limit", ["-1e9", "-1E9", "-.5e9", "-1000000000"])
+def test_limits_may_be_negative_numbers(cli, limit):
+    code, out, err = cli("train", "ppo", "--stop-reward", limit, "--run-dir", "r")
+    assert (code, err) == (0, "")
+    assert "reached: mean return" in out
+
+
+def test_mean_return_is_no_limit_of_a_run_that_samples_nothing(cli):
+    code, _, err = cli("train", "bc", "--input", "x", "--env", "CartPole-v1", "--stop-reward", "1")
+    assert code == 2
+    assert "--stop-reward: nothing is sampled, so there is no mean return: use --evaluation-" in err

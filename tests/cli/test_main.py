@@ -414,6 +414,15 @@ def test_window_without_pygame_names_the_extra(cli, monkeypatch):
     assert err == f"flowrl: --render human needs the extra video: {install_command('video')}\n"
 
 
+def test_video_that_cannot_be_written_is_wrong_usage(cli, tmp_path):
+    require_extra("video")
+    assert cli("train", "ppo", *TWO_ITERATIONS, "--run-dir", "r")[0] == 0
+    (tmp_path / "file").touch()
+    code, _, err = cli("evaluate", "r", "--episodes", "1", "--video", "file")
+    assert code == 2
+    assert err.startswith("flowrl: ")
+
+
 def test_tensorboard_shows_a_folder_of_runs(cli, tmp_path, monkeypatch):
     code, _, err = cli("tensorboard")
     assert code == 2

@@ -119,6 +119,8 @@ def test_runs_without_the_metric_are_reported(tmp_path, caplog):
 def test_offline_runs_show_their_evaluations(tmp_path):
     run = write_run(tmp_path / "a", [None, None])
     assert default_metric([run]) == "episode_reward_mean"  # it has no evaluation
+    with pytest.raises(ConfigError, match=r"have no returns: .* --metric learners/"):
+        learning_curves([run])
     assert default_metric([run, write_run(tmp_path / "b", [1.0])]) == "episode_reward_mean"
     result = {"timesteps_total": 50, "evaluation": {"episode_reward_mean": 7.0}}
     lines = (run / "result.json").read_text()
@@ -192,3 +194,13 @@ def test_wrong_arguments_are_rejected(cli, tmp_path):
         code, _, err = cli("plot", *arguments)
         assert code == 2
         assert message in err
+
+
+def test_runs_of_a_yaml_file_have_the_names_of_their_plans(tmp_path):
+    runs = [write_run(tmp_path / name, [1.0], seed=i) for i, name in enumerate(("a", "b"))]
+    for run, plan in zip(runs, ("ppo", "runs.yaml"), strict=True):
+        (run / "command.txt").write_text(f"flowrl train {plan}\n")
+        settings = json.loads((run / "config.json").read_text()) | {"plan": "ppo"}
+        (run / "config.json").write_text(json.dumps(settings))
+    (curve,) = learning_curves(runs)
+    assert (curve.name, len(curve.runs)) == ("ppo CartPole-v1", 2)

@@ -365,3 +365,16 @@ def test_metrics_of_time_are_not_compared():
         "c/timesteps: 3 instead of 4"
     )
     assert first_difference(one, {**two, "d": 1}) == "d: None instead of 1"
+
+
+def test_a_run_whose_plan_file_has_moved_replays(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["copy", "impala", "mine.py"]) == 0
+    run_dir = train(tmp_path, "mine.py", "--num-workers=0", steps=3000)
+    (tmp_path / "mine.py").rename("moved.py")
+    code, printed = replay(run_dir, capsys, "--trust")
+    assert code == 2
+    assert f"there is no plan file {tmp_path / 'mine.py'}; a run directory keeps" in printed.err
+    assert f"pass --plan {run_dir / 'plan.py'}" in printed.err
+    code, printed = replay(run_dir, capsys, "--plan", str(run_dir / "plan.py"))
+    assert code == 0, printed.out + printed.err

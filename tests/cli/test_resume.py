@@ -103,11 +103,26 @@ def test_settings_of_a_changed_plan_file_are_not_used_and_named(cli, tmp_path):
     plan.write_text(ENVIRONMENT_PLAN.replace("train_batch_size=20", "train_batch_size=40"))
     code, _, err = cli("resume", "r", "--plan", "mine.py", "--stop-iters", "3")
     assert code == 0
-    assert "mine.py: the run keeps its own settings train_batch_size=20; to change them" in err
+    assert "mine.py: the run keeps its own settings train_batch_size=20; to change train" in err
     changes = {"train_batch_size": 40, "plan": "mine.py"}
-    assert f"Algorithm.from_checkpoint('r', config={changes!r})" in err
+    assert f"Algorithm.from_checkpoint('r', config={changes!r}, trust=True)" in err
     with Algorithm.from_checkpoint("r", config=changes) as algorithm:
         assert algorithm.config.train_batch_size == 40
+
+
+def test_settings_that_a_resumed_run_cannot_change_are_named_without_a_remedy(cli, tmp_path):
+    plan = tmp_path / "mine.py"
+    plan.write_text(ENVIRONMENT_PLAN)
+    assert cli("train", "mine.py", "--stop-timesteps", "20", "--run-dir", "r")[0] == 0
+    change = "train_batch_size=20, num_envs_per_worker=2, total_timesteps=900"
+    plan.write_text(ENVIRONMENT_PLAN.replace("train_batch_size=20", change))
+    code, out, err = cli("resume", "r", "--plan", "mine.py", "--stop-timesteps", "60")
+    assert code == 0
+    assert "repeat:" not in out  # the first command had other limits
+    assert err == (
+        "flowrl: mine.py: the run keeps its own settings num_envs_per_worker=1, because each "
+        "worker and environment continues from its own state\n"
+    )
 
 
 def test_plan_of_another_algorithm_is_rejected(cli):

@@ -56,7 +56,7 @@ def learn(
         before = read_config(path).get("total_timesteps") or 0
         longer = before if rules.env_steps else max(before, config.total_timesteps or 0)
         of_run = config.updated(total_timesteps=longer) if longer else config
-        of_run, given, _ = limits_of_resumed(path, of_run, rules)
+        of_run, given = limits_of_resumed(path, of_run, rules)
         rules, total = given.with_defaults(of_run), of_run.total_timesteps
     else:
         rules.check(config)

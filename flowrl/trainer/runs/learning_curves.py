@@ -21,6 +21,8 @@ from flowrl.trainer.runs.saved_run import read_command, read_config, read_result
 
 log = logging.getLogger("flowrl")
 
+RETURN = "episode_reward_mean"
+RETURN_OF_EVALUATION = f"evaluation/{RETURN}"
 NUM_POINTS = 200  # of the mean curve of a group
 MAX_NAMED = 3  # settings in the name of a curve
 MAX_LENGTH = 60  # characters of a setting in the name of a curve
@@ -91,7 +93,7 @@ def _intact(runs: Sequence[Path], warn: bool) -> list[Path]:
     return [run for run in runs if run not in errors]
 
 
-def learning_curves(run_dirs: Sequence[Path], metric: str = "episode_reward_mean") -> list[Curve]:
+def learning_curves(run_dirs: Sequence[Path], metric: str = RETURN) -> list[Curve]:
     """Return a curve for each group of runs with the same settings but for their seeds.
 
     If the runs of a group have no env steps in common, each run is a curve.
@@ -135,6 +137,12 @@ def learning_curves(run_dirs: Sequence[Path], metric: str = "episode_reward_mean
                 if isinstance(value, (int, float)) and math.isfinite(value)
             )
         )
+        if metric == RETURN and RETURN_OF_EVALUATION not in known:
+            raise ConfigError(
+                "plot: these runs have no returns: no episode has ended, or they train on recorded "
+                "experience without evaluations (--evaluation-interval). Name another metric, for "
+                "example --metric learners/default_policy/total_loss"
+            )
         hint = metric_hint(metric, known)
         raise ConfigError(f"plot: no result of these runs has a finite {metric!r}.{hint}")
     for run_dir in without:
@@ -145,11 +153,10 @@ def learning_curves(run_dirs: Sequence[Path], metric: str = "episode_reward_mean
 def default_metric(run_dirs: Sequence[Path]) -> str:
     """Return the mean return of training; if the runs, such as offline ones, have only that of
     evaluations, this one."""
-    metrics = ("episode_reward_mean", "evaluation/episode_reward_mean")
-    for metric in metrics:
+    for metric in (RETURN, RETURN_OF_EVALUATION):
         if any(len(_points(run_dir, metric)[0]) for run_dir in run_dirs):
             return metric
-    return metrics[0]
+    return RETURN
 
 
 def _plan_of(run_dir: Path, settings: dict[str, Any]) -> str:
@@ -157,7 +164,8 @@ def _plan_of(run_dir: Path, settings: dict[str, Any]) -> str:
     words: list[str] = []
     with suppress(ConfigError):  # command.txt is missing or damaged
         words = read_command(run_dir)
-    plans = [word for word in words[2:3] if not word.startswith("-")]
+    others = (".yaml", ".yml")  # a file of runs, each with a plan of its own
+    plans = [w for w in words[2:3] if not w.startswith("-") and not w.endswith(others)]
     if words[:2] == ["flowrl", "train"] and plans:
         return plan_named(plans[0]).removesuffix(".py")
     return str(settings.get("plan") or "").removesuffix(".py")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import sys
 import threading
@@ -43,7 +44,9 @@ class ProgressTable:
     ):
         self._counters = counters
         self._empty_result = {**_EMPTY_RESULT, "training_iteration": iteration}
-        self._is_terminal = sys.stdout.isatty()
+        # rich draws no line on a dumb terminal
+        is_dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+        self._is_terminal = sys.stdout.isatty() and not is_dumb
         self._width = shutil.get_terminal_size((80, 24)).columns if self._is_terminal else 80
         self._rate = ProgressRate(stop)
         self._last_row = self._last_live = time.perf_counter()

@@ -22,9 +22,8 @@ from flowrl.trainer.runs.stop_rules import StopRules
 
 def limits_of_resumed(
     run_dir: Path | None, config: AlgorithmConfig, new: StopRules
-) -> tuple[AlgorithmConfig, StopRules, StopRules]:
-    """Return the settings, with `total_timesteps`, and the limits of a resumed run; and the limits
-    that it had.
+) -> tuple[AlgorithmConfig, StopRules]:
+    """Return the settings, with `total_timesteps`, and the limits of a resumed run.
 
     Args:
         run_dir: the run directory; None for a checkpoint outside of one.
@@ -40,7 +39,7 @@ def limits_of_resumed(
     config = config.updated(total_timesteps=total)
     limits = new if new.is_set() else saved
     limits.check(config)
-    return config, limits, saved
+    return config, limits
 
 
 def _saved_stop_rules(run_dir: Path, config: AlgorithmConfig, new: StopRules) -> StopRules:

@@ -132,8 +132,11 @@ class StopRules:
         Raises:
             ConfigError: no result of a run with this config has the metric.
         """
-        if self.reward is not None:
-            check_metric_name("episode_reward_mean", config, "stop")
+        if self.reward is not None and not config.samples:
+            raise ConfigError(
+                "--stop-reward: nothing is sampled, so there is no mean return: use "
+                "--evaluation-interval N --stop evaluation/episode_reward_mean=VALUE"
+            )
         for name, _, _ in self.metrics:
             check_metric_name(name, config, "stop")
 

@@ -109,6 +109,7 @@ def test_policies_with_the_names_of_columns_do_not_replace_them(clock, capsys):
 
 def test_line_fits_into_any_terminal(clock, monkeypatch):
     monkeypatch.setattr(progress.sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "5")
     lines = []
     table = ProgressTable(StopRules(), {})
@@ -139,6 +140,7 @@ def wait_for(condition, seconds=10.0):
 
 def test_live_line_ends_with_a_whole_field(clock, capsys, monkeypatch):
     monkeypatch.setattr(progress.sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "62")
     lines = []
     table = ProgressTable(StopRules(timesteps=10_000_000), {})
@@ -157,6 +159,7 @@ def test_live_line_ends_with_a_whole_field(clock, capsys, monkeypatch):
 
 def test_live_line_is_not_older_than_the_last_row(clock, capsys, monkeypatch):
     monkeypatch.setattr(progress.sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(progress, "LIVE_INTERVAL_S", 100.0)
     lines = []
     table = ProgressTable(StopRules(), {})
@@ -213,3 +216,15 @@ def test_the_newest_evaluation_stays_in_the_table(clock, capsys):
     assert len(shown) > 3
     assert shown == sorted(shown)
     assert (shown[0], shown[-1]) == (False, True)
+
+
+@pytest.mark.parametrize("name", ["dumb", "unknown", "xterm"])
+def test_first_result_has_a_row_where_no_line_below_the_table_is_drawn(monkeypatch, capsys, name):
+    monkeypatch.setattr(progress.sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", name)
+    table = ProgressTable(StopRules(timesteps=10_000), {})
+    table._live = Live([])
+    table.add(result_at(1, 100))
+    printed = capsys.readouterr().out
+    table.finish()
+    assert ("return" in printed) == (name != "xterm")
