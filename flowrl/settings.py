@@ -390,8 +390,8 @@ class Settings(BaseModel):
                 value.check_no_search()
             elif contains_search(value):
                 raise ConfigError(
-                    f"{name}: is a search space of Ray Tune, or contains one; "
-                    "tune.Tuner(flowrl.tune.PPO, param_space=config) draws values from it"
+                    f"{name}: is a search space of Ray Tune, or contains one: only Tune draws "
+                    "values from it, pass this config as param_space of tune.Tuner"
                 )
 
     def _check_not_frozen(self) -> None:

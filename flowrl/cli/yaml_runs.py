@@ -131,7 +131,12 @@ def _parse_run(
     """
     unknown = sorted(str(key) for key in entry if key not in RUN_KEYS)
     if unknown:
-        raise ConfigError(f"unknown {unknown[0]!r}.{nearest(unknown[0], list(RUN_KEYS))}")
+        hint = nearest(unknown[0], list(RUN_KEYS)) or " Settings belong below config."
+        if unknown[0] == "run_dir":
+            hint = " The folder is an option, --run-dir."
+        raise ConfigError(
+            f"unknown key {unknown[0]!r}: the keys of a run are {', '.join(RUN_KEYS)}.{hint}"
+        )
     if ("run" in entry) == ("plan" in entry):
         raise ConfigError("needs either run (an algorithm) or plan")
     for key in ("config", "env_config", "stop"):

@@ -29,7 +29,8 @@ class Print:
 
     The summary of a batch has its rows and steps, the workers and the versions of the weights that
     sampled it, and shape, dtype, range and mean of each column. Columns that are computed or
-    fetched on access are not shown unless `what` names them.
+    fetched on access are not shown unless `what` names them. Items are counted from 0, also in a
+    resumed run.
 
     Args:
         every: print the first item, and then every `every`-th one.

@@ -30,7 +30,7 @@ def convert_observation(
         sizes = {len(leaf): path for path, leaf in _leaves(converted, name)}
         if len(sizes) > 1:
             given = ", ".join(f"{path} has {size}" for size, path in sizes.items())
-            raise ConfigError(f"observations of a batch must be equally many, but {given}")
+            raise ConfigError(f"{name}: its parts must have the same number of rows, but {given}")
         if 0 in sizes:
             raise ConfigError(f"{name}: the batch is empty")
     return converted

@@ -168,7 +168,7 @@ class TooWide(ModelV2):
         (TooWide, "TooWide"),
         (
             module_returning(lambda self, obs: self.out(obs[:, :1])),
-            "BadModule (its forward receives obs itself, not a dict of views)",
+            "BadModule (its forward receives obs, not a dict of views)",
         ),
     ],
 )

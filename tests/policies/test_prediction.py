@@ -142,7 +142,7 @@ def changed(observation, removed="", **changes):
             NESTED,
             {"camera": np.zeros((3, 2, 2), np.uint8), "arm": (np.zeros((3, 3)), [0] * 2,
              np.zeros((3, 2))), "speed": np.zeros(3)},
-            "equally many",
+            "observation: its parts must have the same number of rows, but ",
         ),
     ],
 )  # fmt: skip

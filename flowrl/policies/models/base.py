@@ -223,7 +223,7 @@ class ModelV2(nn.Module):
 
     def _check_outputs(self, result: Any, rows: int) -> tuple[torch.Tensor, State]:
         """Validate what `forward` returned; outputs become float32."""
-        model = f"model {self.name!r} ({self._network_name})"
+        model = f"the model {self._network_name}"
         is_pair = isinstance(result, tuple) and len(result) == 2
         if not (is_pair and isinstance(result[1], (list, tuple))):
             raise ConfigError(

@@ -55,7 +55,7 @@ class ModuleModel(ModelV2):
 
     @property
     def _network_name(self) -> str:
-        received = "a dict of views" if self._takes_views else "obs itself, not a dict of views"
+        received = "a dict of views" if self._takes_views else "obs, not a dict of views"
         return f"{type(self.module).__name__} (its forward receives {received})"
 
     @property

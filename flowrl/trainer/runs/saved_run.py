@@ -239,16 +239,18 @@ def newest_checkpoint(run_dir: Path) -> Path:
     return checkpoints[-1]
 
 
-def find_checkpoint(run_dir: Path, name: str | None) -> Path:
-    """Return a checkpoint of a run.
+def find_checkpoint(run_dir: Path | str, name: str | int | None = None) -> Path:
+    """Return the folder of a checkpoint of a run.
 
     Args:
         run_dir: the run directory.
-        name: number of the checkpoint, "best", or None for the newest one.
+        name: number of the checkpoint; "best" for the best one by the run's
+            `checkpoint_score_attribute`; None for the newest one.
 
     Raises:
         ConfigError: there is no such checkpoint.
     """
+    run_dir = Path(run_dir).expanduser()
     checkpoints = list_checkpoints(run_dir)
     if name is None or not checkpoints:
         return newest_checkpoint(run_dir)
@@ -262,7 +264,7 @@ def find_checkpoint(run_dir: Path, name: str | None) -> Path:
             )
         return best
     for path in checkpoints:
-        if path.name == name or (name.isdecimal() and int(path.name) == int(name)):
+        if path.name == name or (str(name).isdecimal() and int(path.name) == int(name)):
             return path
     raise ConfigError(
         f"{run_dir}: there is no checkpoint {name!r}, only "
