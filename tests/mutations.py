@@ -245,7 +245,7 @@ MUTATIONS = [
     Mutation("priorities: exponent of the weights", PRIORITIZED,
              "** np.float32(-self.beta)", "** np.float32(self.beta)"),
     Mutation("priorities: alpha is ignored", PRIORITIZED,
-             "weights **= self.alpha", "weights **= 1.0"),
+             "(priorities + self.eps) ** self.alpha", "(priorities + self.eps) ** 1.0"),
     Mutation("priorities: overwritten rows are updated", PRIORITIZED,
              "present = ids >= stored.start", "present = ids >= 0"),
     Mutation("priorities: maximum is not kept", PRIORITIZED,

@@ -68,6 +68,7 @@ print(len(names))
 """
 
 
+@pytest.mark.slow
 def test_importing_every_module_changes_no_process_state():
     env = {name: value for name, value in os.environ.items() if not name.endswith("NUM_THREADS")}
     command = [sys.executable, "-c", CHECK]

@@ -57,8 +57,11 @@ class ReplayedPool(Pool):
             return [self._set.new_worker(index + 1) for index in range(self._set.num_workers)]
 
     def workers(self) -> list[RolloutWorker]:
-        """Return the workers."""
+        """Return the workers, after all outstanding replies were computed: an actor would compute
+        them before a later call."""
         self.start()
+        while self._requests:
+            self._compute(self._requests.popleft())
         return list(self._workers or ())
 
     def submit(self, index: int, request: ShardRequest) -> Any:
@@ -91,11 +94,6 @@ class ReplayedPool(Pool):
                 sent.reply = serve(sent.worker, sent.request)
             except Exception as error:
                 sent.error = error
-
-    def finish_requests(self) -> None:
-        """Compute all outstanding replies; an actor would compute them before a later call."""
-        while self._requests:
-            self._compute(self._requests.popleft())
 
     def stop(self) -> None:
         """Do nothing: the set stops its workers."""

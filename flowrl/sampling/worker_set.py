@@ -167,21 +167,20 @@ class WorkerSet:
         return self._remote
 
     def _start_ray(self) -> None:
-        if not self._owns_ray:
-            num_cpus = max(os.cpu_count() or 1, self.num_workers)
-            self._owns_ray = start_ray(self.config.address, num_cpus)
+        num_cpus = max(os.cpu_count() or 1, self.num_workers)
+        self._owns_ray = self._owns_ray or start_ray(self.config.address, num_cpus)
         self.node = node_id()
 
     def _create_actor(self, index: int) -> Any:
         """Return a new actor for a remote worker; its first request carries weights."""
         self.weight_sync.forget(index)
-        spare = self._spares.take(index + 1, self.restart_counts[index], self.num_workers)
+        restarts = self.restart_counts[index]
+        spare = self._spares.take(index + 1, restarts, self.num_workers)
         if spare is not None:
             return spare
         actor = actor_class(RolloutWorker).options(**self._placement.options(index))
-        arguments = self._worker_arguments(index + 1)
         with unsendable_setting_named(self.config):
-            return actor.remote(**arguments, restart_count=self.restart_counts[index])
+            return actor.remote(**self._worker_arguments(index + 1), restart_count=restarts)
 
     def _start_spares(self) -> None:
         if self.num_workers:
@@ -381,7 +380,6 @@ class WorkerSet:
         without those that have failed for good."""
         results = [fn(self.local_worker())]
         if isinstance(self._pool, ReplayedPool):
-            self._pool.finish_requests()
             return [*results, *map(fn, self._pool.workers())]
         refs = [actor.apply.remote(fn) for _, actor in self._working()]
         return results + ray_health.get(refs) if refs else results
@@ -393,11 +391,10 @@ class WorkerSet:
     def foreach_env(self, fn: Callable[[Any], T]) -> list[list[T]]:
         """Return fn(environment) for every environment that is stepped, a list per worker, which is
         empty if the worker has died or does not answer in time."""
+        if isinstance(self._pool, ReplayedPool):
+            return [worker.foreach_env(fn) for worker in self._pool.workers()]
         if not self.num_workers:
             return [self.local_worker().foreach_env(fn)]
-        if isinstance(self._pool, ReplayedPool):
-            self._pool.finish_requests()
-            return [worker.foreach_env(fn) for worker in self._pool.workers()]
         return self._calls.foreach_env(self.remote_workers(), fn)
 
     def parallel_iterator(self) -> ParallelIterator[Batch]:
@@ -428,8 +425,7 @@ class WorkerSet:
             if self._owns_ray:
                 self._owns_ray = False
                 leave_ray()
-            self._local, self._remote, self._pool = None, None, None
-            self._stopped = True
+            self._local, self._remote, self._pool, self._stopped = None, None, None, True
             self.weight_sync.clear()
 
     def __enter__(self) -> WorkerSet:

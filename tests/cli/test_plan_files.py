@@ -291,6 +291,7 @@ def test_imported_algorithm_class_needs_no_trust(tmp_path):
     assert process.stdout == "1\n", process.stderr
 
 
+@pytest.mark.slow
 def test_run_of_a_file_with_its_own_config_and_policy_opens_with_its_class(cli, tmp_path):
     (tmp_path / "own.py").write_text(
         textwrap.dedent(

@@ -404,6 +404,7 @@ def test_hanging_shard_is_detected_if_another_is_always_ready(ray_session, tmp_p
         assert stream.stats()[0]["restarts"] >= 1  # more if a busy machine delays the other
 
 
+@pytest.mark.slow
 def test_partition_that_dies_continues_where_the_others_are(ray_session):
     it = from_iterators([lambda: iter(range(20))], recovery=QUICK).repartition(1)
     with it.gather_sync() as stream:
@@ -472,6 +473,7 @@ def test_replacement_that_hangs_while_it_starts_is_replaced(ray_session, tmp_pat
         ray_session.kill(each)
 
 
+@pytest.mark.slow
 def test_only_shard_is_waited_for(ray_session, tmp_path):
     leaves_out = Recovery(backoff_s=0.01, rounds_wait=False)
     shards = from_iterators([Dies(6, 3, str(tmp_path / "died"))], recovery=leaves_out)
@@ -690,6 +692,7 @@ def test_statistics_that_raise_on_a_shard_lose_no_items(monkeypatch):
     assert list(plan) == list(range(6))
 
 
+@pytest.mark.slow
 def test_items_of_a_failed_shard_are_requested_again_after_a_resume(ray_session, tmp_path):
     marker = tmp_path / "works"
 
@@ -733,7 +736,10 @@ def test_number_of_requests_may_change_at_a_resume():
     assert sorted(second) == list(range(4, 20))
 
 
-@pytest.mark.parametrize("kind", ["after_item", "before_item", "gather_sync", "tasks"])
+@pytest.mark.parametrize(
+    "kind",
+    ["after_item", pytest.param("before_item", marks=pytest.mark.slow), "gather_sync", "tasks"],
+)
 def test_interrupted_fetch_loses_no_item(ray_session, monkeypatch, kind):
     import ray
 

@@ -124,6 +124,7 @@ def test_gather_sync_returns_items_in_shard_order(in_process):
         assert list(stream) == [0, 10, 2, 12, 4, 14, 6, 16, 8, 18]
 
 
+@pytest.mark.slow_on_actors
 def test_last_round_has_items_of_live_shards_only(in_process):
     with from_items([1, 2, 3], 2, in_process=in_process).batch_across_shards() as stream:
         assert list(stream) == [[1, 2], [3]]
@@ -233,6 +234,7 @@ def test_error_in_the_generator_of_a_shard_is_not_its_end(in_process):
         assert list(stream) == [2]
 
 
+@pytest.mark.slow_on_actors
 def test_items_have_the_sources_of_their_shards(in_process):
     with from_range(4, 2, in_process=in_process).gather_sync().zip_with_source() as stream:
         assert next(stream)[1] == 0
@@ -246,6 +248,7 @@ def test_items_have_the_sources_of_their_shards(in_process):
             assert [source.shard for source in sources] == [abs(x) // 4 for x in items]
 
 
+@pytest.mark.slow
 def test_zip_with_source_actor_returns_the_actor_of_each_item(ray_session):
     worker = ray_session.remote(num_cpus=0)(ParallelIteratorWorker)
     actors = [worker.remote([i] * 3) for i in range(3)]
@@ -566,6 +569,7 @@ def test_invalid_arguments_are_rejected_when_chained():
         it.union(from_range(3)).gather_sync()
 
 
+@pytest.mark.slow_on_actors
 def test_readers_of_one_iterator_are_independent(in_process):
     it = from_range(8, 2, in_process=in_process)
     with it.gather_sync() as stream:

@@ -135,6 +135,7 @@ def test_storing_waits_for_shards_only_when_it_is_due(local_actors):
     assert local_actors.can_add()
 
 
+@pytest.mark.slow
 def test_operators_pulled_by_hand_store_and_draw_in_any_order(ray_session):
     actors = make()
     source = LocalIterator(lambda: (rows(5, i) for i in iter(int, 1)), "source")
@@ -311,6 +312,7 @@ def test_state_dict_replaces_a_dead_shard(ray_session):
     other.stop()
 
 
+@pytest.mark.slow
 def test_replies_contain_row_counts_and_nodes(actors):
     for i in range(3):
         actors.add(rows(5, i))

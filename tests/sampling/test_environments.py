@@ -557,6 +557,7 @@ def test_foreach_env_reaches_multi_agent_environments():
     worker.stop()
 
 
+@pytest.mark.slow
 def test_foreach_env_of_a_worker_set_returns_a_list_per_worker(ray_session, caplog):
     config = {"num_envs_per_worker": 2, "rollout_fragment_length": 4}
     with WorkerSet(lambda context: Levels(), Idle, config, num_workers=2) as workers:

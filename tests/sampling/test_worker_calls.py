@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 
+import pytest
 import ray
 
 from flowrl.sampling import WorkerSet
@@ -11,6 +12,7 @@ from flowrl.sampling import WorkerSet
 from .fakes import CountEnv, Idle
 
 
+@pytest.mark.slow
 def test_state_of_a_hanging_worker_is_left_out_and_not_waited_for_again(ray_session, caplog):
     config = {"sample_timeout_s": 5.0, "rollout_fragment_length": 4}
     with WorkerSet(lambda context: CountEnv(3), Idle, config, num_workers=2) as workers:

@@ -673,6 +673,7 @@ class WithFolder(FixedLength):
         super().__init__()
 
 
+@pytest.mark.slow
 def test_evaluation_workers_call_no_callbacks(ray_session, tmp_path):
     config = a2c_config(
         env=WithFolder,

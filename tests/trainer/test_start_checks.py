@@ -355,6 +355,7 @@ def test_hidden_layers_that_networks_for_images_do_not_have_are_reported(caplog,
 
 def test_own_defaults_of_an_algorithm_are_not_reported(caplog):
     settings = {"env": "Pendulum-v1", "seed": 1, "min_sample_timesteps_per_iteration": 10}
+    settings |= {"learning_starts": 20, "train_batch_size": 16}
     for model in ({"custom_model": Linear}, ModelConfig(custom_model=Linear)):
         with SACConfig(**settings, model=model).build() as algorithm:
             algorithm.train()
