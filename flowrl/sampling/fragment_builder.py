@@ -90,7 +90,8 @@ class FragmentBuilder:
         obs = grid.pop("obs")
         recorded: dict[str, Any] = {name: grid.pop(name) for name in ("infos", "t") if name in grid}
         grid = self._prepared(grid, segments, row_index)
-        if views.defers_values:
+        # without `defers_values` if the views have changed and the policy has not acted since
+        if views.defers_values or (self.policy.defers_values and "vf_preds" not in grid):
             started = time.perf_counter()
             grid["vf_preds"] = values_of(self.policy, obs, row_index)
             self._timings["inference_s"] += time.perf_counter() - started

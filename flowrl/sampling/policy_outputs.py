@@ -62,8 +62,7 @@ class PolicyOutputs:
         Args:
             expected: number of observations.
             outputs: (actions, states, extra), as `Policy.compute_actions` returns them.
-            continues: whether the fragment has rows already. If they have no values (see
-                `Policy.defers_values`), these are computed.
+            continues: whether the fragment has rows already.
 
         Raises:
             TypeError, ValueError: an output has another type, shape, dtype or number of rows, or
@@ -82,10 +81,11 @@ class PolicyOutputs:
         kinds = {name: _dtype_and_shape(value) for name, value in outputs.items()}
         if continues:
             self._check_kinds(kinds)
-        self._kinds = kinds
+        is_first, self._kinds = not self._kinds, kinds
         for name in set(before) - set(extra):
             self._columns.drop(name)
-        if continues and "vf_preds" in extra and self._columns.get("vf_preds") is None:
+        # rows of running episodes, without values because other views did not read them
+        if not is_first and "vf_preds" in extra and self._columns.get("vf_preds") is None:
             values = values_of(self._policy, self._columns["obs"])
             self._columns.allocate("vf_preds", (), values.dtype)[:] = values
         for name, value in outputs.items():

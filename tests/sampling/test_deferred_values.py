@@ -261,6 +261,57 @@ def test_rows_of_running_episodes_have_values_if_a_view_begins_to_show_them(agen
         np.testing.assert_allclose(batch["vf_preds"], expected, rtol=1e-5, atol=1e-6)
 
 
+class Turns(MultiAgentEnv):
+    """Two agents take turns."""
+
+    possible_agents = ("a", "b")
+    observation_space = spaces.Box(-1, 100, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, length):
+        self.length = length
+
+    def reset(self, *, seed=None, options=None):
+        self.n = 0
+        return {"a": np.zeros(2, np.float32)}, {}
+
+    def step(self, action_dict):
+        self.n += 1
+        ends = {"__all__": self.n >= self.length}
+        agent = self.possible_agents[self.n % 2]
+        return {agent: np.full(2, self.n, np.float32)}, {agent: 1.0}, ends, {"__all__": False}, {}
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+@pytest.mark.parametrize("policies", ["p", "pq"])
+def test_agents_that_wait_have_values_if_a_view_begins_to_show_them(policies, length):
+    settings = {"rollout_fragment_length": length, "policies": set(policies)}
+    mapping = dict(zip("ab", (policies * 2)[:2], strict=True))
+    sampler = worker(
+        env=Turns, policy_mapping_fn=lambda agent, *args, **kwargs: mapping[agent], **settings
+    )
+    for number in range(6):
+        if number == 3:
+            for policy in sampler.policy_map.values():
+                policy.view_requirements["last"] = ViewRequirement("rewards", SCALAR, shift=-1)
+        for policy_id, batch in sampler.sample().policy_batches.items():
+            expected = sampler.policy_map[policy_id].compute_values(batch["obs"])
+            np.testing.assert_allclose(batch["vf_preds"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_rows_have_values_if_the_policy_does_not_act_after_a_view_was_added():
+    settings = {"batch_mode": "complete_episodes", "rollout_fragment_length": 1}
+    sampler = RolloutWorker(
+        lambda context: CountEnv(2), PPOTorchPolicy, {**settings, "num_envs_per_worker": 2}
+    )
+    for number in range(4):
+        if number == 1:
+            sampler.policy.view_requirements["last"] = ViewRequirement("rewards", SCALAR, shift=-1)
+        batch = sampler.sample()
+        expected = sampler.policy.compute_values(batch["obs"])
+        np.testing.assert_allclose(batch["vf_preds"], expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("before", [PPOTorchPolicy, WithActions])
 @pytest.mark.parametrize("after", [PPOTorchPolicy, WithActions])
 def test_rows_of_running_episodes_have_values_after_a_restore(before, after):
