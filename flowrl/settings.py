@@ -390,8 +390,8 @@ class Settings(BaseModel):
                 value.check_no_search()
             elif contains_search(value):
                 raise ConfigError(
-                    f"{name}: is a search space of Ray Tune, or contains one: only Tune draws "
-                    "values from it, pass this config as param_space of tune.Tuner"
+                    f"{name}: is a search space of Ray Tune, or contains one: only Ray Tune draws "
+                    "values from it. Pass this config to tune.Tuner as param_space"
                 )
 
     def _check_not_frozen(self) -> None:

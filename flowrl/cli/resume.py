@@ -61,9 +61,9 @@ def resume_command(arguments: list[str]) -> int:
             f"the run uses device={run.config.device!r}, which is not available: {reason}. In "
             f"Python, {remedy}.learn() continues it on the CPU"
         )
-    if options.plan is not None and (message := unused_settings_message(run, options.plan)):
+    stop = stop_rules_of(options)
+    if options.plan is not None and (message := unused_settings_message(run, options.plan, stop)):
         print(f"flowrl: {message}", file=sys.stderr)
-    command = ["flowrl", "resume", *arguments]
-    stop, replace_plan = stop_rules_of(options), options.plan is not None
+    command, replace_plan = ["flowrl", "resume", *arguments], options.plan is not None
     show = options.display, options.report
     return resume_run(run, stop, command, replace_plan, options.run_dir, *show)

@@ -15,6 +15,7 @@ from flowrl.errors import ConfigError
 from flowrl.policies.code_references import PLAN_MODULE, UntrustedCodeError, code_path
 from flowrl.policies.json_codec import text_of_changes
 from flowrl.setting_values import equal_code
+from flowrl.trainer.checkpoint_loading import needs_trust
 from flowrl.trainer.checkpoint_saving import FIXED_SETTINGS
 from flowrl.trainer.config import AlgorithmConfig, absolute_folders
 from flowrl.trainer.plan_files import absolute_plan, algorithm_in, load_plan
@@ -28,6 +29,7 @@ from flowrl.trainer.runs.saved_run import (
     read_config,
     read_setup,
 )
+from flowrl.trainer.runs.stop_rules import StopRules
 
 if TYPE_CHECKING:
     from flowrl.trainer.algorithm import Algorithm
@@ -232,8 +234,14 @@ def _in_program_message(path: str, code: dict[str, str]) -> str:
     )
 
 
-def unused_settings_message(run: SavedRun, plan: str) -> str | None:
-    """Return which settings of a plan file a run that continues with it does not use, if any."""
+def unused_settings_message(run: SavedRun, plan: str, stop: StopRules) -> str | None:
+    """Return which settings of a plan file a run that continues with it does not use, if any.
+
+    Args:
+        run: the run.
+        plan: the plan file.
+        stop: the new limits; `total_timesteps` follows a limit on env steps.
+    """
     if not _has_config(plan):
         return None
     config = plan_config(plan, run.config.env)
@@ -241,7 +249,7 @@ def unused_settings_message(run: SavedRun, plan: str) -> str | None:
     differing = {
         name: value
         for name, value in config.explicit_settings().items()
-        if name in run.config and name != "total_timesteps"  # it follows --stop-timesteps
+        if name in run.config and not (name == "total_timesteps" and stop.env_steps)
         if not equal_code(value, run.config[name])
     }
     if not differing:
@@ -251,7 +259,7 @@ def unused_settings_message(run: SavedRun, plan: str) -> str | None:
     changes = {name: value for name, value in differing.items() if name not in FIXED_SETTINGS}
     if not changes:
         return f"{message}, because each worker and environment continues from its own state"
-    trust = ", trust=True" if trust_flag(Path(run.checkpoint)) else ""
+    trust = ", trust=True" if needs_trust(run.checkpoint, plan) else ""
     return (
         f"{message}; to change {', '.join(changes)}, continue in Python: Algorithm.from_checkpoint("
         f"{str(run.run_dir or run.checkpoint)!r}, config={ {**changes, 'plan': plan}!r}{trust})"

@@ -152,7 +152,7 @@ def resume_run(
             if replace_plan:
                 run.replace_plan(algorithm)
             prepare_to_resume(algorithm, run, stop, config.total_timesteps)
-        # the first command had other limits or settings if they were changed in between
+        # the saved command may not repeat the run: limits and settings may have changed since
         exit_code = _train(algorithm, stop, run, command, display, can_repeat=run_dir is None)
     return _report(run.path, exit_code) if report or "--report" in command else exit_code
 

@@ -132,7 +132,7 @@ def _parse_run(
     unknown = sorted(str(key) for key in entry if key not in RUN_KEYS)
     if unknown:
         hint = nearest(unknown[0], list(RUN_KEYS)) or " Settings belong below config."
-        if unknown[0] == "run_dir":
+        if unknown[0].replace("-", "_") == "run_dir":
             hint = " The folder is an option, --run-dir."
         raise ConfigError(
             f"unknown key {unknown[0]!r}: the keys of a run are {', '.join(RUN_KEYS)}.{hint}"

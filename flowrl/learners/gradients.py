@@ -94,7 +94,7 @@ class Gradients:
         for policy_id in dict.fromkeys(pid for item in items for pid in item.by_policy):
             group = [item for item in items if policy_id in item.by_policy]
             total = sum(item.rows[policy_id] for item in group)
-            weights = [item.rows[policy_id] / total for item in group]
+            weights = [item.rows[policy_id] / (total or 1) for item in group]
             parts: Any = [item.by_policy[policy_id] for item in group]
             mean.by_policy[policy_id] = optree.tree_map(
                 lambda *leaves, w=weights: sum(p * s for p, s in zip(leaves, w, strict=True)),

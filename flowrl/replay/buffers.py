@@ -198,7 +198,9 @@ class ReplayBuffer:
             try:
                 self._flush()
             except BaseException:
-                if self._pending and self._pending[-1] is batch:  # a failed add adds nothing
+                if (
+                    self._pending and self._pending[-1] is batch
+                ):  # a failed add adds nothing to draw
                     self._pending.pop()
                     self._pending_rows -= batch.count
                 raise

@@ -92,7 +92,8 @@ class EnvStepIndex:
     def remove_before(self, oldest: Mapping[str, int]) -> None:
         """Remove the steps with a row whose id is below the policy's `oldest`."""
         for policy_id, row in oldest.items():
-            self._remove(self._policies[policy_id].overwritten_steps(row))
+            if policy_id in self._policies:  # not if its first rows could not be stored
+                self._remove(self._policies[policy_id].overwritten_steps(row))
 
     def _add(self, slots: np.ndarray) -> None:
         """Add the complete steps in these slots, which have none."""

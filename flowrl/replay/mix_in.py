@@ -14,8 +14,8 @@ from flowrl.state_schema import Fields, Natural
 class MixInReplayBuffer(ReplayBuffer):
     """Draws each new item once, in order, mixed with items that were drawn before.
 
-    New items that are overwritten before their turn are skipped. While no item has been drawn, all
-    items count as old.
+    New items that are overwritten before their turn are skipped. If there are no old items, the new
+    items of the same draw count as old, or all items if the draw has none.
 
     For learners that prefer fresh experience but can reuse some old experience (Espeholt et al.
     2018, section 5.2.2).

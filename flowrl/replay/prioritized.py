@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Unpack
 
@@ -56,7 +57,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         super().__init__(capacity, **settings)
         try:
             points = np.asarray([(0, beta)] if np.ndim(beta) == 0 else beta, np.float64)
-            valid = points.ndim == 2 and points.shape[1] == 2 and (np.diff(points[:, 0]) > 0).all()
+            valid = points.ndim == 2 and len(points) > 0 and points.shape[1] == 2
+            valid = valid and (np.diff(points[:, 0]) > 0).all()
             valid = valid and all(0 <= x < np.inf for x in (*points.ravel(), alpha, eps))
         except (TypeError, ValueError):  # not numbers
             valid = False
@@ -153,16 +155,18 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         if self._sequences is not None:
             ids, priorities = _priorities_per_item(ids, priorities)
             high = priorities.max()
-        with np.errstate(over="ignore"):
-            weights = (priorities + self.eps) ** self.alpha
-            most = weights.max() * self.capacity  # the sum if all rows have this weight
-        if most == np.inf:
+        try:
+            highest = (float(high) + self.eps) ** self.alpha
+        except OverflowError:
+            highest = math.inf
+        if highest * self.capacity == math.inf:  # the sum if all rows had this weight
             raise ValueError(f"priorities up to {high} are too large for alpha={self.alpha}")
+        weights = (priorities + self.eps) ** self.alpha
         if oldest < stored.start:
             present = ids >= stored.start
             ids, weights = ids[present], weights[present]
         self._tree.set(ids % self.capacity, weights)
-        self._max_weight = max(self._max_weight, float((high + self.eps) ** self.alpha))
+        self._max_weight = max(self._max_weight, highest)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -186,7 +190,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
                 # a weight of 0 is that of a removed item
                 weights = np.where(weights > 0, weights**exponent, 0.0)
                 max_weight = float(np.power(max_weight, exponent))
-        if not weights.max(initial=max_weight) < np.inf or (
+        if not weights.max(initial=max_weight) * self.capacity < np.inf or (
             len(weights) and self.eps and not weights.any()
         ):
             raise StateError(f"weights: they are all 0, or infinite, with alpha={alpha!r}")

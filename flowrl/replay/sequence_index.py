@@ -81,8 +81,8 @@ class SequenceIndex:
 
         Raises:
             ValueError: the batch has no `eps_id`, is padded, has longer sequences than
-                `max_seq_len`, lacks states, has incomplete episodes or overlapping parts of an
-                episode, or an item exceeds the ring buffer's capacity.
+                `max_seq_len`, lacks states, has incomplete episodes or repeated steps that would
+                split a sequence, or an item exceeds the ring buffer's capacity.
         """
         if batch.zero_padded or "loss_mask" in batch:
             raise ValueError("a batch with padding or burn-in: store it as it was sampled")
@@ -128,8 +128,8 @@ class SequenceIndex:
         starts, lengths, _ = self._spans(batch)
         if np.any(position[starts + lengths - 1] - position[starts] != lengths - 1):
             raise ValueError(
-                "the batch has overlapping parts of an episode, the later part first: give copies "
-                "of steps an eps_id of their own"
+                "the batch has several rows of the same step of an episode, and sorting them would "
+                "split a sequence: give copies of steps an eps_id of their own"
             )
 
     @staticmethod
@@ -294,11 +294,20 @@ class SequenceIndex:
             ValueError: the fields do not fit each other, or `num_rows`.
         """
         check_own_state(self, state)
-        names = ("first_rows", "lengths", "burn_ins")
-        arrays = [*(state[name] for name in names), *state["states"].values()]
-        count = len(state["first_rows"])
-        ends = [int((state["first_rows"] + state["lengths"]).max())] if count else []
-        if any(len(array) != count for array in arrays) or any(end > num_rows for end in ends):
+        first_rows, lengths, burn_ins = arrays = [
+            np.asarray(state[name]) for name in ("first_rows", "lengths", "burn_ins")
+        ]
+        count = len(first_rows)
+        columns = [*arrays, *state["states"].values()]
+        fits = all(len(column) == count for column in columns) and all(
+            array.ndim == 1 and array.dtype.kind in "iu" for array in arrays
+        )
+        oldest = max(0, num_rows - self.capacity)
+        fits = fits and bool(
+            np.all((first_rows >= oldest) & (first_rows + lengths <= num_rows))
+            and np.all((burn_ins >= 0) & (burn_ins < lengths))
+        )
+        if not fits:
             raise StateError(f"the sequences are not {count} sequences of {num_rows} rows")
         self.first = int(state["first"])
         self.num_added = self.first + len(state["first_rows"])

@@ -385,11 +385,13 @@ def row_order(batch: SampleBatch) -> np.ndarray | None:
     if "eps_id" not in batch or "t" not in batch:
         return None
     episodes, agents, steps = batch["eps_id"], _agents(batch), batch["t"]
-    order: np.ndarray = np.lexsort((steps, agents, episodes))
     same = _same_trajectory(episodes, agents)
+    backwards = (same & (steps[1:] <= steps[:-1])).any()
+    if not backwards and (episodes[1:] >= episodes[:-1]).all() and not agents.any():
+        return None
+    order: np.ndarray = np.lexsort((steps, agents, episodes))
     same_if_sorted = _same_trajectory(episodes[order], agents[order])
     scattered = same.sum() < same_if_sorted.sum()
-    backwards = (same & (steps[1:] <= steps[:-1])).any()
     if not (scattered or backwards):
         return None
     in_order = steps[order]

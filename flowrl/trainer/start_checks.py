@@ -200,8 +200,8 @@ def check_schedules(config: AlgorithmConfig, total_timesteps: int | None) -> Non
             if is_in_percent:
                 raise ConfigError(
                     f"{name}: a schedule in percent needs total_timesteps, the env steps of the "
-                    "whole training: set it, call learn(total_timesteps=…) instead of train(), or "
-                    "give the schedule in env steps"
+                    "whole training: set it, call learn(total_timesteps=…) instead of train(), "
+                    "give the option --stop-timesteps, or give the schedule in env steps"
                 )
             continue
         zero = zero_from(schedule, total_timesteps)

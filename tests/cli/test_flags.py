@@ -304,4 +304,4 @@ def test_limits_may_be_negative_numbers(cli, limit):
 def test_mean_return_is_no_limit_of_a_run_that_samples_nothing(cli):
     code, _, err = cli("train", "bc", "--input", "x", "--env", "CartPole-v1", "--stop-reward", "1")
     assert code == 2
-    assert "--stop-reward: nothing is sampled, so there is no mean return: use --evaluation-" in err
+    assert "--stop-reward: nothing is sampled, so there is no mean return: set evaluation_" in err

@@ -105,7 +105,7 @@ def test_settings_of_a_changed_plan_file_are_not_used_and_named(cli, tmp_path):
     assert code == 0
     assert "mine.py: the run keeps its own settings train_batch_size=20; to change train" in err
     changes = {"train_batch_size": 40, "plan": "mine.py"}
-    assert f"Algorithm.from_checkpoint('r', config={changes!r}, trust=True)" in err
+    assert f"Algorithm.from_checkpoint('r', config={changes!r})" in err
     with Algorithm.from_checkpoint("r", config=changes) as algorithm:
         assert algorithm.config.train_batch_size == 40
 

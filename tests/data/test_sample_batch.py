@@ -564,3 +564,8 @@ def test_missing_infos_are_dicts_of_their_own():
     infos[1]["b"] = 2
     assert list(infos) == [{"a": 1}, {"b": 2}, {}]
     assert list(SampleBatch.concat_samples(parts)["infos"]) == [{"a": 1}, {}, {}]
+
+
+def test_lengths_of_sequences_are_not_negative():
+    with pytest.raises(ValueError, match="seq_lens must not be negative, got"):
+        SampleBatch(obs=np.zeros(5), seq_lens=np.array([6, -1]))

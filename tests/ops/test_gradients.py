@@ -84,8 +84,9 @@ def test_masked_rows_have_no_weight_in_an_average():
         compute = ComputeGradients(workers)
         average = AverageGradients()([compute(masked[:8]), compute(masked[8:])])
         whole = compute(masked)
+        _, info = ApplyGradients(workers)(average)
     assert average.rows == whole.rows == {"default_policy": 4}
-    assert average.agent_steps() == 32
+    assert info["default_policy"]["num_agent_steps_trained"] == average.agent_steps() == 32
     gradients = [one.by_policy["default_policy"] for one in (average, whole)]
     np.testing.assert_allclose(*gradients, rtol=1e-4, atol=1e-6)
 
@@ -238,3 +239,9 @@ def test_invalid_items_and_arguments_are_rejected():
             AsyncGradients(workers, num_async=0)
     with make(output="x") as workers, pytest.raises(ValueError, match="output: AsyncGradients"):
         AsyncGradients(workers)
+
+
+def test_gradients_without_rows_to_learn_from_are_averaged_to_zero():
+    items = [Gradients({"p": np.array([0.0])}, {"p": 0}, {"p": {}}, 4) for _ in range(2)]
+    average = AverageGradients()(items)
+    assert (average.by_policy["p"].tolist(), average.rows) == ([0.0], {"p": 0})

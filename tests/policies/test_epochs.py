@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
+from gymnasium import spaces
 
+from flowrl.algorithms.a2c import A2CTorchPolicy
 from flowrl.data import SampleBatch
 from flowrl.policies.learning.epochs import (
     check_learnable,
@@ -75,3 +77,16 @@ def test_minibatches_without_rows_to_learn_from_are_left_out():
             assert sorted(learned) == [0, 1, 2, 3, 4]
     with pytest.raises(ValueError, match="P: the batch has no rows to learn from, loss_mask is"):
         check_learnable(batch.with_columns(loss_mask=np.zeros(20, bool)), "P", ())
+
+
+def test_microbatches_have_rows_to_learn_from():
+    policy = A2CTorchPolicy(
+        spaces.Box(-1, 1, (2,)), spaces.Discrete(2), {"microbatch_size": 4, "seed": 0}
+    )
+    batch = SampleBatch(
+        obs=np.ones((20, 2), np.float32), actions=np.zeros(20, int), advantages=np.ones(20),
+        value_targets=np.ones(20), loss_mask=np.arange(20) < 5,
+    )  # fmt: skip
+    gradient, _ = policy.compute_gradients(batch)
+    whole, _ = policy.compute_gradients(batch[:5])
+    np.testing.assert_allclose(gradient, whole, rtol=1e-4, atol=1e-6)

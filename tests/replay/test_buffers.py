@@ -678,3 +678,22 @@ def test_rows_are_sorted_by_steps_of_any_integer_dtype(dtype):
     buffer = ReplayBuffer(10, n_step=4, seed=0)
     buffer.add(steps_of_an_episode(t=np.arange(4, dtype=dtype))[[3, 2, 1, 0]])
     assert set(buffer.sample(50)["n_steps"]) == {1, 2, 3, 4}
+
+
+def test_saved_columns_have_all_rows():
+    buffer = ReplayBuffer(8)
+    buffer.add(FragmentStream(1, [9]).fragment(3, "plain"))
+    state = buffer.state_dict()
+    state["ring"]["columns"]["rewards"] = [np.full(1, 7.0)]
+    with pytest.raises(ValueError, match="the column 'rewards' does not have 3 rows"):
+        ReplayBuffer(8).load_state_dict(state)
+
+
+def test_rows_without_a_whole_item_cannot_be_drawn():
+    buffer = ReplayBuffer(8, storage_unit="sequences", max_seq_len=6)
+    stream = FragmentStream(1, [20])
+    buffer.add(stream.fragment(6, "plain"))
+    buffer.sample(1)
+    buffer._sequences.remove_before(1)  # as after a full disk, see test_memmap
+    with pytest.raises(ValueError, match="has nothing to draw"):
+        buffer.sample(1)

@@ -149,16 +149,30 @@ def test_invalid_settings_are_rejected(arguments, match):
         make().sample()
 
 
+def env_steps(first, count, policies="ab"):
+    steps = {"eps_id": np.zeros(count, int), "t": np.arange(first, first + count)}
+    batches = {pid: rows(count, first).with_columns(**steps) for pid in policies}
+    return MultiAgentBatch(batches, count)
+
+
+def full(*args):
+    raise OSError("No space left on device")
+
+
+@pytest.mark.parametrize("stored", ["", "a"])
+def test_error_of_the_first_rows_of_a_policy_in_lockstep_is_raised(monkeypatch, stored):
+    buffer = make(mode="lockstep")
+    if stored:
+        buffer.add(env_steps(0, 4, stored))
+    with monkeypatch.context() as patch:
+        patch.setattr(ReplayBuffer, "_keep", full)
+        with pytest.raises(OSError, match="No space"):
+            buffer.add(env_steps(4, 4))
+    buffer.add(env_steps(8, 4))
+    assert {int(t) for _ in range(9) for t in buffer.sample().policy_batches["a"]["t"]} >= {8, 11}
+
+
 def test_lockstep_draws_continue_after_rows_of_one_policy_could_not_be_stored(monkeypatch):
-    def env_steps(first, count):
-        steps = {"eps_id": np.zeros(count, int), "t": np.arange(first, first + count)}
-        return MultiAgentBatch(
-            {pid: rows(count, first).with_columns(**steps) for pid in "ab"}, count
-        )
-
-    def full(batch):
-        raise OSError("No space left on device")
-
     buffer = MultiAgentReplayBuffer(
         lambda policy_id: ReplayBuffer(8, seed=0), mode="lockstep", replay_batch_size=4
     )

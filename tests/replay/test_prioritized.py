@@ -172,7 +172,10 @@ def test_saved_weights_must_fit_the_items(weights):
         PrioritizedReplayBuffer(8).load_state_dict(state)
 
 
-@pytest.mark.parametrize("beta", [[0.4, 1.0], [0, 0.4, 100, 1.0], [], [(5, 0.4), (1, 1.0)], "x"])
+@pytest.mark.parametrize(
+    "beta",
+    [[0.4, 1.0], [0, 0.4, 100, 1.0], [], np.zeros((0, 2)), [(5, 0.4), (1, 1.0)], "x"],
+)
 def test_beta_is_a_number_or_ascending_points(beta):
     with pytest.raises(ValueError, match=r"points \[\(rows stored, value\), …\] with ascending"):
         PrioritizedReplayBuffer(10, beta=beta)
@@ -186,3 +189,11 @@ def test_priorities_whose_sum_would_overflow_are_rejected(alpha, priority):
         buffer.update_priorities(np.array([0, 1]), np.array([priority, priority]))
     assert buffer.weights.tolist() == [1.0] * 5
     assert buffer.sample(3).count == 3
+
+
+def test_saved_weights_whose_sum_would_overflow_are_refused():
+    saved = PrioritizedReplayBuffer(1000, alpha=1.0)
+    saved.add(FragmentStream(1, [600]).fragment(500, "plain"))
+    saved.update_priorities(np.arange(500), np.full(500, 1e304))
+    with pytest.raises(StateError, match="infinite"):
+        PrioritizedReplayBuffer(1000, alpha=1.006).load_state_dict(saved.state_dict())

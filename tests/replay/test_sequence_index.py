@@ -301,7 +301,7 @@ def test_states_belong_to_their_sequences_and_take_room_for_stored_ones_only(loa
     [
         (
             {"t": [2, 3, 0, 1, 2, 3], "unroll_id": [0, 0, 1, 1, 1, 1]},
-            "overlapping parts of an episode",
+            "several rows of the same step of an episode",
         ),
         ({"seq_lens": [4, 2, 0]}, r"at least 1 and add up to 6 rows, got \[4 2 0\]"),
         ({"seq_lens": [2, 2]}, r"at least 1 and add up to 6 rows, got \[2 2\]"),
@@ -322,6 +322,11 @@ def test_sequences_that_cannot_be_stored_whole_are_rejected(columns, match):
     "change",
     [
         {"first_rows": np.array([50])},
+        {"first_rows": np.array([-3])},
+        {"first_rows": np.array([0.0])},
+        {"burn_ins": np.array([7])},
+        {"lengths": np.array([-5])},
+        {"lengths": np.array([0])},
         {"lengths": np.array([2, 2])},
         {"states": {"state_in_0": np.zeros((2, 1), np.float32)}},
     ],

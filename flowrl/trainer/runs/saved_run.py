@@ -248,19 +248,19 @@ def find_checkpoint(run_dir: Path | str, name: str | int | None = None) -> Path:
             `checkpoint_score_attribute`; None for the newest one.
 
     Raises:
-        ConfigError: there is no such checkpoint.
+        ConfigError: the folder is no run directory, or has no such checkpoint.
     """
     run_dir = Path(run_dir).expanduser()
+    order = read_config(run_dir).get("checkpoint_score_order", "max")
     checkpoints = list_checkpoints(run_dir)
     if name is None or not checkpoints:
         return newest_checkpoint(run_dir)
     if name == "best":
-        order = read_config(run_dir).get("checkpoint_score_order", "max")
         best = best_checkpoint(checkpoints, order)
         if best is None:
             raise ConfigError(
-                f"{run_dir}: no checkpoint has a score; train with --checkpoint-score-attribute "
-                "and a metric that the results have, such as episode_reward_mean"
+                f"{run_dir}: no checkpoint has a score; train with checkpoint_score_attribute set "
+                "to a metric that the results have, such as episode_reward_mean"
             )
         return best
     for path in checkpoints:

@@ -134,8 +134,8 @@ class StopRules:
         """
         if self.reward is not None and not config.samples:
             raise ConfigError(
-                "--stop-reward: nothing is sampled, so there is no mean return: use "
-                "--evaluation-interval N --stop evaluation/episode_reward_mean=VALUE"
+                "--stop-reward: nothing is sampled, so there is no mean return: set "
+                "evaluation_interval, and use --stop evaluation/episode_reward_mean=VALUE"
             )
         for name, _, _ in self.metrics:
             check_metric_name(name, config, "stop")
