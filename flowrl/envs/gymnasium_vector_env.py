@@ -134,9 +134,17 @@ class GymnasiumVectorEnv:
                     f"{observations.dtype}, expected {self._check.dtype}"
                 )
             return observations
-        if not self._batch_check.matches_shape_and_dtype(observations):
-            self._batch_check.check_structure(observations)
+        self._check_nested(self._batch_check, observations, f"for {self.num_envs} environments")
         return list(iterate(self._batch_space, observations))
+
+    def _check_nested(self, check: ObservationCheck, observation: Any, which: str) -> None:
+        """Raise ConfigError if an observation does not fit the space of a check."""
+        try:
+            if not check.matches_shape_and_dtype(observation):
+                check.check_structure(observation)
+        except ConfigError as error:
+            add_note(error, f"returned by the {type(self.env).__name__}, {which}")
+            raise
 
     def _one_per_env(self, name: str, values: Any, kinds: str) -> np.ndarray:
         """Return values of the sub-environments as an array.
@@ -193,6 +201,8 @@ class GymnasiumVectorEnv:
                 result.final = next_obs[ended]
             else:
                 final = infos["final_obs"] if same_step else next_obs
+                for i in ended if same_step else ():
+                    self._check_nested(self._check, final[i], 'as infos["final_obs"]')
                 result.final = [self._check.copy(final[i]) for i in ended]
         started, start_infos = ended, None
         if self.autoreset_mode is AutoresetMode.DISABLED and len(result.ended):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from gymnasium import spaces
@@ -27,6 +28,7 @@ from flowrl.envs.validation import (
 from flowrl.envs.vector_env import DirectEnvs, SteppedEnvs
 from flowrl.errors import ConfigError, add_note
 
+T = TypeVar("T")
 ResetResult = tuple[dict[Any, Any], dict[Any, dict[str, Any]]]  # observations and infos by agent
 
 MAX_CACHED_AGENTS = 10_000  # agents whose spaces are cached
@@ -142,7 +144,15 @@ class DirectMultiAgentVectorEnv(DirectEnvs):
         return self._envs.get(0).get_action_space(agent_id)
 
     def reset(self) -> list[ResetResult]:
-        return [self._reset(i) for i in range(self.num_envs)]
+        return [self._noted(index, self._reset) for index in range(self.num_envs)]
+
+    def _noted(self, index: int, method: Callable[..., T], *args: Any) -> T:
+        """Return method(index, *args); a ConfigError gets a note of the environment."""
+        try:
+            return method(index, *args)
+        except ConfigError as error:
+            add_note(error, f"raised by {self._envs.label(index)}")
+            raise
 
     def _reset(self, index: int) -> ResetResult:
         self._lengths[index] = self._idle_steps[index] = 0
@@ -161,11 +171,13 @@ class DirectMultiAgentVectorEnv(DirectEnvs):
         self, index: int, observations: dict[Any, Any], rewards: dict[Any, float]
     ) -> None:
         """Raise InvalidStepError if an environment returned an invalid value."""
-        for reward in rewards.values():
-            check_reward(reward)
+        for agent, reward in rewards.items():
+            with _noting_agent(agent):
+                check_reward(reward)
         for agent, observation in observations.items():
             check = self.observation_check(agent)
-            check.check_structure(observation)
+            with _noting_agent(agent):
+                check.check_structure(observation)
             returned = f"sub-environment {index} returned for agent {agent!r}"
             check.check_step(observation, rewards.get(agent, 0.0), returned)
         for agent, reward in rewards.items():
@@ -176,14 +188,7 @@ class DirectMultiAgentVectorEnv(DirectEnvs):
                 )
 
     def step(self, actions: list[dict[Any, Any]]) -> list[MultiAgentStep]:
-        steps = []
-        for index, env_actions in enumerate(actions):
-            try:
-                steps.append(self._step(index, env_actions))
-            except ConfigError as error:
-                add_note(error, f"raised by {self._envs.label(index)}")
-                raise
-        return steps
+        return [self._noted(index, self._step, sent) for index, sent in enumerate(actions)]
 
     def _step(self, index: int, actions: dict[Any, Any]) -> MultiAgentStep:
         self._idle_steps[index] = 0 if actions else self._idle_steps[index] + 1
@@ -233,22 +238,19 @@ class DirectMultiAgentVectorEnv(DirectEnvs):
         if done:
             self._envs.mark_finished(index)
             # the reset may overwrite the arrays and dicts of the last step
-            step.obs = {agent: self._copied(index, agent, obs) for agent, obs in step.obs.items()}
+            step.obs = {agent: self._copied(agent, obs) for agent, obs in step.obs.items()}
             step.rewards, step.infos = dict(step.rewards), copied_info(step.infos)
             step.terminateds, step.truncateds = dict(step.terminateds), dict(step.truncateds)
             step.start, step.start_infos = self._reset(index)
         return step
 
-    def _copied(self, index: int, agent: Any, observation: Any) -> Any:
+    def _copied(self, agent: Any, observation: Any) -> Any:
         """Return a copy of an agent's last observation, which must fit its space: the copy has the
         dtype of the space."""
         check = self.observation_check(agent)
-        try:
-            if not check.matches_shape_and_dtype(observation):
+        if not check.matches_shape_and_dtype(observation):
+            with _noting_agent(agent):
                 check.check_structure(observation)
-        except ConfigError as error:
-            add_note(error, f"returned by sub-environment {index} for agent {agent!r}")
-            raise
         return copy_value(check.space, observation)
 
     def _restart(self, index: int, error: Exception) -> MultiAgentStep:
@@ -317,6 +319,16 @@ def _missing_flag_error(step: MultiAgentStep) -> ConfigError:
         f'env: step() must set {name}["__all__"] to whether the episode is over, it returned '
         f"{getattr(step, name)!r}"
     )
+
+
+@contextmanager
+def _noting_agent(agent: Any) -> Iterator[None]:
+    """Add a note with the agent to a ConfigError."""
+    try:
+        yield
+    except ConfigError as error:
+        add_note(error, f"returned for agent {agent!r}")
+        raise
 
 
 def _check_dict(method: str, name: str, value: Any) -> None:

@@ -493,7 +493,8 @@ def apply_horizon(env: gym.Env, horizon: int | None, soft: bool) -> gym.Env:
 
     Existing limits (gymnasium's TimeLimit wrapper, `spec.max_episode_steps`) are set to the
     horizon, or removed if a wrapper around them may take several steps at a time. A soft horizon
-    does not end episodes: it only removes TimeLimits that may be shorter.
+    does not end episodes: it only removes TimeLimits that are not longer, or that may count other
+    steps.
 
     Returns:
         the environment, wrapped in a TimeLimit if it needs one.

@@ -440,10 +440,12 @@ def check_reward(reward: Any) -> None:
     Raises:
         ConfigError: it is not.
     """
-    is_number = not isinstance(reward, (str, bytes)) and np.ndim(reward) == 0
     try:
-        float(reward)
-    except (TypeError, ValueError, OverflowError):  # None, or a complex number
+        array = np.asarray(reward)
+        is_number = array.ndim == 0 and array.dtype.kind not in "cSU"
+        if is_number:
+            float(reward)
+    except (TypeError, ValueError, OverflowError):  # None, or a nested list
         is_number = False
     if not is_number:
         raise ConfigError(

@@ -119,8 +119,8 @@ def without_dashboard() -> Iterator[None]:
     """Let `ray.init` start a local cluster in this context without the processes of Ray's dashboard
     and of its autoscaler.
 
-    With `include_dashboard=False`, Ray starts the dashboard's process, too, to report statistics of
-    usage, and waits until it has imported its packages. Replaces two methods of
+    Even with `include_dashboard=False`, Ray starts the dashboard's process, to report usage
+    statistics, and waits until the process has imported its packages. Replaces two methods of
     `ray._private.node.Node`; in versions of Ray without them, the processes start.
     """
     node: Any = importlib.import_module("ray._private.node").Node

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -23,6 +23,7 @@ REACH_TIMEOUT_S = 10.0  # to connect to the address of a cluster
 log = logging.getLogger("flowrl")
 
 _unregistered: dict[str, ModuleType] = {}  # by name, see `pickle_by_value`
+_start_lock = threading.Lock()
 _num_users = 0  # of a Ray runtime that `start_ray` started or joined
 
 
@@ -85,6 +86,11 @@ def start_ray(address: str | None = None, num_cpus: int | None = None, **options
     Raises:
         ConfigError: there is no cluster at the address, or Ray did not start in time.
     """
+    with _start_lock:  # another thread may start it
+        return _start_ray(address, num_cpus, options)
+
+
+def _start_ray(address: str | None, num_cpus: int | None, options: dict[str, Any]) -> bool:
     import ray
 
     register_modules()
@@ -98,11 +104,9 @@ def start_ray(address: str | None = None, num_cpus: int | None = None, **options
             _check_reachable(cluster)
         options = {**defaults, **options}
         try:
-            with ExitStack() as contexts:
-                contexts.enter_context(_kept_sigterm_handler())
-                contexts.enter_context(fast_reconnection())
-                if cluster is None and options["include_dashboard"] is False:
-                    contexts.enter_context(without_dashboard())
+            is_small = cluster is None and options["include_dashboard"] is False
+            processes = without_dashboard() if is_small else nullcontext()
+            with _kept_sigterm_handler(), fast_reconnection(), processes:
                 ray.init(cluster or "local", **options)
         except (ConnectionError, RuntimeError, ValueError) as error:
             if cluster is None:

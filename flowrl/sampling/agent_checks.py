@@ -12,6 +12,7 @@ from flowrl.data.columns import map_leaves
 from flowrl.data.serialization import can_be_saved
 from flowrl.data.spaces import fits_into, stack_values
 from flowrl.data.types import AgentID, PolicyID
+from flowrl.envs.gymnasium_vector_env import GymnasiumVectorEnv
 from flowrl.envs.multi_agent_vector_env import MAX_CACHED_AGENTS, MultiAgentVectorEnv
 from flowrl.envs.single_agent_adapter import SingleAgentAdapter
 from flowrl.envs.validation import (
@@ -85,6 +86,7 @@ class AgentChecks:
         worker_index: int,
     ):
         self._agent_envs = agent_envs
+        self._can_drop = not isinstance(getattr(agent_envs, "vector_env", None), GymnasiumVectorEnv)
         self._warn_only = on_invalid_step == "warn"
         self._replaces = on_invalid_step == "replace"
         self._worker_index = worker_index
@@ -187,7 +189,9 @@ class AgentChecks:
                 name = self._for_agent(trajectory.agent_id)
                 problem = trajectory.check.describe_problem(observation)
                 env = lanes.envs[trajectory.lane]
-                raise invalid_step_error(f"sub-environment {env} returned{name} {problem} (obs)")
+                raise invalid_step_error(
+                    f"sub-environment {env} returned{name} {problem} (obs)", self._can_drop
+                )
 
     def check_values(self, lanes: PolicyLanes, segments: list[Segment]) -> None:
         """Check the observations and rewards of segments.
@@ -235,7 +239,9 @@ class AgentChecks:
                 )
             if problem is not None:
                 name = self._for_agent(agent)
-                raise invalid_step_error(f"sub-environment {env} returned{name} {problem}")
+                raise invalid_step_error(
+                    f"sub-environment {env} returned{name} {problem}", self._can_drop
+                )
             self._warn_outside(int(env), check, shown, segment.final)
 
     def _accepts(self, check: ObservationCheck, observation: Any) -> bool:

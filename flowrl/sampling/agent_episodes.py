@@ -13,7 +13,7 @@ import numpy as np
 
 from flowrl.data.types import AgentID, EpisodeID, PolicyID
 from flowrl.envs.multi_agent_vector_env import MultiAgentStep, MultiAgentVectorEnv, ResetResult
-from flowrl.envs.validation import ObservationCheck, copied_info
+from flowrl.envs.validation import LARGEST_REWARD, ObservationCheck, copied_info
 from flowrl.sampling.agent_batches import AgentBatches
 from flowrl.sampling.agent_checks import AgentChecks
 from flowrl.sampling.agent_records import AgentRecords
@@ -189,6 +189,8 @@ class AgentEpisodes:
                 if self._replaces:
                     reward = np.nan_to_num(reward, posinf=0.0, neginf=0.0)
                 trajectory.pending_reward += reward
+                if self._replaces and abs(trajectory.pending_reward) > LARGEST_REWARD:
+                    trajectory.pending_reward = 0.0
             elif reward:
                 self.checks.warn(
                     "dropped the reward of agent %r: it has no observation yet, or none since its "

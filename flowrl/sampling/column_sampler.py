@@ -402,7 +402,8 @@ class ColumnSampler(EnvSampler):
         if self._callbacks is not None:
             for env in restarted if has_records else range(self.vector_env.num_envs):
                 length = int(self._num_rows - self._tracker.starts[env])
-                rows = columns.part("rewards", int(self._tracker.starts[env]), self._num_rows)
+                begin = max(int(self._tracker.starts[env]), 0)
+                rows = columns.part("rewards", begin, self._num_rows)
                 so_far = float(self._returns.so_far[env] + rows[:, env].sum(dtype=np.float64))
                 start = env, self._num_rows, restarted, length, so_far if length else 0.0
                 self._callbacks.start(*start)

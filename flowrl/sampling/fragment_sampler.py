@@ -274,6 +274,8 @@ class FragmentSampler:
         """
         unroll_ids, self.unroll_ids = self.unroll_ids, IdCounter(state["next_unroll"])
         previous, agent_envs, restarted = self._env_sampler, self._envs.agent_envs, 0
+        pairs = zip(self._failures(), self._reported_failures, strict=True)
+        unreported = [failures - reported for failures, reported in pairs]
         try:
             if state["env_sampler"] is not None:
                 num_steps = 0 if "open" in state["env_sampler"] else state["returned_steps"][0]
@@ -294,8 +296,11 @@ class FragmentSampler:
             if self._envs.agent_envs is not agent_envs:
                 self._env_sampler = None  # it has the environments of before
                 self._reset_counts()
-            elif self._env_sampler is not None:
-                self._env_sampler.start_again()
+            else:
+                if self._env_sampler is not None:
+                    self._env_sampler.start_again()
+                counts = zip(self._failures(), unreported, strict=True)
+                self._reported_failures = [failures - new for failures, new in counts]
             raise
         self._returned_steps = list(state["returned_steps"])
         self._reported_steps = list(state["reported_steps"])

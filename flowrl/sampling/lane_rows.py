@@ -207,10 +207,7 @@ class LaneRows:
     ) -> None:
         columns, lane = self.columns, trajectory.lane
         at = columns.lookback + self.current_rows[lane], lane
-        rewards = columns["rewards"]
-        rewards[at] = trajectory.pending_reward
-        if self._replaces and not np.isfinite(rewards[at]):  # float32 cannot represent the sum
-            rewards[at] = 0.0
+        columns["rewards"][at] = trajectory.pending_reward
         trajectory.pending_reward = 0.0
         columns["t"][at] = t
         self._write_infos(at, copied_info(info) if info else None)

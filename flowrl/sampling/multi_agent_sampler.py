@@ -300,10 +300,10 @@ class MultiAgentSampler(EnvSampler):
 
     def _store_regular(self, lanes: PolicyLanes, results: _Results) -> None:
         """Check and store what regular steps returned for the agents of one policy."""
-        for lane, reward in zip(results.lanes, results.rewards, strict=True):
-            if reward.__class__ not in NUMBERS:  # numpy would convert None and text
-                agent = next(one.agent_id for one in lanes.waiting if one.lane == lane)
-                self._episodes.checks.check_reward(int(lanes.envs[lane]), agent, reward)
+        if not NUMBERS.issuperset(map(type, results.rewards)):  # numpy would convert None and text
+            agents = {one.lane: one.agent_id for one in lanes.waiting}
+            for lane, reward in zip(results.lanes, results.rewards, strict=True):
+                self._episodes.checks.check_reward(int(lanes.envs[lane]), agents[lane], reward)
         observations = lanes.stacked(results.observations)
         if observations is None:
             checks = self._episodes.checks

@@ -1,5 +1,6 @@
 """Regression tests of edge cases of sampling."""
 
+from functools import partial
 from typing import ClassVar
 
 import gymnasium as gym
@@ -16,6 +17,7 @@ from flowrl.sampling import DefaultCallbacks, RolloutWorker, SimpleListCollector
 
 from .fakes import CountEnv, Idle, ObservedValue, WrongEnv
 
+FLOAT = gym.spaces.Box(-np.inf, np.inf, (), np.float32)
 COLLECTORS = {"columns": None, "rows": SimpleListCollector}
 
 
@@ -927,32 +929,59 @@ class RecordsReturnsToo(RecordsReturns):
     pass
 
 
+class SeesRewards(Idle):
+    """Has a view of earlier rewards, so that the sampler keeps rows of earlier fragments."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.view_requirements["before"] = ViewRequirement("rewards", FLOAT, shift="-5:-1")
+
+    def compute_actions_from_input_dict(self, input_dict, explore=True):
+        return self.compute_actions(input_dict["obs"])
+
+
 @pytest.mark.parametrize("callbacks", [RecordsReturns, RecordsReturnsToo])
-@pytest.mark.parametrize("case", ["turns", "whole episodes"])
+@pytest.mark.parametrize("case", ["turns", "whole episodes", "earlier rows"])
 def test_total_reward_of_a_resumed_episode_is_its_return(case, callbacks):
     def make_env(context):
         return Turns() if case == "turns" else CountEnv(2 if context.vector_index else 7)
 
     settings = {"rollout_fragment_length": 3}
+    policy = SeesRewards if case == "earlier rows" else Idle
     if case != "turns":
-        settings |= {"batch_mode": "complete_episodes", "num_envs_per_worker": 2}
-    first = RolloutWorker(make_env, Idle, {**settings, "callbacks_class": RecordsReturns})
+        settings["num_envs_per_worker"] = 2
+    if case == "whole episodes":
+        settings["batch_mode"] = "complete_episodes"
+    first = RolloutWorker(make_env, policy, {**settings, "callbacks_class": RecordsReturns})
     first.sample()
-    second = RolloutWorker(make_env, Idle, {**settings, "callbacks_class": callbacks})
+    second = RolloutWorker(make_env, policy, {**settings, "callbacks_class": callbacks})
     second.load_sampling_state_dict(first.sampling_state_dict())
+    second.sample()
     second.sample()
     episodes = second.get_metrics()
     assert any(episode.episode_return > 20 for episode in episodes)
     assert all(e.custom_metrics["return"] == e.episode_return for e in episodes)
 
 
+class KeepsEpisodes(DefaultCallbacks):
+    episodes: ClassVar[list] = []
+
+    def on_episode_step(self, *, episode, **kwargs):
+        pass
+
+    def on_episode_end(self, *, episode, **kwargs):
+        self.episodes.append((episode.total_reward, sum(episode.agent_rewards.values())))
+
+
 def test_rewards_that_float32_cannot_represent_are_replaced_in_games_with_turns():
     class Huge(Turns):
         rewards: ClassVar[dict] = {0: 1e39, 1: 2.0}
 
-    batch = worker(Huge, on_invalid_step="replace").sample()["default_policy"]
-    rewards = dict(zip(batch["agent_index"].tolist(), batch["rewards"].tolist(), strict=True))
-    assert rewards == {0: 0.0, 1: 2.0} or batch["rewards"].tolist().count(0.0) == 3
+    sampler = worker(Huge, on_invalid_step="replace", callbacks_class=KeepsEpisodes)
+    batch = sampler.sample()["default_policy"]
+    assert batch["agent_index"].tolist() == [0, 0, 0, 1, 1, 1]
+    assert batch["rewards"].tolist() == [0, 0, 0, 4, 4, 2]
+    assert KeepsEpisodes.episodes == [(10.0, 10.0)]
 
 
 def test_info_of_a_first_observation_is_a_copy():
@@ -981,10 +1010,11 @@ def test_info_of_a_first_observation_is_a_copy():
     assert KeepsFirst.seen == [0, 0, 0]
 
 
+@pytest.mark.parametrize("reward", [1 + 2j, np.complex64(1j), np.array("3.5"), [[1], [1, 2]]])
 @pytest.mark.parametrize("env", ["single agent", "agents together", "turns"])
-def test_complex_rewards_are_permanent_errors(env):
+def test_rewards_that_are_no_real_numbers_are_permanent_errors(env, reward):
     class Wrong(Turns):
-        rewards: ClassVar[dict] = {0: 1 + 2j, 1: 1.0}
+        rewards: ClassVar[dict] = {0: reward, 1: 1.0}
 
         def reset(self, **options):
             super().reset(**options)
@@ -996,8 +1026,8 @@ def test_complex_rewards_are_permanent_errors(env):
             agents = (self.n % 2,) if env == "turns" else (0, 1)
             return {agent: np.ones(1, np.float32) for agent in agents}, *result
 
-    make = (lambda: WrongEnv(reward=1 + 2j)) if env == "single agent" else Wrong
-    with pytest.raises(ConfigError, match=r"the reward \(1\+2j\): a reward is one real") as caught:
+    make = (lambda: WrongEnv(reward=reward)) if env == "single agent" else Wrong
+    with pytest.raises(ConfigError, match="a reward is one real number") as caught:
         worker(make).sample()
     notes = " ".join(caught.value.__notes__)
     assert "sub-environment 0" in notes
@@ -1014,12 +1044,38 @@ def test_wrong_flags_of_several_agents_name_the_environment():
         worker(NoFlags, num_envs_per_worker=2).sample()
     assert "raised by sub-environment 0" in caught.value.__notes__
 
+    class NoObservations(Turns):
+        def reset(self, **options):
+            return None, {}
 
+    with pytest.raises(ConfigError, match="reset") as caught:
+        worker(NoObservations).sample()
+    assert "raised by sub-environment 0" in caught.value.__notes__
+
+    class WrongShape(Turns):
+        def step(self, action_dict):
+            _, *result = super().step(action_dict)
+            return {1: np.zeros(3, np.float32)}, *result
+
+    with pytest.raises(ConfigError, match="does not fit the space") as caught:
+        worker(WrongShape, on_invalid_step="drop").sample()
+    assert caught.value.__notes__[:2] == ["returned for agent 1", "raised by sub-environment 0"]
+
+
+class Postprocesses(DefaultCallbacks):
+    def on_postprocess_trajectory(self, **kwargs):
+        pass
+
+
+@pytest.mark.parametrize("callbacks", [DefaultCallbacks, Postprocesses])
 @pytest.mark.parametrize(("mode", "recommends"), [("flowrl", True), ("sync", False)])
-def test_drop_is_only_recommended_where_it_is_supported(mode, recommends):
+def test_drop_is_only_recommended_where_it_is_supported(mode, recommends, callbacks):
     invalid = np.array([np.nan, 0], np.float32)
+    sampler = worker(
+        lambda: WrongEnv(obs=invalid), vectorization_mode=mode, callbacks_class=callbacks
+    )
     with pytest.raises(InvalidStepError) as caught:
-        worker(lambda: WrongEnv(obs=invalid), vectorization_mode=mode).sample()
+        sampler.sample()
     assert ('"drop" drops the episode' in str(caught.value)) == recommends
 
 
@@ -1056,8 +1112,25 @@ class NestedVectorEnv(gym.vector.VectorEnv):
 )
 def test_nested_observations_of_a_vector_environment_must_fit_its_space(changed):
     assert worker(NestedVectorEnv, rollout_fragment_length=2).sample().count == 4
-    with pytest.raises(ConfigError, match="an observation does not fit the space Dict"):
+    with pytest.raises(ConfigError, match="an observation does not fit the space Dict") as caught:
         worker(lambda: NestedVectorEnv(**changed), rollout_fragment_length=2).sample()
+    assert "returned by the NestedVectorEnv, for 2 environments" in caught.value.__notes__
+
+
+@pytest.mark.parametrize(
+    "final", [{"a": np.zeros(1), "n": 1}, {"a": np.zeros(3), "n": 1.7}, {"a": np.zeros(3)}]
+)
+def test_final_observations_of_a_vector_environment_must_fit_its_space(final):
+    class EndsAtOnce(NestedVectorEnv):
+        metadata: ClassVar[dict] = {"autoreset_mode": AutoresetMode.SAME_STEP}
+
+        def step(self, actions):
+            finals = np.array([final, final], object)
+            return self.obs, np.ones(2), np.ones(2, bool), np.zeros(2, bool), {"final_obs": finals}
+
+    with pytest.raises(ConfigError, match="an observation does not fit the space Dict") as caught:
+        worker(EndsAtOnce, rollout_fragment_length=2).sample()
+    assert 'returned by the EndsAtOnce, as infos["final_obs"]' in caught.value.__notes__
 
 
 def test_soft_horizon_replaces_an_equal_time_limit():
@@ -1089,3 +1162,34 @@ def test_env_steps_of_complete_episodes_are_counted_once_after_a_resume():
     assert second.sample().count == second.env_steps == 21
     first.stop()
     second.stop()
+
+
+def test_a_state_that_cannot_be_loaded_changes_no_counts():
+    class FailsOnStart(DefaultCallbacks):
+        fails = False
+
+        def on_episode_start(self, **kwargs):
+            if self.fails:
+                raise OSError("disk full")
+
+    class Other(FailsOnStart):
+        pass
+
+    def make(callbacks, **options):
+        env = partial(CountEnv, 3, **options)
+        return worker(env, callbacks_class=callbacks, rollout_fragment_length=5)
+
+    saved = make(FailsOnStart, fail_at=(1, 2))
+    saved.sample()
+    saved.sample()
+    loading = make(Other)
+    before = loading.sample()
+    loading.reply_tags()
+    FailsOnStart.fails = True
+    with pytest.raises(OSError, match="disk full"):
+        loading.load_sampling_state_dict(saved.sampling_state_dict())
+    FailsOnStart.fails = False
+    after = loading.sample()
+    assert loading.env_steps == before.count + after.count == 10
+    assert loading.reply_tags()["env_restarts"] == 0
+    assert before["eps_id"].max() < after["eps_id"].min() <= before["eps_id"].max() + 2

@@ -971,7 +971,8 @@ def test_final_observation_of_another_dtype_raises():
     script = EndsWrongly([0], {0: REWARD}, {0: REWARD})
     with pytest.raises(ConfigError, match="dtype <U1, not") as raised:
         play(script).sample()
-    assert "sub-environment 0 for agent 0" in "".join(raised.value.__notes__)
+    notes = raised.value.__notes__
+    assert notes[:2] == ["returned for agent 0", "raised by sub-environment 0"]
 
 
 @pytest.mark.parametrize("fragment", [3, 5])

@@ -172,9 +172,19 @@ def shuffled_minibatches(
         return
     if "seq_lens" in batch:
         yield from sequence_minibatches(batch, size, rng)
+    else:
+        yield from consecutive_minibatches(batch.take_rows(rng.permutation(batch.count)), size)
+
+
+def consecutive_minibatches(batch: SampleBatch, size: int) -> Iterator[SampleBatch]:
+    """Yield the rows of a batch in order, `size` at a time; the last may be smaller.
+
+    Sequences stay whole. Minibatches without rows to learn from are left out.
+    """
+    if "seq_lens" in batch:
+        yield from sequence_minibatches(batch, size, shuffle=False)
         return
-    shuffled = batch.take_rows(rng.permutation(batch.count))
     for start in range(0, batch.count, size):
-        rows = shuffled[start : start + size]
+        rows = batch[start : start + size]
         if LOSS_MASK not in batch or count_loss_rows(rows):
             yield rows

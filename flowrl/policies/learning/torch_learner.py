@@ -12,13 +12,7 @@ import torch
 from torch import nn
 
 from flowrl.data import SampleBatch
-from flowrl.data.sequences import (
-    LOSS_MASK,
-    count_loss_rows,
-    sequence_minibatches,
-    with_burn_in,
-    without_padding,
-)
+from flowrl.data.sequences import sequence_minibatches, with_burn_in, without_padding
 from flowrl.errors import ConfigError
 from flowrl.policies.cuda_graphs import running_on
 from flowrl.policies.learning.captured_update import CapturedUpdates
@@ -26,6 +20,7 @@ from flowrl.policies.learning.epochs import (
     Stats,
     check_learnable,
     concat_row_stats,
+    consecutive_minibatches,
     run_epochs,
     shuffled_minibatches,
 )
@@ -162,12 +157,8 @@ class TorchLearner:
         yield from shuffled_minibatches(batch, size, self.policy.shuffle_rng)
 
     def microbatches(self, batch: SampleBatch, size: int) -> Iterable[SampleBatch]:
-        """Return the rows of a batch in order, `size` at a time; sequences stay whole. Each
-        microbatch has a row to learn from."""
-        if "seq_lens" in batch:
-            return sequence_minibatches(batch, size, shuffle=False)
-        parts = batch.timeslices(size=size)
-        return parts if LOSS_MASK not in batch else filter(count_loss_rows, parts)
+        """Return the rows of a batch in order, `size` at a time; sequences stay whole."""
+        return consecutive_minibatches(batch, size)
 
     def rows_of_process(
         self, batch: SampleBatch, rank: int, num_processes: int

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
 from contextlib import suppress
 from types import SimpleNamespace
@@ -107,6 +108,30 @@ def test_start_of_ray_keeps_the_handler_of_a_signal(fake_ray, handler, during_in
     with suppress(ConnectionError):
         ray_runtime.start_ray()
     assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_threads_start_ray_once(fake_ray, monkeypatch):
+    started = []
+
+    def during_init():
+        time.sleep(0.05)
+        monkeypatch.setattr("ray.is_initialized", lambda: True)
+        started.append(threading.current_thread())
+
+    def start(results):
+        with suppress(ValueError):  # only the main thread may set handlers of signals
+            results.append(ray_runtime.start_ray())
+
+    fake_ray.during_init = during_init
+    results: list[bool] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(signal, "signal", lambda *args: None)
+        threads = [threading.Thread(target=start, args=[results]) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert (len(started), results) == (1, [True, True])
 
 
 def test_signal_while_ray_starts_is_a_termination(fake_ray):
