@@ -31,7 +31,7 @@ def check_learnable(batch: Any, name: str, scalar_columns: Sequence[str]) -> Non
         raise TypeError(f"{name} learns from a SampleBatch, got a {type(batch).__name__}")
     if not batch.count:
         raise ValueError(f"{name}: the batch has no rows")
-    if LOSS_MASK in batch and not count_loss_rows(batch):
+    if _is_masked(batch) and not count_loss_rows(batch):
         raise ValueError(f"{name}: the batch has no rows to learn from, loss_mask is all False")
     rewards = dict.get(batch, "rewards")  # the number of rows is the sum of the lengths
     has_sequences = "seq_lens" in batch and not batch.zero_padded
@@ -186,5 +186,10 @@ def consecutive_minibatches(batch: SampleBatch, size: int) -> Iterator[SampleBat
         return
     for start in range(0, batch.count, size):
         rows = batch[start : start + size]
-        if LOSS_MASK not in batch or count_loss_rows(rows):
+        if not _is_masked(batch) or count_loss_rows(rows):
             yield rows
+
+
+def _is_masked(batch: SampleBatch) -> bool:
+    # `in` would count as reading the column
+    return dict.__contains__(batch, LOSS_MASK)
