@@ -104,8 +104,8 @@ def _start_ray(address: str | None, num_cpus: int | None, options: dict[str, Any
             _check_reachable(cluster)
         options = {**defaults, **options}
         try:
-            is_small = cluster is None and options["include_dashboard"] is False
-            processes = without_dashboard() if is_small else nullcontext()
+            has_dashboard = cluster is not None or options["include_dashboard"] is not False
+            processes = nullcontext() if has_dashboard else without_dashboard()
             with _kept_sigterm_handler(), fast_reconnection(), processes:
                 ray.init(cluster or "local", **options)
         except (ConnectionError, RuntimeError, ValueError) as error:

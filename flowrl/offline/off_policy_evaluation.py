@@ -246,10 +246,7 @@ def _select_columns(policy: Policy, run: int, batch: SampleBatch) -> dict[str, n
     if missing:
         hint = ""
         if "action_logp" in missing:
-            hint = (
-                ". PPO, A2C, A3C, IMPALA, APPO and DD-PPO record likelihoods; DQN, SAC and TD3 do "
-                "not"
-            )
+            hint = ". PPO, A2C, IMPALA and APPO record likelihoods; DQN, SAC and TD3 do not"
         raise OfflineDataError(
             f"there is no column {missing[0]!r} among {sorted(batch)}: estimate needs "
             f"{', '.join(REQUIRED_COLUMNS)}{hint}"

@@ -198,9 +198,8 @@ class ReplayBuffer:
             try:
                 self._flush()
             except BaseException:
-                if (
-                    self._pending and self._pending[-1] is batch
-                ):  # a failed add adds nothing to draw
+                # a failed add adds nothing to draw
+                if self._pending and self._pending[-1] is batch:
                     self._pending.pop()
                     self._pending_rows -= batch.count
                 raise
