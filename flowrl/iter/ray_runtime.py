@@ -158,8 +158,10 @@ def _kept_sigterm_handler() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:  # Ray's handler, while Ray starts
-        if error.code == signal.SIGTERM and callable(handler):
-            handler(signal.SIGTERM, None)
+        if error.code == signal.SIGTERM:
+            signal.alarm(0)  # Ray's C++ handler has set one that aborts this process after 3 s
+            if callable(handler):
+                handler(signal.SIGTERM, None)
         raise
     finally:
         is_main = threading.current_thread() is threading.main_thread()

@@ -135,11 +135,16 @@ def test_threads_start_ray_once(fake_ray, monkeypatch):
 
 
 def test_signal_while_ray_starts_is_a_termination(fake_ray):
-    fake_ray.during_init = lambda: os.kill(os.getpid(), signal.SIGTERM)
+    def during_init():
+        signal.alarm(100)  # by Ray's C++ handler
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    fake_ray.during_init = during_init
     with SignalHandler() as signals:
         with pytest.raises(SystemExit) as caught:
             ray_runtime.start_ray()
         assert signals.is_termination(caught.value)
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
 def test_exit_of_the_program_after_ctrl_c_is_not_a_termination():
