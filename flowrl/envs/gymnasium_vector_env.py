@@ -140,8 +140,7 @@ class GymnasiumVectorEnv:
     def _check_nested(self, check: ObservationCheck, observation: Any, which: str) -> None:
         """Raise ConfigError if an observation does not fit the space of a check."""
         try:
-            if not check.matches_shape_and_dtype(observation):
-                check.check_structure(observation)
+            check.check_structure(observation)
         except ConfigError as error:
             add_note(error, f"returned by the {type(self.env).__name__}, {which}")
             raise

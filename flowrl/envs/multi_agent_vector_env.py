@@ -248,9 +248,8 @@ class DirectMultiAgentVectorEnv(DirectEnvs):
         """Return a copy of an agent's last observation, which must fit its space: the copy has the
         dtype of the space."""
         check = self.observation_check(agent)
-        if not check.matches_shape_and_dtype(observation):
-            with _noting_agent(agent):
-                check.check_structure(observation)
+        with _noting_agent(agent):
+            check.check_structure(observation)
         return copy_value(check.space, observation)
 
     def _restart(self, index: int, error: Exception) -> MultiAgentStep:

@@ -139,6 +139,8 @@ class ObservationCheck:
         Raises:
             ConfigError: shape, dtype or structure differ.
         """
+        if self.matches_shape_and_dtype(observation):  # the usual case, quickly
+            return
         problem = None if self.is_array else _structure_problem(self.space, observation, "obs")
         if problem is not None:
             hint = ""

@@ -129,7 +129,7 @@ class SequenceIndex:
         if np.any(position[starts + lengths - 1] - position[starts] != lengths - 1):
             raise ValueError(
                 "the batch has several rows of the same step of an episode, and sorting them would "
-                "split a sequence: give copies of steps an eps_id of their own"
+                "split a sequence: give copies of steps a new eps_id"
             )
 
     @staticmethod

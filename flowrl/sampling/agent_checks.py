@@ -127,8 +127,7 @@ class AgentChecks:
         """
         check = self._agent_envs.observation_check(agent)
         try:
-            if not check.matches_shape_and_dtype(observation):
-                check.check_structure(observation)
+            check.check_structure(observation)
         except ConfigError as error:
             add_note(error, f"returned{self._for_agent(agent)} by sub-environment {env_index}")
             raise

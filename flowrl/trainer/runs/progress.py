@@ -23,6 +23,12 @@ TABLE_STATS = ("policy_loss", "vf_loss", "entropy", "mean_q", "mean_logp")
 _SEPARATOR = "  "
 
 
+def can_redraw() -> bool:
+    """Return whether stdout is a terminal on which rich can replace the lines that it has drawn."""
+    is_dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+    return sys.stdout.isatty() and not is_dumb
+
+
 class ProgressTable:
     """Print a row every few seconds, at regular env steps.
 
@@ -44,9 +50,7 @@ class ProgressTable:
     ):
         self._counters = counters
         self._empty_result = {**_EMPTY_RESULT, "training_iteration": iteration}
-        # rich draws no line on a dumb terminal
-        is_dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
-        self._is_terminal = sys.stdout.isatty() and not is_dumb
+        self._is_terminal = can_redraw()
         self._width = shutil.get_terminal_size((80, 24)).columns if self._is_terminal else 80
         self._rate = ProgressRate(stop)
         self._last_row = self._last_live = time.perf_counter()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import time
 from bdb import BdbQuit
 from collections.abc import Iterator, Mapping
@@ -16,7 +15,7 @@ from flowrl.iter.ray_health import RayLostError
 from flowrl.monitoring.trace import Tracer
 from flowrl.trainer.runs.activity_log import ActivityLog
 from flowrl.trainer.runs.formatting import format_count, format_path
-from flowrl.trainer.runs.progress import ProgressTable
+from flowrl.trainer.runs.progress import ProgressTable, can_redraw
 from flowrl.trainer.runs.recording import Recording
 from flowrl.trainer.runs.resuming import experience_writers
 from flowrl.trainer.runs.run_directory import TRACE, RunDirectory, name_of_env_setting
@@ -303,14 +302,11 @@ def _write_trace(tracer: Tracer, path: Path) -> None:
 
 def _new_display(algorithm: Any, stop: StopRules, display: Display) -> ProgressTable | LiveView:
     """Return the display of a run."""
-    if display != "line" and sys.stdout.isatty():
+    if display != "line" and can_redraw():
         # not imported above: runs without a terminal start faster without rich
-        from rich.console import Console
-
         from flowrl.trainer.runs.live_view import LiveView
 
-        if not Console().is_dumb_terminal:
-            return LiveView(stop, algorithm.monitor)
+        return LiveView(stop, algorithm.monitor)
     evaluates = algorithm.config.evaluation_interval is not None
     return ProgressTable(stop, algorithm.plan.metrics.counters, algorithm.iteration, evaluates)
 
