@@ -220,12 +220,12 @@ class Settings(BaseModel):
         validate_default=False,
         arbitrary_types_allowed=True,
         use_attribute_docstrings=True,
+        defer_build=True,  # of its validator until the first use
     )
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         """Keep the help and group of a field that a subclass redeclares with a new default."""
-        changed = False
         for name, field in cls.model_fields.items():
             for base in cls.__mro__[1:]:
                 inherited = base.model_fields.get(name) if issubclass(base, Settings) else None
@@ -235,9 +235,6 @@ class Settings(BaseModel):
                     value = getattr(inherited, attribute)
                     if getattr(field, attribute) is None and value is not None:
                         setattr(field, attribute, value)
-                        changed = True
-        if changed:
-            cls.model_rebuild(force=True)
 
     @classmethod
     def of(cls, config: Any) -> Any:

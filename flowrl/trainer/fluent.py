@@ -17,6 +17,12 @@ from flowrl.settings import SettingInfo
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
+# pydantic's lists all settings, which the docstring describes by group
+_SIGNATURE = inspect.Signature(
+    [inspect.Parameter("settings", inspect.Parameter.VAR_KEYWORD, annotation=Any)]
+)
+
+
 def _group(method: Method) -> Method:
     """Mark a method that sets the settings of the group with the method's name."""
     method._is_group = True  # type: ignore[attr-defined]
@@ -42,14 +48,16 @@ class FluentSettings(WorkerConfig):
             setattr(cls, name, _documented(group, method))
         summary = (inspect.getdoc(cls) or "").split("\n\nSettings by group")[0]
         cls.__doc__ = f"{summary}\n\n{_settings_by_group(infos)}"
-        # pydantic's signature lists all settings, which the docstring describes by group
-        settings = inspect.Parameter("settings", inspect.Parameter.VAR_KEYWORD, annotation=Any)
-        cls.__signature__ = inspect.Signature([settings])
+        cls.__signature__ = _SIGNATURE
+
+    @classmethod
+    def __pydantic_on_complete__(cls) -> None:
+        cls.__signature__ = _SIGNATURE  # pydantic has set its own
 
     @classmethod
     def groups(cls) -> list[str]:
         """Return the names of the groups, in the order of their methods."""
-        members = vars(FluentSettings).items()
+        members = list(vars(FluentSettings).items())
         return [name for name, method in members if getattr(method, "_is_group", False)]
 
     @classmethod
