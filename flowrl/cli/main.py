@@ -87,8 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     runs_alone = arguments is None  # the process runs only this command
     if runs_alone:
-        # importing torch creates many objects that stay: fewer collections visit them
-        gc.set_threshold(50_000, 20, 100)
+        gc.disable()  # importing torch creates many objects that stay
         for name in ("stdout", "stderr"):
             if getattr(sys, name) is None:  # the caller has closed it
                 setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
@@ -107,6 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = import_object(_COMMANDS[name])
         if runs_alone:
             gc.freeze()  # the collections at the exit would visit the imported objects for 0.4 s
+            gc.set_threshold(50_000, 20, 100)
+            gc.enable()
         return _call(command, arguments[1:])
     except ConfigError as error:
         print_failure(error)
