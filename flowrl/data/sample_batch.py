@@ -191,10 +191,16 @@ class SampleBatch(Columns):
             # right_zero_pad(exclude_states=False) leaves one state per row
             return leaf[sequences] if len(leaf) == num_sequences else fn(leaf)
 
-        num_sequences = 0 if sequences is None else len(self[self.SEQ_LENS])
+        if sequences is None:
+            columns = {
+                name: fn(column) if type(column) is np.ndarray else map_leaves(fn, column)
+                for name, column in self.stored()
+            }
+            return SampleBatch.unchecked(columns, like=self)
+        num_sequences = len(self[self.SEQ_LENS])
         columns = {}
         for name, column in self.stored():
-            per_sequence = sequences is not None and name.startswith(PER_SEQUENCE)
+            per_sequence = name.startswith(PER_SEQUENCE)
             columns[name] = map_leaves(pick if per_sequence else fn, column)
         return SampleBatch.unchecked(columns, like=self)
 

@@ -136,7 +136,7 @@ class _Layer:
     def write_gradient(self, inputs: np.ndarray, gradient: np.ndarray) -> None:
         """Write the gradient of the parameters."""
         self._matmul(inputs.T, gradient, out=self._d_weight)
-        gradient.sum(0, out=self._d_bias)
+        np.add.reduce(gradient, 0, out=self._d_bias)
 
     def input_gradient(self, gradient: np.ndarray) -> np.ndarray:
         """Return the gradient of the inputs, valid until the next call."""

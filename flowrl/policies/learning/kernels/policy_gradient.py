@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
+import torch
 
 from flowrl.policies.distributions import Categorical, DiagGaussian
 from flowrl.policies.distributions.continuous import check_action_size
@@ -162,11 +164,13 @@ class PolicyGradientKernel:
         raise NotImplementedError
 
     def _advantages(self, batch: TensorBatch) -> np.ndarray:
+        advantages = float32(batch, "advantages")
         if not self._policy.config.standardize_advantages:
-            return float32(batch, "advantages")
-        standardized = self._policy.learner.standardize(batch["advantages"]).numpy()
-        advantages: np.ndarray = standardized.astype(np.float32, copy=False)
-        return advantages
+            return advantages
+        if (learner := self._policy.learner).process_group is None:
+            return standardized(advantages)
+        over_group: np.ndarray = learner.standardize(torch.from_numpy(advantages)).numpy()
+        return over_group
 
 
 class PPOKernel(PolicyGradientKernel):
@@ -239,6 +243,16 @@ class A2CKernel(PolicyGradientKernel):
 def mean(values: np.ndarray) -> float:
     """Return the mean of values [B]; faster than `values.mean()`."""
     return float(np.add.reduce(values)) / len(values)
+
+
+def standardized(values: np.ndarray) -> np.ndarray:
+    """Scale values [B] to mean 0 and standard deviation 1; see TorchLearner.standardize."""
+    centered = values - np.float32(mean(values))
+    if len(values) < 2:
+        return centered
+    std = math.sqrt(float(centered @ centered) / (len(values) - 1))
+    centered *= np.float32(1 / (std + 1e-8))
+    return centered
 
 
 def float32(batch: TensorBatch, name: str) -> np.ndarray:
