@@ -37,23 +37,6 @@ def flag_names(record: type[Settings], prefix: str = "", switches: bool = False)
     return names
 
 
-def _normalize_switches(args: list[str], switches: set[str]) -> list[str]:
-    """Replace `--x true` and `--x=false` by the forms that tyro accepts, `--x` and `--no-x`."""
-    result: list[str] = []
-    for arg in args:
-        name, equals, assigned = arg.partition("=")
-        value = assigned if equals else arg
-        switch = name if equals else (result[-1] if result else "")
-        if value.lower() in ("true", "false") and switch[2:].replace("_", "-") in switches:
-            if not equals:
-                result.pop()
-            head, dot, end = switch[2:].rpartition(".")
-            result.append(switch if value.lower() == "true" else f"--{head}{dot}no-{end}")
-        else:
-            result.append(arg)
-    return result
-
-
 def _flatten_list(value: str, annotation: Any) -> list[str]:
     """Return the numbers in `[64, 64]`, `64,64` or `[[0, 1e-3], [100, 0]]`, the form that tyro
     accepts, and other values as they are.
@@ -192,20 +175,9 @@ def _as_flags(hint: str, head: str) -> str:
     return re.sub(r"`([\w.-]+)(?:=\{\"(\w+)\"[^`]*|=([^`]*))?`", flag, hint)
 
 
-def _records(defaults: Settings) -> dict[str, type[Settings]]:
-    """Return the settings records of a plan and of its policies: prefix of the flags -> record."""
-    records = {"": type(defaults)}
-    policies = getattr(defaults, "policies", None)
-    for policy_id, spec in policies.items() if isinstance(policies, dict) else ():
-        if isinstance(config := getattr(spec, "config", None), Settings):
-            records[f"policies.{policy_id.replace('_', '-')}.config."] = type(config)
-    return records
-
-
 def settings_from_flags(
     defaults: Settings,
     flags: list[str],
-    program: str,
     run_options: dict[str, Any],
 ) -> Any:
     """Return the settings with the flags applied.
@@ -213,189 +185,151 @@ def settings_from_flags(
     Args:
         defaults: the settings without flags.
         flags: command-line arguments.
-        program: name of the program in `--help`.
         run_options: options of the run, for suggestions in error messages: name -> value.
 
     Raises:
         ConfigError: a flag is unknown (the message suggests the nearest one), or a value has the
             wrong type or range.
     """
-    if not flags:
-        return defaults
     _check_names(flags, defaults, run_options)
-    records = _records(defaults)
-    switches = [flag_names(record, prefix, True) for prefix, record in records.items()]
-    flags = _normalize_switches(flags, {name for names in switches for name in names})
-    groups = _groups(flags, _annotations(records))
-    words = [word for group in groups for word in group.words]
+    changes: dict[str, Any] = {}
+    for flag in _given(flags, _fields(defaults)):
+        record = changes
+        for name in flag.path[:-1]:
+            record = record.setdefault(name, {})
+        record[flag.path[-1]] = flag.value()
     try:
-        with value_rules() as problems:
-            settings = _parse(defaults, words, program)
-            _unset_others(settings, defaults, [group.flag for group in groups])
-            return settings
-    except _ParseError as error:
-        if error.of_record is not None:
-            message = with_flags(error.of_record, words, defaults.keys())
-            raise ConfigError(message) from None
-    for group in groups:  # find the flag that cannot be parsed
-        try:
-            with value_rules() as problems:
-                _parse(defaults, group.words, program)
-        except _ParseError as error:
-            if error.of_record is None:
-                raise ConfigError(group.problem(problems)) from None
-    raise ConfigError(f"cannot parse the flags {' '.join(flags)}")
+        return defaults.updated(**changes)
+    except ConfigError as error:
+        raise ConfigError(with_flags(str(error), flags, defaults.keys())) from None
 
 
-def _unset_others(settings: Settings, defaults: Settings, flags: Sequence[str]) -> None:
-    """Let only the settings of the defaults and of the flags count as set explicitly: tyro sets
-    all settings of a record.
+class _Field(NamedTuple):
+    """A setting: the names of the records that it is in, followed by its own, and its type."""
 
-    Args:
-        settings: the settings with the flags applied, which are changed.
-        defaults: the settings without flags, a record of the same class.
-        flags: names of the flags of this record, without `--`, such as `model.fcnet-hiddens`.
-    """
-    given = set()
-    for name, value in settings.items():
-        flag = name.rstrip("_").replace("_", "-")
-        inner = [other.removeprefix(f"{flag}.") for other in flags if other.startswith(f"{flag}.")]
-        if inner or flag in flags or f"no-{flag}" in flags:
-            given.add(name)
-        before = defaults[name]
-        if name == "policies" and isinstance(value, dict) and isinstance(before, dict):
-            for policy_id in value.keys() & before.keys():
-                prefix = f"{policy_id.replace('_', '-')}.config."
-                of_policy = [f.removeprefix(prefix) for f in inner if f.startswith(prefix)]
-                one, other = (getattr(spec[policy_id], "config", None) for spec in (value, before))
-                if isinstance(one, Settings) and isinstance(other, Settings):
-                    _unset_others(one, other, of_policy)
-        elif isinstance(value, Settings) and type(value) is type(before):
-            _unset_others(value, before, inner)
-    settings.model_fields_set.intersection_update(defaults.model_fields_set | given)
-
-
-class _ParseError(Exception):
-    """tyro cannot parse the flags.
-
-    Args:
-        text: what tyro printed.
-
-    Attributes:
-        of_record: message of the settings record if it rejected the values, otherwise None.
-    """
-
-    def __init__(self, text: str):
-        super().__init__(text)
-        text = " ".join(re.sub(r"[│╭╮╰╯─]|-{5,}", " ", text).split())  # without tyro's box
-        found = re.match(r"Value error Error parsing (?!--)\S+: (.*?)( For full help.*)?$", text)
-        self.of_record = None if found is None else found[1]
-
-
-def _parse(defaults: Settings, flags: list[str], program: str) -> Any:
-    """Return the settings with flags applied.
-
-    Raises:
-        _ParseError: a flag is invalid.
-    """
-    import tyro
-
-    stderr = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(stderr):
-            return tyro.cli(type(defaults), default=defaults, args=flags, prog=program)
-    except SystemExit:
-        raise _ParseError(stderr.getvalue()) from None
-
-
-class _Group(NamedTuple):
-    """A flag with its values.
-
-    Attributes:
-        flag: its name without `--`.
-        values: the words after it.
-        annotation: type of the setting; None if it is unknown.
-        words: the flag and its values in the form that tyro accepts.
-    """
-
-    flag: str
-    values: list[str]
+    path: tuple[str, ...]
     annotation: Any
-    words: list[str]
 
-    def problem(self, found: Sequence[str] = ()) -> str:
-        """Return the message of a flag whose values do not fit its type.
+
+def _fields(defaults: Settings) -> dict[str, _Field]:
+    """Return flag -> setting, for the settings of a plan and of its policies."""
+    fields = _fields_of(type(defaults), "", ())
+    policies = getattr(defaults, "policies", None)
+    for policy_id, spec in policies.items() if isinstance(policies, dict) else ():
+        if isinstance(config := getattr(spec, "config", None), Settings):
+            prefix = f"policies.{policy_id.replace('_', '-')}.config."
+            fields |= _fields_of(type(config), prefix, ("policies", policy_id, "config"))
+    return fields
+
+
+def _fields_of(record: type[Settings], prefix: str, path: tuple[str, ...]) -> dict[str, _Field]:
+    fields: dict[str, _Field] = {}
+    for name, field in record.model_fields.items():
+        flag, inner = f"{prefix}{name.rstrip('_').replace('_', '-')}", field.annotation
+        if isinstance(inner, type) and issubclass(inner, Settings):
+            fields |= _fields_of(inner, f"{flag}.", (*path, name))
+        else:
+            fields[flag] = _Field((*path, name), inner)
+    return fields
+
+
+class _Flag:
+    """A flag of a setting with its values.
+
+    Args:
+        name: without `--`.
+        field: the setting.
+        is_negated: whether the flag is `--no-x` of a setting `x`.
+    """
+
+    def __init__(self, name: str, field: _Field, is_negated: bool):
+        self._name, self._is_negated = name, is_negated
+        self.path, self._annotation = field
+        self._leaves = _leaves(self._annotation)
+        self.words: list[str] = []
+
+    def value(self) -> Any:
+        """Return the value that the words after the flag give.
+
+        Raises:
+            ConfigError: they do not fit the type of the setting.
+        """
+        if bool in self._leaves:
+            return self._switch()
+        words = [part for word in self.words for part in _flatten_list(word, self._annotation)]
+        needs_value = get_origin(self._annotation) is not list
+        # Python would convert the digits of all scripts
+        has_other_digits = {int, float} & self._leaves and not all(map(str.isascii, words))
+        if self._annotation is Any or has_other_digits or (needs_value and not words):
+            raise ConfigError(self._problem(words))
+        args = [_as_int(word) if int in self._leaves else word for word in words]
+        import tyro
+
+        def parameter(value: Any) -> Any:
+            return value
+
+        parameter.__annotations__["value"] = self._annotation
+        try:
+            with value_rules() as problems, contextlib.redirect_stderr(io.StringIO()):
+                return tyro.cli(parameter, args=["--value", *args])
+        except SystemExit:
+            raise ConfigError(self._problem(words, problems)) from None
+
+    def _switch(self) -> bool:
+        given = [word.lower() for word in self.words]
+        if given and (self._is_negated or given not in (["true"], ["false"])):
+            raise ConfigError(self._problem(self.words))
+        return given == ["true"] or not (given or self._is_negated)
+
+    def _problem(self, words: list[str], found: Sequence[str] = ()) -> str:
+        """Return the message of words that do not fit the type of the setting.
 
         Args:
-            found: problems of JSON objects, code or spaces among the values.
+            words: after the flag.
+            found: problems of JSON objects, code or spaces among the words.
         """
-        leaves = _leaves(self.annotation)
-        if found and not {int, float} & leaves:
-            return f"--{self.flag}: {found[-1]}"
-        given = " ".join(map(repr, self.values)) or "no value"
-        if self.annotation is Any:
-            setting = self.flag.replace("-", "_")
+        if found and not {int, float} & self._leaves:
+            return f"--{self._name}: {found[-1]}"
+        given = " ".join(map(repr, words)) or "no value"
+        if self._annotation is Any:
+            setting = self._name.replace("-", "_")
             return (
-                f"""--{self.flag}: pass this setting as --config '{{"{setting}": …}}', or set it """
-                f"in a plan file; got {given}"
+                f"""--{self._name}: pass this setting as --config '{{"{setting}": …}}', or set """
+                f"it in a plan file; got {given}"
             )
-        choices = [part for part in leaves if isinstance(part, str)]
-        hint = nearest(self.values[0], choices) if self.values else ""
-        text = f"--{self.flag}: expected {_expected(self.annotation)}, got {given}"
+        choices = [part for part in self._leaves if isinstance(part, str)]
+        hint = nearest(words[0], choices) if words else ""
+        text = f"--{self._name}: expected {_expected(self._annotation)}, got {given}"
         return f"{text}.{hint}" if hint else text
 
 
-def _groups(flags: list[str], annotations: dict[str, Any]) -> list[_Group]:
-    """Split arguments at the flags.
+def _given(flags: list[str], fields: dict[str, _Field]) -> list[_Flag]:
+    """Return the flags in arguments, each with the words after it.
 
     Raises:
-        ConfigError: a value is not after a flag, or a flag without values needs one.
+        ConfigError: the first word is no flag.
     """
-    groups: list[_Group] = []
+    given: list[_Flag] = []
     for word in flags:
         if not word.startswith("--"):
-            if not groups:
+            if not given:
                 hint = "pass settings as --name VALUE"
                 if re.fullmatch(r".+-v\d+", word):
                     hint = f"did you mean --env {word}?"
                 raise ConfigError(f"unexpected argument {word!r}: {hint}")
-            groups[-1].values.append(word)
+            given[-1].words.append(word)
             continue
         name, equals, value = word[2:].partition("=")
-        flag = name.replace("_", "-").rstrip("-")
-        head, dot, last = flag.rpartition(".")
-        annotation = annotations.get(
-            flag, annotations.get(f"{head}{dot}{last.removeprefix('no-')}")
-        )
-        # tyro knows lambda_ as --lambda_
-        full = f"--{flag}{'_' * (f'{flag}_' in annotations)}"
-        groups.append(_Group(flag, [value] if equals else [], annotation, [full]))
-    for group in groups:
-        group.values[:] = [
-            part for v in group.values for part in _flatten_list(v, group.annotation)
-        ]
-        leaves = _leaves(group.annotation)
-        needs_value = bool not in leaves and get_origin(group.annotation) is not list
-        if (not group.values and needs_value) or (group.values and bool in leaves):
-            raise ConfigError(group.problem())
-        if {int, float} & leaves and not all(map(str.isascii, group.values)):
-            raise ConfigError(group.problem())  # digits of other scripts
-        group.words.extend(_as_int(v) if int in leaves else v for v in group.values)
-    return groups
-
-
-def _annotations(records: dict[str, type[Settings]]) -> dict[str, Any]:
-    """Return flag -> type of every setting; also `name_` of a setting that ends so."""
-    found: dict[str, Any] = {}
-    for prefix, record in records.items():
-        for name, field in record.model_fields.items():
-            flag, inner = f"{prefix}{name.rstrip('_').replace('_', '-')}", field.annotation
-            if isinstance(inner, type) and issubclass(inner, Settings):
-                found |= _annotations({f"{flag}.": inner})
-            found[flag] = inner
-            if name.endswith("_"):
-                found[f"{flag}_"] = inner
-    return found
+        name = name.replace("_", "-").rstrip("-")
+        field = fields.get(name)
+        is_negated = field is None
+        if field is None:
+            head, dot, last = name.rpartition(".")
+            known = name.removeprefix("no-"), f"{head}{dot}{last.removeprefix('no-')}"
+            field = next(fields[flag] for flag in known if flag in fields)
+        given.append(_Flag(name, field, is_negated))
+        given[-1].words += [value] if equals else []
+    return given
 
 
 def _leaves(annotation: Any) -> set[Any]:

@@ -92,7 +92,7 @@ def parse_run(
     changes = {n: value for n, value in canonical_names(changes).items() if n not in names}
     with unchecked_combinations():  # --config may fit only together with the flags
         defaults = before.updated(**changes)
-        config = settings_from_flags(defaults, settings_flags, program, vars(options))
+        config = settings_from_flags(defaults, settings_flags, vars(options))
     try:
         config = with_training_options(config.updated(), options)
     except ConfigError as error:

@@ -145,7 +145,7 @@ def test_only_flags_and_earlier_settings_count_as_set_explicitly():
     )
     flags = ["--lambda", "0.9", "--no-monitor", "--model.fcnet-hiddens", "8"]
     flags += ["--policies.a-1.config.gamma", "0.5"]
-    settings = settings_from_flags(defaults, flags, "flowrl train ppo", {})
+    settings = settings_from_flags(defaults, flags, {})
     given = {"lambda_", "monitor", "model"}
     assert settings.model_fields_set == defaults.model_fields_set | given
     assert settings.model.model_fields_set == {"fcnet_hiddens"}
@@ -179,7 +179,7 @@ def test_flags_of_one_policy_are_kept_by_a_resumed_run(cli, tmp_path):
 
 @pytest.mark.parametrize("flags", [["--lr=[[0,1e-3],[100,0]]"], ["--lr", "[[0,1e-3],[100,0]]"]])
 def test_schedule_is_a_value_after_a_space_or_an_equals_sign(flags):
-    config = settings_from_flags(PPOConfig(), flags, "flowrl train ppo", {})
+    config = settings_from_flags(PPOConfig(), flags, {})
     assert config.lr == [(0, 1e-3), (100, 0.0)]
 
 

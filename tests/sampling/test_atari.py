@@ -378,7 +378,7 @@ def test_frames_without_preprocessing_are_a_warning(caplog):
 @pytest.mark.parametrize("value", [None, False, "null", "false"])
 def test_preprocessing_can_be_switched_off(value):
     if isinstance(value, str):
-        config = settings_from_flags(PPOConfig(env=PONG), ["--atari", value], "flowrl", {})
+        config = settings_from_flags(PPOConfig(env=PONG), ["--atari", value], {})
     else:
         config = PPOConfig(env=PONG, atari=value)
     assert config.atari is None

@@ -77,7 +77,7 @@ def test_new_setting_is_declared_once_and_found_everywhere():
     assert inspect.signature(ConfigWithNewSetting.rollouts).parameters["new_setting"].default == 3
     assert "new_setting" not in PPOConfig.rollouts.__doc__
 
-    flags = settings_from_flags(ConfigWithNewSetting(), ["--new-setting", "7"], "flowrl train", {})
+    flags = settings_from_flags(ConfigWithNewSetting(), ["--new-setting", "7"], {})
     assert flags.new_setting == 7
     help_text = format_help(argparse.ArgumentParser(add_help=False), config, show_all=False)
     assert "--new-setting INT" in help_text
