@@ -54,7 +54,7 @@ def train(algorithm: Any, mode: str, seconds: float, pids: set[int]) -> tuple[fl
     # the plan times some of its pulls even if nothing reads the times
     profiler = algorithm.plan._profiler = Profiler(algorithm.plan.stage)
     if mode == "off":
-        profiler.next_timed, profiler._next_interval = 10**9, lambda: 10**9
+        profiler.pulls_until_timed, profiler._next_interval = 10**9, lambda: 10**9
     monitor = Monitor(algorithm.plan, algorithm.workers, ()) if mode != "off" else None
     tracer = Tracer(algorithm.plan, 60.0) if mode == "traced" else None
     if monitor is not None:

@@ -252,9 +252,9 @@ class _AlgorithmConfigEvaluation(TypedDict, total=False):
     evaluation_num_workers: int
     """Number of Ray actors that share an evaluation; 0 evaluates in this process."""
     evaluation_timeout_s: float | None
-    """Seconds after which an evaluation on actors is stopped, with a warning, and its workers are replaced. The time starts when new workers have started, at most 60 s later. None waits without limit."""
+    """Seconds after which an evaluation on actors is stopped, with a warning, and its workers are replaced. The clock starts when all evaluation workers have started, at most 60 s after the start of the evaluation. None waits without limit."""
     evaluation_parallel_to_training: bool
-    """Continue training during an evaluation. The result of the iteration in which it finishes contains it; the next evaluation waits for it. At the end of a run, `learn()` and `flowrl train` wait for the last one, unless an evaluation has reached the limit of the run."""
+    """Continue training during an evaluation. The result of the iteration in which it finishes contains it; the next evaluation waits for it. At the end of a run, `learn()` and `flowrl train` wait for the last one, unless a metric of an evaluation ended the run."""
     evaluation_config: dict[str, Any]
     """Settings that differ in evaluations, such as env, env_config or explore (False by default); settings that evaluations do not use are rejected."""
     evaluation_video_dir: str | None
@@ -316,7 +316,7 @@ class _AlgorithmConfigFaultTolerance(TypedDict, total=False):
     max_worker_memory_mb: int | None
     """Resident memory of a worker's process, in megabytes (2^20 bytes), above which it is replaced after its current fragment, for environments that leak memory; None for no limit. Its episodes start again."""
     max_num_env_restarts: int
-    """Consecutive failures of one environment after which its error stops the run. The count restarts when an episode or a fragment is completed, unless the next failure after a fragment is at the same step as the last one. For failures after step 100 of an episode, the limit is 100 times as large, except for timeouts and for failures at the same step as the previous one."""
+    """Consecutive failures of one environment after which its error stops the run. The limit is 100 times as large for failures after step 100 of an episode, except for timeouts and for failures at the same step as the last one. A completed episode resets the counts; a completed fragment, too, unless the next failure is at the same step as the last one."""
     env_step_timeout_s: float | None
     """Seconds that a step of one environment may take. A longer step is a failure of the environment, which is created again. The limit interrupts only the main thread, and only calls that react to signals; use `sample_timeout_s` for other calls."""
     env_reset_timeout_s: float | None

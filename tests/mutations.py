@@ -219,7 +219,7 @@ MUTATIONS = [
     Mutation("updates on a GPU: later ones follow one that is not finite", CAPTURED,
              "skipped = self._failed.float()", "skipped = self._failed.float() * 0"),
     Mutation("updates on a GPU: numbers of the loss are those of the capture", CAPTURED,
-             "kind = (rows, index is None, active, *policy.loss_numbers())",
+             "kind = (rows, index is None, active, *policy.loss_coefficients())",
              "kind = (rows, index is None, active)"),
     Mutation("SAC: sign of the temperature loss", "algorithms/sac.py",
              "self._log_alpha * (entropy - target)",

@@ -53,7 +53,7 @@ class A2CTorchPolicy(OnPolicyPolicy):
         entropy_coeff = self.scheduled(self.config.entropy_coeff)
         return policy_loss + vf_loss_coeff * vf_loss - entropy_coeff * entropy
 
-    def loss_numbers(self) -> tuple[float, ...]:
+    def loss_coefficients(self) -> tuple[float, ...]:
         return tuple(map(self.scheduled, (self.config.vf_loss_coeff, self.config.entropy_coeff)))
 
 

@@ -256,10 +256,10 @@ class ActorCriticPolicy(TargetNetworkPolicy):
         self.record_row_stats(batch, td_error=errors.detach().abs().mean(0))
         self.stats["mean_q"] = values.detach().mean()
         self.stats["mean_td_error"] = errors.detach().mean()
-        squares = 0.5 * errors.square().sum(0)
+        losses = 0.5 * errors.square().sum(0)
         if "weights" in batch:
-            squares = squares * batch["weights"]
-        loss = squares.mean()
+            losses = losses * batch["weights"]
+        loss = losses.mean()
         self.stats["critic_loss"] = loss.detach()
         return loss
 

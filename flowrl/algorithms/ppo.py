@@ -79,7 +79,7 @@ class PPOTorchPolicy(KLPenalty, OnPolicyPolicy):
         self.stats |= {"policy_loss": policy_loss, "vf_loss": vf_loss}
         return loss
 
-    def loss_numbers(self) -> tuple[float, ...]:
+    def loss_coefficients(self) -> tuple[float, ...]:
         config = self.config
         schedules = config.clip_param, config.vf_loss_coeff, config.entropy_coeff
         return (*map(self.scheduled, schedules), self.kl_coeff)
@@ -118,7 +118,7 @@ class PPOTorchPolicy(KLPenalty, OnPolicyPolicy):
         parts = self.learner.microbatches(batch, size) if is_split else [batch]
         inference = torch.inference_mode(self.model.has_only_known_modules)
         with inference, torch.no_grad(), self.learner.seeded(self.learner.rng):
-            by_part = [self._values_by_row(self.tensors(part)) for part in parts]
+            by_part = [self._stats_by_row(self.tensors(part)) for part in parts]
             kl, entropy, targets, residuals = map(torch.cat, zip(*by_part, strict=True))
             variance = float(targets.var(correction=0))
             residual = float(residuals.var(correction=0))
@@ -128,8 +128,8 @@ class PPOTorchPolicy(KLPenalty, OnPolicyPolicy):
             "vf_explained_var": 1 - residual / variance if variance else float("nan"),
         }
 
-    def _values_by_row(self, rows: TensorBatch) -> tuple[torch.Tensor, ...]:
-        """Return KL divergences, entropies, value targets and errors of the values, [B] each."""
+    def _stats_by_row(self, rows: TensorBatch) -> tuple[torch.Tensor, ...]:
+        """Return KL divergence, entropy, value target and value error of each row, [B] each."""
         inputs, _ = self.model.from_batch(rows, is_training=False)
         values = self.model.value_function()
         dist = self.dist_class(inputs, self.model)

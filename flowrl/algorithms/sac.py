@@ -149,8 +149,8 @@ class SACTorchPolicy(ActorCriticPolicy):
         return sampled
 
     def actor_loss(self, batch: TensorBatch) -> torch.Tensor:
-        """Return the losses of the actor (equation 9 of the paper) and of the temperature (equation
-        18 with log alpha in place of alpha)."""
+        """Return the actor's loss (equation 9 of the paper), plus that of the temperature if it is
+        learned (equation 18 with log alpha in place of alpha), a scalar."""
         alpha = self._log_alpha.detach().exp()
         outputs = self.model.outputs(batch["obs"])
         target: Any = self.target_entropy

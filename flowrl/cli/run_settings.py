@@ -183,7 +183,7 @@ def without_actors(config: AlgorithmConfig) -> AlgorithmConfig:
 def _reject_flags_without_effect(config: AlgorithmConfig, defaults: AlgorithmConfig) -> None:
     """Reject changes of policy settings if every policy has its own config."""
     fields = PolicyConfig.model_fields
-    name = config.without_effect(n for n in fields if config[n] != defaults[n])
+    name = config.first_ineffective(n for n in fields if config[n] != defaults[n])
     if name is not None:
         flag = name.rstrip("_").replace("_", "-")
         own = ", ".join(f"--policies.{policy_id}.config.{flag}" for policy_id in config.policies)

@@ -33,9 +33,9 @@ _OTHER_NAMES = {"map": "for_each(fn)", "foreach": "for_each(fn)", "flat_map": "c
 
 @dataclass(frozen=True)
 class Skip:
-    """Drop the item on which an operator fails, at most `max` times (None: no limit).
+    """Skip the item on which an operator fails, at most `max` times (None: no limit).
 
-    `stats()` reports the number of dropped items as `skipped`.
+    `stats()` reports the number of these items as `skipped`.
     """
 
     max: int | None = None

@@ -47,19 +47,19 @@ log = logging.getLogger("flowrl")
 class RequestLimit(Protocol):
     """Limits the requests that a gather has in flight."""
 
-    def mark(self) -> Any:
-        """Return a value that is stored with each request."""
+    def progress(self) -> Any:
+        """Return the present progress of the consumer, which is stored with each request."""
 
     def may_request(self, in_flight: int, oldest: Any) -> bool:
         """Return whether to send another request.
 
         Args:
             in_flight: number of requests in flight.
-            oldest: mark of the oldest request in flight; None if `in_flight` is 0.
+            oldest: progress at the oldest request in flight; None if `in_flight` is 0.
         """
 
-    def received(self, mark: Any, item: Any) -> None:
-        """Note an item that was received, with the mark of its request."""
+    def received(self, progress: Any, item: Any) -> None:
+        """Note an item that was received, with the progress at its request."""
 
 
 class Gather(Stage):
@@ -167,8 +167,8 @@ class Gather(Stage):
         with noting_origin(self):  # an operator may be impossible to pickle
             ref = self.shards.submit(shard.index, self._batch_ms, shard.num_received, shard.errors)
         incarnation = self.shards.incarnation(shard.index)
-        mark = None if self._limit is None else self._limit.mark()
-        self._in_flight[ref] = PendingRequest(shard, incarnation, time.monotonic(), mark)
+        progress = None if self._limit is None else self._limit.progress()
+        self._in_flight[ref] = PendingRequest(shard, incarnation, time.monotonic(), progress)
         shard.requests.append(ref)
         return True
 
@@ -189,7 +189,7 @@ class Gather(Stage):
                 self._fail_shard(shard, f"it cannot be recreated: {reason}", None)
             shard.restarts += 1
             _count("num_shard_restarts")
-            if not shard.recovery.rounds_wait:
+            if not shard.recovery.rounds_wait_for_replacement:
                 shard.startup = self.shards.startup(shard.index)
                 if (timeout_s := shard.recovery.timeout_s) is not None:
                     shard.startup_deadline = time.monotonic() + timeout_s + STARTING_S

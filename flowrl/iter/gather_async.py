@@ -64,7 +64,7 @@ class GatherAsync(Gather):
             self._to_request = deque(self.live() * self.num_async)
         for _ in range(len(self._to_request)):
             if self._limit is not None:
-                oldest = next(iter(self._in_flight.values())).mark if self._in_flight else None
+                oldest = next(iter(self._in_flight.values())).progress if self._in_flight else None
                 self._limit_reached = not self._limit.may_request(len(self._in_flight), oldest)
                 if self._limit_reached:
                     return
@@ -116,7 +116,7 @@ class GatherAsync(Gather):
                 self._queue.extend(received)
                 if self._limit is not None:
                     for item, _ in received:
-                        self._limit.received(request.mark, item)
+                        self._limit.received(request.progress, item)
         item, source = self._queue.popleft()
         self._item_sources = (source,)
         self.items += 1
@@ -163,7 +163,7 @@ class GatherAsync(Gather):
     def blocked_by(self) -> str:
         if self._limit is None or not self._limit_reached or self._in_flight:
             return ""
-        return f"{self._limit} allows no request before more of the received items are trained on"
+        return f"{self._limit} allows the next request when more received items are trained on"
 
     def _on_interrupted(self, shard: ShardState) -> None:
         if self._to_request is not None and shard in self._to_request:

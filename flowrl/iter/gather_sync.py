@@ -23,8 +23,9 @@ class GatherSync(Gather):
 
     No request is in flight between two pulls, so changes by the consumer (new weights) reach every
     worker before its next item: the lag is 0. If a shard dies, the request is repeated in the same
-    round and the items of the other shards are kept; without `Recovery.rounds_wait`, rounds leave
-    the shard out until its replacement has started.
+    round and the items of the other shards are kept; without
+    `Recovery.rounds_wait_for_replacement`, rounds leave the shard out until its replacement has
+    started.
 
     Args:
         shards: the shards to read.
@@ -144,13 +145,15 @@ class GatherSync(Gather):
         begins = not self._round and not self._in_flight
         live = self.live()
         for shard in live:
-            if shard.recovery.rounds_wait:
+            if shard.recovery.rounds_wait_for_replacement:
                 continue
             if shard.dead_incarnation is not None:
                 self._replace(shard)
             if begins and shard.startup is not None and ready_refs([shard.startup]):
                 shard.startup = None  # if it failed, so does the next request
-        return [shard for shard in live if shard.recovery.rounds_wait or shard.is_ready] or live
+        return [
+            shard for shard in live if shard.recovery.rounds_wait_for_replacement or shard.is_ready
+        ] or live
 
     def _fetch_all(self, refs: list[Any]) -> list[Reply | None] | None:
         """Fetch all replies in one request to Ray; return None if they must be fetched one at a

@@ -16,9 +16,9 @@ from flowrl.iter.stage import (
     NOT_READY,
     Stage,
     describe,
-    in_data_order,
     operator_of,
     stages_by_name,
+    topological_order,
     walk,
 )
 from flowrl.iter.stages.branches import (
@@ -94,7 +94,7 @@ class LocalIterator(Generic[T]):
                 ignored if fn runs as a task.
             max_concurrency: 1 calls fn in this process; other values run it as Ray tasks on copies,
                 at most this many at a time, with results in order of completion; 0 allows 1,000.
-                Tasks that were sent finish after `stop()`, too.
+                `stop()` does not cancel tasks that were submitted.
             resources: options of each Ray task (`num_cpus`, `num_gpus`, …); if set, fn runs as a
                 task even with `max_concurrency=1`. Without `num_cpus`, tasks reserve no CPU, and
                 the number of running tasks is at most the number of CPUs of the cluster.
@@ -173,8 +173,9 @@ class LocalIterator(Generic[T]):
         max_buffered: int = 1,
         when_full: WhenFull | Sequence[WhenFull] = "block",
     ) -> list[LocalIterator[T]]:
-        """Return n streams of the same items. All of them must be consumed. If a child is stopped
-        before others are pulled, these return the items in their buffers, then raise RuntimeError.
+        """Return n streams of the same items. All of them must be consumed. If one child is stopped
+        before the others are first pulled, the others return the items in their buffers, then raise
+        RuntimeError.
 
         Every child gets a shallow copy of an item with read-only arrays, so the children do not see
         each other's in-place changes.
@@ -236,11 +237,11 @@ class LocalIterator(Generic[T]):
             return
         # two consumers of one stage would each get a part of its items
         num_consumers = Counter(parent for stage in walk(self.stage) for parent in stage.parents)
-        owners: dict[Stage, object] = {}
-        self._claim(self.stage, self, num_consumers, owners)
-        for stage, owner in owners.items():
-            stage.owner = owner
-        self.metrics.operators = [operator_of(stage) for stage in in_data_order(self.stage)]
+        consumers: dict[Stage, object] = {}
+        self._set_consumers(self.stage, self, num_consumers, consumers)
+        for stage, consumer in consumers.items():
+            stage.consumer = consumer
+        self.metrics.operators = [operator_of(stage) for stage in topological_order(self.stage)]
         for name, stage in stages_by_name(self.stage).items():
             if not stage.started:  # the plan of another child of a duplicate may have started it
                 stage.name, stage.journal = name, self.metrics.journal
@@ -248,28 +249,28 @@ class LocalIterator(Generic[T]):
                 stage.started = True
         self._profiler = Profiler(self.stage)
 
-    def _claim(
+    def _set_consumers(
         self,
         stage: Stage,
-        owner: object,
+        consumer: object,
         num_consumers: Counter[Stage],
-        owners: dict[Stage, object],
+        consumers: dict[Stage, object],
     ) -> None:
-        """Add the owners of a stage and of the stages before it to `owners`: the plan, or the
-        Duplicate that follows the stage."""
+        """Store the consumer of a stage and of its input stages in `consumers`: `consumer`, or the
+        next Duplicate downstream of a stage."""
         if isinstance(stage, Duplicate):
-            if stage.owner is None and stage not in owners:
-                owners[stage] = stage
-                self._claim(stage.parents[0], stage, num_consumers, owners)
+            if stage.consumer is None and stage not in consumers:
+                consumers[stage] = stage
+                self._set_consumers(stage.parents[0], stage, num_consumers, consumers)
             return
-        if stage.owner not in (None, owner) or num_consumers[stage] > 1:
+        if stage.consumer not in (None, consumer) or num_consumers[stage] > 1:
             raise RuntimeError(
                 f"{stage} (chained at {stage.line}) has two consumers, so each would miss the "
                 "items of the other: split the stream with duplicate() first"
             )
-        owners[stage] = owner
+        consumers[stage] = consumer
         for parent in stage.parents:
-            self._claim(parent, owner, num_consumers, owners)
+            self._set_consumers(parent, consumer, num_consumers, consumers)
 
     def __iter__(self) -> Iterator[T]:
         return self
@@ -277,14 +278,14 @@ class LocalIterator(Generic[T]):
     def __next__(self) -> T:
         profiler = self._profiler
         if profiler is None or self._stopped:
-            self.start()
+            self.start()  # raises an error if the plan was stopped
             profiler = self._profiler
             assert profiler is not None
-        profiler.next_timed -= 1
-        # through the module: CPython calls methods of an imported name more slowly
+        profiler.pulls_until_timed -= 1
+        # an attribute of the module: CPython 3.11 calls its methods faster than those of a name
         token = _metrics.active_context.set(self.metrics)
         try:
-            timed = not profiler.next_timed or profiler.is_late
+            timed = not profiler.pulls_until_timed or profiler.is_late
             item = profiler.pull(True) if timed else self.stage.pull(True)
             return item if item is not NOT_READY else self._wait_for_item(profiler)
         except StopIteration:

@@ -50,10 +50,10 @@ class StageTimes:
 class Profiler:
     """Times the pulls of the plan that ends in `root`.
 
-    `next_timed` counts down to the next pull that must go through `pull`. If that takes too long,
-    `is_late` is True, and the next pull must go through it. `on_pull`, if set, is called after each
-    timed pull of a stage with the stage, the time of its start, its seconds and whether it returned
-    an item.
+    `pulls_until_timed` counts down to the next pull that must go through `pull`. If that takes too
+    long, `is_late` is True, and the next pull must go through it. `on_pull`, if set, is called
+    after each timed pull of a stage with the stage, the time of its start, its seconds and whether
+    it returned an item.
     """
 
     def __init__(self, root: Stage):
@@ -61,7 +61,7 @@ class Profiler:
         self._times = {stage: StageTimes() for stage in self.stages}
         self._started = time.perf_counter()
         self.on_pull: OnPull | None = None
-        self.next_timed = 1
+        self.pulls_until_timed = 1
         self.is_late = False
         self._interval = 1
         self._weight = 1.0
@@ -135,7 +135,7 @@ class Profiler:
     def pull(self, block: bool) -> Any:
         """Pull the plan once with timing; this represents all pulls since the last timed one."""
         self._parents_s = 0.0
-        pulls = max(self._interval - self.next_timed, 1)
+        pulls = max(self._interval - self.pulls_until_timed, 1)
         is_late, self.is_late = self.is_late, False
         before = self._totals() if is_late else []
         self._weight = 1 if is_late else pulls
@@ -160,7 +160,7 @@ class Profiler:
             self._seconds += now - self._last_end
             self._pulls += pulls
             self._last_end = now
-            self._interval = self.next_timed = self._next_interval()
+            self._interval = self.pulls_until_timed = self._next_interval()
             _wire(self._plain)
 
     def _totals(self) -> list[tuple[StageTimes, float, float]]:

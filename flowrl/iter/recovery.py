@@ -24,8 +24,8 @@ class Recovery:
         max_backoff_s: upper limit of the back-off.
         max_identical_deaths: consecutive identical deaths, without an item in between, after which
             the shard fails permanently.
-        rounds_wait: whether a round of GatherSync waits until a shard is replaced. If not, the
-            round leaves that shard out, unless it is the only one.
+        rounds_wait_for_replacement: whether a round of GatherSync waits until a shard is replaced.
+            If not, the round leaves that shard out, unless it is the only one.
     """
 
     timeout_s: float | None = None
@@ -33,7 +33,7 @@ class Recovery:
     backoff_s: float = 0.1
     max_backoff_s: float = 30.0
     max_identical_deaths: int = 3
-    rounds_wait: bool = True
+    rounds_wait_for_replacement: bool = True
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None and not self.timeout_s > 0:
@@ -61,7 +61,7 @@ class ShardState:
     last_death: str = ""
     dead_incarnation: int | None = None  # to be replaced before the next request
     restart_at: float = 0.0
-    startup: Any = None  # a ref that is ready when the replacement has started; None: it has
+    startup: Any = None  # ref that becomes ready when the replacement has started; None after that
     startup_deadline: float | None = None  # time.monotonic() until which it must be ready
     last_reply_at: float = 0.0
     waited_at: float = 0.0  # when it was last found to wait for other shards
@@ -90,12 +90,13 @@ REMOTE_TRACEBACK = "Traceback in the worker:"
 
 
 class PendingRequest(NamedTuple):
-    """A request in flight; `mark` is RequestLimit.mark() when it was sent, None without a limit."""
+    """A request in flight; `progress` is RequestLimit.progress() when it was sent, None without a
+    limit."""
 
     shard: ShardState
     incarnation: int
     sent_at: float
-    mark: Any = None
+    progress: Any = None
 
 
 def original_error(error: Any) -> BaseException:

@@ -76,7 +76,7 @@ class Stage:
         self.waiting_since: float | None = None  # time of perf_counter, while it waits
         self.line = chained_at()
         self.started = False
-        self.owner: object | None = None  # the LocalIterator or Duplicate that consumes it
+        self.consumer: object | None = None  # the LocalIterator or Duplicate that consumes it
         self.wire([parent.pull for parent in parents])
 
     def wire(self, pulls: Sequence[Pull]) -> None:
@@ -201,9 +201,9 @@ def operator_of(stage: Stage) -> Any:
     return getattr(stage, "learner_thread", None) or getattr(stage, "fn", stage)
 
 
-def in_data_order(end: Stage) -> list[Stage]:
-    """Return the stages of the plan that ends in `end`: each comes after the stages that it pulls
-    from, and branches are in their order."""
+def topological_order(end: Stage) -> list[Stage]:
+    """Return the stages of the plan that ends in `end` in topological order: input stages first,
+    branches by index."""
     ordered: dict[Stage, None] = {}
 
     def add(stage: Stage) -> None:

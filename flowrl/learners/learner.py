@@ -135,6 +135,9 @@ class Learner:
     def update(self, batch: Batch) -> Updates:
         """Update the policies from a batch.
 
+        Returns:
+            policy id -> report of its training step, for each policy that had rows to learn from.
+
         Raises:
             TypeError: `batch` is not a batch.
             KeyError: `policies` or, if it is None, the batch names a policy that does not exist.

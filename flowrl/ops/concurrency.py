@@ -18,7 +18,7 @@ from flowrl.iter.stages.branches import Union
 from flowrl.iter.waiting import Signal, queue_signal
 from flowrl.learners.thread import LearnedBatch, LearnerThread, LearnFailure, learner_thread_of
 from flowrl.ops.plan_metrics import Info, record_updates
-from flowrl.ops.replay import alternate_stores_and_draws, share_a_buffer
+from flowrl.ops.replay import enable_replay_ratio, share_a_buffer
 
 LIVENESS_S = 1.0  # seconds between two calls of `check` by an idle Dequeue
 
@@ -103,13 +103,14 @@ class ConcurrentlyStage(Union):
 
     def start(self, seed: str | None) -> None:
         super().start(seed)
-        alternate_stores_and_draws(walk(self))
+        enable_replay_ratio(walk(self))
         self._shares_buffer = share_a_buffer(self.parents)
 
     def _count_item(self, index: int) -> None:
         super()._count_item(index)
         if self._shares_buffer and self._ordered:
-            # the buffer decides whose turn it is: an additional turn of a sibling has no item
+            # the buffer decides which branch runs: an item that is returned out of turn must not
+            # cost the branch a later turn
             self._credit[index] = max(self._credit[index], 0.0)
 
 

@@ -134,7 +134,7 @@ class PlanMetrics:
 
         Args:
             operator: the operator.
-            operators: the operators of the plan, in the order of the data.
+            operators: the operators of the plan, in topological order.
         """
         if not any(known is operator for known in self._names.values()):
             for one in (*operators, operator):

@@ -50,7 +50,7 @@ class StoreToReplayBuffer:
         actors: ReplayActors | MultiAgentReplayBuffer | None = None,
     ):
         self.buffer = _one_of(local_buffer, actors, "StoreToReplayBuffer")
-        self.alternates = False  # with draws in the same plan; see Concurrently
+        self.keeps_ratio = False  # set if the plan also draws from the buffer
 
     @property
     def shared_state(self) -> Any:
@@ -59,7 +59,7 @@ class StoreToReplayBuffer:
 
     def ready(self) -> bool:
         """Return whether storing is due."""
-        return bool(self.buffer.can_add(self.alternates))
+        return bool(self.buffer.can_add(self.keeps_ratio))
 
     def blocked_by(self) -> str:
         """Return what must happen before storing is due."""
@@ -68,7 +68,7 @@ class StoreToReplayBuffer:
     def waits(self) -> list[Any]:
         """See ReplayActors.waits; empty for a local buffer."""
         if isinstance(self.buffer, ReplayActors):
-            return self.buffer.waits(self.alternates)
+            return self.buffer.waits(self.keeps_ratio)
         return []
 
     def __call__(self, batch: AnyBatch) -> AnyBatch:
@@ -141,7 +141,7 @@ class ReplayStage(Stage):
         super().__init__()
         self.title = f"Replay({buffer!r})"
         self.buffer = buffer
-        self.alternates = False  # with stores in the same plan; see Concurrently
+        self.keeps_ratio = False  # set if the plan also stores to the buffer
 
     @property
     def shared_state(self) -> Any:
@@ -157,7 +157,7 @@ class ReplayStage(Stage):
         return self.buffer.sample() if self._is_due() else NOT_READY
 
     def _is_due(self) -> bool:
-        return bool(self.buffer.can_sample(self.alternates))
+        return bool(self.buffer.can_sample(self.keeps_ratio))
 
     def waits(self) -> list[Any]:
         return []
@@ -209,7 +209,7 @@ class ReplayActorsStage(ReplayStage):
         while sum(request.num_batches for request in self._pending) + len(self._drawn) <= limit:
             if not self._is_due():
                 return
-            self._pending.append(self.buffer.request_batches(per_request, self.alternates))
+            self._pending.append(self.buffer.request_batches(per_request, self.keeps_ratio))
 
     def waits(self) -> list[Any]:
         return [self._pending[0].ref] if self._pending else []
@@ -228,11 +228,9 @@ class ReplayActorsStage(ReplayStage):
         self.buffer.stop()
 
 
-def alternate_stores_and_draws(stages: Iterable[Stage]) -> None:
-    """Keep the ratio of stored to drawn batches among the stages of a plan.
-
-    Affects the operators of each buffer that both StoreToReplayBuffer and Replay use.
-    """
+def enable_replay_ratio(stages: Iterable[Stage]) -> None:
+    """Set `keeps_ratio` on the operators of each buffer that the plan both stores to and draws
+    from."""
     operators = [
         stage if isinstance(stage, ReplayStage) else getattr(stage, "fn", None) for stage in stages
     ]
@@ -240,16 +238,16 @@ def alternate_stores_and_draws(stages: Iterable[Stage]) -> None:
     draws = [op for op in operators if isinstance(op, ReplayStage)]
     for store, draw in itertools.product(stores, draws):
         if store.buffer is draw.buffer:
-            store.alternates = draw.alternates = True
+            store.keeps_ratio = draw.keeps_ratio = True
 
 
 def share_a_buffer(branches: Iterable[Stage]) -> bool:
     """Return whether all branches store to one buffer or draw from it; see
-    `alternate_stores_and_draws`."""
+    `enable_replay_ratio`."""
     buffers = []
     for branch in branches:
         operators: list[Any] = [getattr(stage, "fn", stage) for stage in walk(branch)]
-        buffers.append({id(op.buffer) for op in operators if getattr(op, "alternates", False)})
+        buffers.append({id(op.buffer) for op in operators if getattr(op, "keeps_ratio", False)})
     return bool(set.intersection(*buffers))
 
 

@@ -21,12 +21,14 @@ class StalenessLimit:
     fragment has the weights of its request, so at most `max_batches` train batches are trained on
     between its request and its own training, even if it comes from the slowest worker. Exception: a
     fragment is always requested if none is in flight and those received do not fill a train batch.
-    It is the staleness control of AReaL (Fu et al. 2025, arXiv 2505.24298).
-    Counts `num_sampling_waits`.
+    The rule is the staleness control of AReaL (Fu et al. 2025, arXiv 2505.24298). Waits for it are
+    counted as `num_sampling_waits`.
 
-    Use it in plans with one source of fragments that train on each fragment once. It counts the env
-    steps of fragments that are lost to an operator's exception as `num_env_steps_dropped`; a filter
-    that drops fragments must do so itself. The policy lag is unknown in a restored plan.
+    Use the limit in plans with one source of fragments that train on each fragment once. If an
+    operator raises an error on a fragment, the env steps of the fragment are counted as
+    `num_env_steps_dropped`; an operator that drops fragments on purpose must add their env steps to
+    this counter itself. A restored plan does not know the policy lag of
+    fragments that were requested before.
 
     Args:
         batch_size: minimum env steps of a train batch.
@@ -47,13 +49,13 @@ class StalenessLimit:
         self.batch_size = batch_size
         self.max_batches = max_batches
         self.steps_per_fragment = steps_per_fragment
-        # per fragment: (env steps sampled up to its end, mark at its request)
+        # per fragment: (env steps sampled up to its end, progress at its request)
         self._untrained: deque[tuple[int, int]] = deque()
         self._steps_sampled: int | None = None
         self._is_waiting = False
         self._metrics: Any = None  # the MetricsContext that reports lost items
 
-    def mark(self) -> int:
+    def progress(self) -> int:
         """Return the number of env steps that were trained on or dropped. From the first call on,
         the env steps of lost fragments are counted, too."""
         metrics = _get_shared_metrics()
@@ -64,19 +66,19 @@ class StalenessLimit:
         counters = metrics.counters
         return int(counters["num_env_steps_trained"] + counters["num_env_steps_dropped"])
 
-    def received(self, mark: int, item: Any) -> None:
-        """Record a received fragment and the mark at its request."""
+    def received(self, progress: int, item: Any) -> None:
+        """Record a received fragment and the progress at its request."""
         self._steps_sampled = self._count_sampled() + item.env_steps()
-        self._untrained.append((self._steps_sampled, mark))
+        self._untrained.append((self._steps_sampled, progress))
 
     def may_request(self, in_flight: int, oldest: int | None) -> bool:
         """Return whether another fragment may be requested.
 
         Args:
             in_flight: number of requests in flight.
-            oldest: mark of the oldest request in flight; None if none is in flight.
+            oldest: progress at the oldest request in flight; None if none is in flight.
         """
-        done_now = self.mark()
+        done_now = self.progress()
         while self._untrained and self._untrained[0][0] <= done_now:
             self._untrained.popleft()
         done = done_now if oldest is None else min(done_now, oldest)

@@ -117,7 +117,7 @@ class TrainOnWorkersStage(Stage):
         rounds.waits_for_others = self._waits_for_others
         rounds.saves_partial_rounds = False  # a resumed run forms a new group
         # announce the group before the new worker reads it
-        if self.workers.config.recovery.rounds_wait:
+        if self.workers.config.recovery.rounds_wait_for_replacement:
             self.workers.on_recreate.append(self._on_recreate)
         self._form_group(self._store)
 

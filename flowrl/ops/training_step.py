@@ -26,7 +26,7 @@ ResultDict = dict[str, Any]
 other entries are reported in `info`."""
 
 
-class SteppedAlgorithm(Protocol):
+class AlgorithmLike(Protocol):
     """The attributes of an Algorithm that these functions use."""
 
     config: Any
@@ -45,7 +45,7 @@ class TrainingSteps(LocalIterator[ResultDict]):
         algorithm: the algorithm; its rollouts are a stage of the plan, counted and saved with it.
     """
 
-    def __init__(self, algorithm: SteppedAlgorithm):
+    def __init__(self, algorithm: AlgorithmLike):
         rollouts = ParallelRollouts(algorithm.workers, mode="bulk_sync")
         super().__init__(TrainingStepsStage(algorithm, rollouts.stage), "training_step")
 
@@ -55,7 +55,7 @@ class TrainingStepsStage(Stage):
 
     name = "training_step"
 
-    def __init__(self, algorithm: SteppedAlgorithm, rollouts: Stage):
+    def __init__(self, algorithm: AlgorithmLike, rollouts: Stage):
         super().__init__(rollouts)
         self._algorithm = algorithm
         self.title = f"{type(algorithm).__name__}.training_step"
@@ -172,7 +172,7 @@ def _sample_round(workers: WorkerSet) -> Any:
 
 
 def train_one_step(
-    algorithm: SteppedAlgorithm,
+    algorithm: AlgorithmLike,
     train_batch: SampleBatch | MultiAgentBatch,
     policies_to_train: Collection[str] | None = None,
 ) -> ResultDict:
@@ -203,4 +203,5 @@ def train_one_step(
 
 
 multi_gpu_train_one_step = train_one_step
-"""Another name of `train_one_step`; each policy learns on its own device."""
+"""RLlib's other name of `train_one_step`. An update is not shared out over GPUs: use
+MultiGPUTrainOneStep for that."""

@@ -18,7 +18,7 @@ from flowrl.state_schema import Fields, Natural
 
 class BroadcastUpdateLearnerWeights:
     """for_each, batch -> the same batch: after every `broadcast_interval` batches, send new weights
-    to the workers that sampled them.
+    to the workers that sampled these batches.
 
     Counts `num_weight_broadcasts`.
 

@@ -1,4 +1,4 @@
-"""ActingViews: what a policy's view requirements show of time-major columns when it acts.
+"""ActingViews: build the inputs with which a policy acts from time-major columns.
 
 A view shows rows of a source column at fixed distances from each row. Rows before the episode, and
 before the stored rows, are filled: see `ViewRequirement`.

@@ -24,7 +24,7 @@ from flowrl.policies.filters import ObservationFilter
 from flowrl.policies.models.base import ModelV2
 from flowrl.policies.models.noisy import resample_noise
 from flowrl.policies.models.tensor_batch import InputDict
-from flowrl.policies.overrides import is_flowrls_method
+from flowrl.policies.overrides import is_builtin_method
 from flowrl.policies.views import ViewRequirement, acting_views
 
 FORMATS = ("torch", "onnx")
@@ -196,7 +196,7 @@ def export_policy(policy: ExportablePolicy, path: Path | str, format: str | None
         raise ConfigError(f"export: format must be one of {', '.join(FORMATS)}, got {format!r}")
     methods = [(policy.exploration, "act"), *((policy, name) for name in _ACTING_METHODS)]
     for owner, name in methods:
-        if not is_flowrls_method(owner, name):
+        if not is_builtin_method(owner, name):
             raise ConfigError(
                 f"export: {type(owner).__name__} overrides {name}(), which cannot be exported"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def is_flowrls_method(owner: Any, name: str) -> bool:
+def is_builtin_method(owner: Any, name: str) -> bool:
     """Return whether a method or property of an object is flowrl's: the user's class does not
     override it, and the user has not replaced it by assigning to the object."""
     return is_defined_by_flowrl(vars(owner).get(name, getattr(type(owner), name)))

@@ -14,7 +14,7 @@ from flowrl.policies import action_scaling
 from flowrl.policies.config import PolicyConfig
 from flowrl.policies.filters import ObservationFilter, RewardScaler
 from flowrl.policies.learning.epochs import run_epochs, shuffled_minibatches
-from flowrl.policies.overrides import is_flowrls_method
+from flowrl.policies.overrides import is_builtin_method
 from flowrl.policies.prediction import ActsOnObservations
 from flowrl.policies.schedules import value_at
 from flowrl.policies.views import ViewRequirement, find_masked, find_mismatch, find_out_of_range
@@ -152,7 +152,7 @@ class Policy(ActsOnObservations):
         `compute_values_from_input_dict` even if observations are the only view: the user's class
         overrides one of them."""
         names = "compute_actions_from_input_dict", "compute_values_from_input_dict"
-        return not all(is_flowrls_method(self, name) for name in names)
+        return not all(is_builtin_method(self, name) for name in names)
 
     @property
     def defers_values(self) -> bool:
@@ -163,7 +163,7 @@ class Policy(ActsOnObservations):
     def compute_actions_only(
         self, obs_batch: np.ndarray, explore: bool = True
     ) -> tuple[np.ndarray, list[np.ndarray], dict[str, np.ndarray]]:
-        """Compute actions as `compute_actions`, which may leave out `vf_preds`.
+        """Compute actions like `compute_actions`, without `vf_preds`.
 
         Called instead of `compute_actions` if `defers_values` is True; the sampler then adds the
         column `vf_preds` with the results of `compute_values`.
@@ -325,11 +325,11 @@ class Policy(ActsOnObservations):
             ValueError: the minibatch is larger than the batch.
         """
 
-        def one_pass(batch: SampleBatch, size: int) -> list[Any]:
+        def run_epoch(batch: SampleBatch, size: int) -> list[Any]:
             minibatches = shuffled_minibatches(batch, size, self.shuffle_rng)
             return [self.learn_on_batch(rows) for rows in minibatches]
 
-        return run_epochs(self, one_pass, batch, num_sgd_iter, sgd_minibatch_size)
+        return run_epochs(self, run_epoch, batch, num_sgd_iter, sgd_minibatch_size)
 
     def compute_gradients(self, batch: SampleBatch) -> tuple[Any, dict[str, float]]:
         """Return the gradient of one update, which `apply_gradients` takes, and statistics."""

@@ -118,10 +118,8 @@ class TorchPolicy(Policy):
 
     @property
     def acting_model(self) -> ActingModel:
-        """The network that acts: `model`, or on a GPU something faster with the same weights.
-
-        It may be a copy whose weights change with `version`.
-        """
+        """The network that computes actions: `model` or, on a GPU, a copy of a small network on the
+        CPU, which follows `version`, or a CUDA graph of a network for images."""
         if isinstance(self._acting_model, CPUCopy):
             return self._acting_model.with_weights_of(self.version)
         return self._acting_model or self.model
@@ -194,8 +192,8 @@ class TorchPolicy(Policy):
         )
 
     def exploration_for_evaluation(self) -> Exploration:
-        """Return an exploration without the noise of the training; that of a class with its own
-        `load_state_dict` has a copy of the state."""
+        """Return an exploration without the noise of the training. If its class overrides
+        `load_state_dict`, the new object has a copy of the present state."""
         exploration = self.make_exploration()
         if type(exploration).load_state_dict is not Exploration.load_state_dict:
             exploration.load_state_dict(copy.deepcopy(self.exploration.state_dict()))
@@ -233,16 +231,14 @@ class TorchPolicy(Policy):
         """Return more columns [B, …] to record with the actions."""
         return {}
 
-    def loss_numbers(self) -> tuple[float, ...]:
-        """Return the numbers that change while learning and that a shipped loss reads besides the
-        batch and the weights. A CUDA graph of the update contains their values."""
+    def loss_coefficients(self) -> tuple[float, ...]:
+        """Return the scheduled or adapted coefficients that the loss reads. A CUDA graph of an
+        update contains their values, so the update is captured again when they change."""
         return ()
 
     def extra_grad_process(self) -> dict[str, torch.Tensor]:
-        """Return statistics; called before `self.flat.gradient` is clipped.
-
-        `self.stats` has those of the loss: floats, or tensors if autograd computed the gradient.
-        """
+        """Return statistics; called before `self.flat.gradient` is clipped. `self.stats` has those
+        of the loss: floats, or tensors if autograd computed the gradient."""
         return {}
 
     # -- acting --------------------------------------------------------------------------------
@@ -343,13 +339,17 @@ class TorchPolicy(Policy):
     def compute_log_likelihoods(
         self, actions: Any, obs_batch: Any = None, input_dict: dict[str, Any] | None = None
     ) -> np.ndarray:
-        """Return log-probabilities [B] of actions [B, …] as the policy computes them, before they
-        are scaled to the environment's bounds.
+        """Return log-probabilities (float32 [B]) of actions [B, …] as the policy computes them,
+        before they are scaled to the environment's bounds.
 
         Args:
             actions: arrays of the action space's structure.
             obs_batch: observations [B, …] as the sampler stores them.
             input_dict: every view that the model needs, [B, …] each; used instead of `obs_batch`.
+
+        Raises:
+            ValueError: an action is outside of the space, or the numbers of actions and of
+                observations differ.
         """
         inputs = {"obs": obs_batch} if input_dict is None else input_dict
         outputs, _, _ = self._computed(self.model.compute_outputs, inputs)

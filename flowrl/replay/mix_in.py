@@ -22,9 +22,9 @@ class MixInReplayBuffer(ReplayBuffer):
 
     Args:
         capacity: see ReplayBuffer.
-        replay_ratio: fraction of old items in a draw (ReplayRatio is another ratio: rows drawn per
-            row stored). 0 draws new items only, 1 draws uniformly from all items. If new items run
-            out, old ones replace them.
+        replay_ratio: fraction of old items in a draw: 0 draws new items only, 1 draws uniformly
+            from all items. If new items run out, old ones replace them. (`ReplayRatio` limits
+            another ratio, that of rows drawn to rows stored.)
         settings: see ReplayBuffer.
 
     Raises:

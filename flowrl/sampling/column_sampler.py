@@ -130,8 +130,8 @@ class ColumnSampler(EnvSampler):
                 worker, base_env, self._columns, self._obs_check, ids
             )
         _keep_freed_memory()
-        self._num_rows = 0  # rows in the columns that are in no fragment yet
-        self._num_before = 0  # of them, rows before the current fragment
+        self._num_rows = 0  # stored rows that no fragment has returned yet
+        self._num_before = 0  # of these, rows of running episodes before the current fragment
         self._infos: list[Any] = []  # of the rows from 0 to _num_rows
         self._returns = EpisodeReturns(vector_env.num_envs)
 
@@ -203,7 +203,7 @@ class ColumnSampler(EnvSampler):
         raw, obs, rewards, terminateds, truncateds = self._step_columns(t)
         while num_steps < min_steps:
             if self.is_stopped:
-                self._check_running()
+                self._raise_if_stopped()
             if t == columns.length:
                 columns.resize(2 * t)
                 raw, obs, rewards, terminateds, truncateds = self._step_columns(t)
@@ -328,7 +328,7 @@ class ColumnSampler(EnvSampler):
         rewards = columns.part("rewards", 0, num_rows)
         self.episodes += self._returns.end_fragment(returned, rewards, self._callbacks)
         failed: list[int] = []
-        if not segments.are_open and not self.vector_env.resets_in_next_step:
+        if not segments.is_whole_fragment and not self.vector_env.resets_in_next_step:
             failed = segments.lanes[segments.events == Event.DROPPED].tolist()
         self.vector_env.mark_healthy(set(range(self.vector_env.num_envs)).difference(failed))
         first = tracker.keep(num_rows, segments, chosen, raw_finals)
@@ -357,7 +357,7 @@ class ColumnSampler(EnvSampler):
             "env_steps": self.env_steps,
             "faulty_episodes": self.faulty_episodes,
         }
-        if self._is_running:
+        if self._has_open_episodes:
             state["open"] = {
                 "envs": self.vector_env.state_dict(),
                 "columns": self._columns.state_dict(self._num_rows),
@@ -376,7 +376,7 @@ class ColumnSampler(EnvSampler):
         self._tracker.load_state_dict(state["tracker"])
         self.env_steps, self._num_faulty = state["env_steps"], state["faulty_episodes"]
         running, columns = state.get("open"), self._columns
-        self._is_running = False
+        self._has_open_episodes = False
         if running is None:
             return 0
         columns.load_state_dict(running["columns"])
@@ -407,7 +407,7 @@ class ColumnSampler(EnvSampler):
                 so_far = float(self._returns.so_far[env] + rows[:, env].sum(dtype=np.float64))
                 start = env, self._num_rows, restarted, length, so_far if length else 0.0
                 self._callbacks.start(*start)
-        self._is_running = True
+        self._has_open_episodes = True
         return len(restarted)
 
 

@@ -35,7 +35,7 @@ class EnvSampler(ABC):
         self.env_steps = 0
         self.timings = dict.fromkeys(TIMINGS, 0.0)
         self._whole = settings.batch_mode == "complete_episodes"
-        self._is_running = False  # whether the next fragment continues episodes
+        self._has_open_episodes = False  # the next fragment continues them
         self.is_stopped = False  # set by another thread; ends the running fragment by an error
 
     def collect(self, min_steps: int) -> SampleBatch | MultiAgentBatch:
@@ -48,13 +48,13 @@ class EnvSampler(ABC):
         """
         started = time.perf_counter()
         self._begin_fragment()
-        if not self._is_running:
+        if not self._has_open_episodes:
             self._start()
-        self._is_running = False  # until the fragment is complete
+        self._has_open_episodes = False  # until the fragment is complete
         self._roll(min_steps)
         rolled, inference_s = time.perf_counter(), self.timings["inference_s"]
         batch = self._finish(min_steps)
-        self._is_running = True
+        self._has_open_episodes = True
         self.env_steps += batch.env_steps()
         finished = time.perf_counter()
         values_s = self.timings["inference_s"] - inference_s  # see FragmentBuilder
@@ -62,11 +62,11 @@ class EnvSampler(ABC):
         self.timings["sample_s"] += finished - started
         return batch
 
-    def start_again(self) -> None:
+    def discard_episodes(self) -> None:
         """Let the next fragment start new episodes."""
-        self._is_running = False
+        self._has_open_episodes = False
 
-    def _check_running(self) -> None:
+    def _raise_if_stopped(self) -> None:
         if self.is_stopped:
             raise RuntimeError("this sampler was stopped")
 

@@ -31,8 +31,8 @@ class EpisodeReturns:
         """
         if not len(segments):
             return []
-        if segments.are_open:
-            self.so_far[segments.steps == 0] = 0.0
+        if segments.is_whole_fragment:
+            self.so_far[segments.first_t == 0] = 0.0
             self.so_far += rewards.sum(0, dtype=np.float64)
             return []
         rows, lanes = rewards.shape
@@ -41,7 +41,7 @@ class EpisodeReturns:
         at = segments.lanes * rows
         begins_and_ends = np.stack([at + segments.begins, at + segments.ends], 1).reshape(-1)
         sums = np.add.reduceat(values, begins_and_ends)[::2]
-        continued = segments.steps > 0
+        continued = segments.first_t > 0
         sums[continued] += self.so_far[segments.lanes[continued]]
         is_open = segments.events == Event.OPEN
         self.so_far[segments.lanes] = 0.0
@@ -50,7 +50,7 @@ class EpisodeReturns:
         if not len(ended):
             return []
         ended = ended[np.argsort(segments.ends[ended], kind="stable")]
-        lengths = segments.steps + segments.lengths
+        lengths = segments.first_t + segments.lengths
         columns = sums, lengths, segments.lanes, segments.episode_ids
         return [
             EpisodeMetrics(total, length, env)

@@ -72,10 +72,11 @@ class FragmentBuilder:
             views: the views of the policy.
             num_rows: number of rows of the fragment.
             segments: the rows to return.
-            finals: final observations of the episodes that ended, normalized.
-            infos: the infos of each row, by lane; an empty list for rows without infos. None: they
-                are a column.
-            agent_inputs: returns the views of other agents after segments, from their indices.
+            finals: final observations of the episodes that ended, normalized, [ended, …].
+            infos: for each row, a list with one dict per lane; empty if no environment returned an
+                info. None: infos are a column.
+            agent_inputs: indices of segments [k] -> what the views of other agents show after each
+                of them, name -> [k, …].
         """
         count = int(segments.lengths.sum())
         row_index = None
@@ -90,7 +91,7 @@ class FragmentBuilder:
         obs = grid.pop("obs")
         recorded: dict[str, Any] = {name: grid.pop(name) for name in ("infos", "t") if name in grid}
         grid = self._prepared(grid, segments, row_index)
-        # without `defers_values` if the views have changed and the policy has not acted since
+        # the second case: the views have changed, and the policy has not acted with the new ones
         if views.defers_values or (self.policy.defers_values and "vf_preds" not in grid):
             started = time.perf_counter()
             grid["vf_preds"] = values_of(self.policy, obs, row_index)
@@ -164,7 +165,7 @@ class FragmentBuilder:
             "unroll_id": unrolls.repeat(lengths),
             "agent_index": segments.agents.repeat(lengths),
             "env_id": segments.envs.repeat(lengths),
-            "t": np.arange(count) + (segments.steps - starts).repeat(lengths),
+            "t": np.arange(count) + (segments.first_t - starts).repeat(lengths),
         }
 
     def _scaled(
@@ -184,7 +185,7 @@ class FragmentBuilder:
             known = scaler.discounted_sums[: len(sums)]
             sums[: len(known)] = known
         starts = np.zeros(rewards.shape, bool)
-        first = segments.ages == 0
+        first = segments.rows_before == 0
         starts[segments.begins[first], segments.lanes[first]] = True
         scaler.discounted_sums = scaler.observe(rewards, sums, starts, in_segments)
         return scaler.scale(rewards)
@@ -295,14 +296,14 @@ def _zero_others(column: np.ndarray, in_segments: np.ndarray) -> np.ndarray:
 
 def _last_observations(columns: FragmentColumns, segments: Segments, finals: Any) -> Any:
     """Return the observation after each segment, [segments, …]."""
-    if segments.are_open:
+    if segments.is_whole_fragment:
         return map_leaves(np.copy, columns.row("obs", int(segments.ends[0])))
     at = columns.lookback + segments.ends
     last = map_leaves(lambda array: array[at, segments.lanes], columns["obs"])
-    (ended,) = (segments.finals >= 0).nonzero()
+    (ended,) = (segments.final_index >= 0).nonzero()
     if len(ended):
         for array, final in zip(optree.tree_leaves(last), optree.tree_leaves(finals), strict=True):
-            array[ended] = final[segments.finals[ended]]
+            array[ended] = final[segments.final_index[ended]]
     return last
 
 

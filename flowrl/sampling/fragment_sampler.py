@@ -298,7 +298,7 @@ class FragmentSampler:
                 self._reset_counts()
             else:
                 if self._env_sampler is not None:
-                    self._env_sampler.start_again()
+                    self._env_sampler.discard_episodes()
                 counts = zip(self._failures(), unreported, strict=True)
                 self._reported_failures = [failures - new for failures, new in counts]
             raise

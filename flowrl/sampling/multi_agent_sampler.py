@@ -157,7 +157,7 @@ class MultiAgentSampler(EnvSampler):
         self._num_ended = self._ended_steps = 0
         self._episodes.changed.update(range(agent_envs.num_envs))
         while True:
-            self._check_running()
+            self._raise_if_stopped()
             if not (self._whole or self._by_agent):
                 found = steps * agent_envs.num_envs - skipped
             else:
@@ -390,7 +390,7 @@ class MultiAgentSampler(EnvSampler):
             "faulty_episodes": self.faulty_episodes,
         }
         batches = self._batches.state_dict()
-        if self._is_running and batches is not None:
+        if self._has_open_episodes and batches is not None:
             state["open"] = {
                 "envs": self.agent_envs.state_dict(),
                 "batches": batches,
@@ -408,7 +408,7 @@ class MultiAgentSampler(EnvSampler):
         episodes.ids.next_id = state["next_id"]
         self._time = state["time"]
         self.env_steps, episodes.num_faulty = state["env_steps"], state["faulty_episodes"]
-        running, self._is_running = state.get("open"), False
+        running, self._has_open_episodes = state.get("open"), False
         if running is None:
             return 0
         self._batches.load_state_dict(running["batches"])
@@ -424,5 +424,5 @@ class MultiAgentSampler(EnvSampler):
                     records.start_again(episode)
         for env_index, (observations, infos) in restarted.items():
             episodes.restart(env_index, observations, infos)
-        self._is_running = True
+        self._has_open_episodes = True
         return len(restarted)

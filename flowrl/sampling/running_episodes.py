@@ -132,7 +132,7 @@ def arrays_of(segments: list[Segment], envs: np.ndarray) -> Segments:
         segments: the segments.
         envs: environment of each lane, [lanes].
     """
-    lanes, begins, ends, ages, events, agents, ids = np.array(
+    lanes, begins, ends, rows_before, events, agents, ids = np.array(
         [
             (
                 s.lane, s.begin, s.end, s.age, s.event, s.trajectory.agent_index,
@@ -142,19 +142,19 @@ def arrays_of(segments: list[Segment], envs: np.ndarray) -> Segments:
         ],
         np.int64,
     ).T  # fmt: skip
-    finals = np.full(len(segments), -1)
+    final_index = np.full(len(segments), -1)
     has_final = np.array([segment.final is not None for segment in segments])
-    finals[has_final] = np.arange(has_final.sum())
+    final_index[has_final] = np.arange(has_final.sum())
     states = zip(*(segment.trajectory.initial_states for segment in segments), strict=True)
     return Segments(
         lanes=lanes,
         begins=begins,
         ends=ends,
-        steps=ages,
-        ages=ages,
+        first_t=rows_before,
+        rows_before=rows_before,
         episode_ids=ids,
         events=events,
-        finals=finals,
+        final_index=final_index,
         continued=np.zeros(len(segments), bool),
         envs=envs[lanes],
         agents=agents,

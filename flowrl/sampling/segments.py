@@ -20,7 +20,7 @@ _STATE: Fields = {
 
 
 class Event:
-    """What follows a row of a lane.
+    """How a segment ends: what follows its last row.
 
     Plain integers: arrays are compared with them, and members of an enum take longer to access.
     """
@@ -47,15 +47,15 @@ class Segments:
     """S parts of episodes.
 
     Attributes:
-        lanes: lane of each, [S].
+        lanes: lane of each, int64 [S], as the other integers.
         begins, ends: first row, and the row after the last one, [S].
-        steps: env steps of the episode before the first row, [S]; unused for segments of agents,
-            whose `t` is a column.
-        ages: rows before the first one since the environment's reset, or since the agent's first
-            observation, [S].
+        first_t: env step `t` of the first row, [S]; unused for segments of agents, whose `t` is a
+            column.
+        rows_before: rows between the environment's reset, or the agent's first observation, and the
+            first row, [S].
         episode_ids: [S].
-        events: what follows the last row, [S].
-        finals: index of the final observation among those of the fragment, [S]; -1 if the
+        events: how each ends, see `Event`, [S].
+        final_index: index of the final observation among those of the fragment, [S]; -1 if the
             observation after the last row is in the columns.
         continued: whether each may follow the recurrent state at the start of the fragment: it is
             the first one of its lane or, in truncated fragments, only soft horizons are before it,
@@ -64,22 +64,22 @@ class Segments:
         agents: index of the agent in its episode, [S].
         initial_states: initial states of the segments, arrays [S, …]; None if they are those of the
             lanes.
-        are_open: whether there is one segment for each lane, with all rows, and all are open.
+        is_whole_fragment: whether no episode ended: one open segment per lane that has all rows.
     """
 
     lanes: np.ndarray
     begins: np.ndarray
     ends: np.ndarray
-    steps: np.ndarray
-    ages: np.ndarray
+    first_t: np.ndarray
+    rows_before: np.ndarray
     episode_ids: np.ndarray
     events: np.ndarray
-    finals: np.ndarray
+    final_index: np.ndarray
     continued: np.ndarray
     envs: np.ndarray
     agents: np.ndarray
     initial_states: list[np.ndarray] | None = None
-    are_open: bool = False
+    is_whole_fragment: bool = False
 
     def __len__(self) -> int:
         return len(self.lanes)
@@ -222,8 +222,8 @@ class SegmentTracker:
 
         Args:
             row: the row of the step.
-            ended: environments whose episode ended.
-            finals: their final observations.
+            ended: environments [k] whose episode ended, as the next two.
+            finals: their final observations [k, …].
             skipped: environments that were reset instead of stepped.
             failed: environments that failed.
         """
@@ -240,7 +240,7 @@ class SegmentTracker:
         if len(ended):
             self._end(row, ended, Event.ENDED)
             self.finals.append(finals)
-        if len(skipped):  # after the end of the episode, which has started the next one
+        if len(skipped):  # the next episode started at the end of the last one
             self._record(row, skipped, Event.DROPPED)
         if len(failed):
             self._end(row, failed, Event.DROPPED)
@@ -272,7 +272,7 @@ class SegmentTracker:
             return Segments(
                 envs, begins, np.full(len(envs), num_rows), begins - self.starts,
                 begins - self.resets, self.episode_ids.copy(), self._all_open, self._no_finals,
-                self._all, envs=envs, agents=self._no_agents, are_open=not self._whole,
+                self._all, envs=envs, agents=self._no_agents, is_whole_fragment=not self._whole,
             )  # fmt: skip
         at_end = self.episode_ids, self.resets, self.starts
         events = [*self._events, _RecordedEvent(num_rows - 1, envs, Event.OPEN, *at_end)]
@@ -283,9 +283,9 @@ class SegmentTracker:
         ids = np.concatenate([one.episode_ids for one in events])
         resets = np.concatenate([one.resets for one in events])
         starts = np.concatenate([one.starts for one in events])
-        finals = np.full(len(lanes), -1)
+        final_index = np.full(len(lanes), -1)
         (ended,) = (kinds == Event.ENDED).nonzero()
-        finals[ended] = np.arange(len(ended))
+        final_index[ended] = np.arange(len(ended))
         order = np.lexsort((rows, lanes))
         lanes, starts, resets = lanes[order], starts[order], resets[order]
         begins = np.maximum(starts, 0)
@@ -294,14 +294,14 @@ class SegmentTracker:
         continued = is_first if self._whole else is_first | (resets <= 0)
         return Segments(
             lanes, begins, rows[order] + 1, begins - starts, begins - resets, ids[order],
-            kinds[order], finals[order], continued,
+            kinds[order], final_index[order], continued,
             envs=lanes, agents=np.zeros(len(lanes), np.int64),
         )  # fmt: skip
 
     def choose(self, segments: Segments, min_steps: int) -> np.ndarray:
-        """Return which segments the fragment has, bool [S]; for whole episodes, the first ones to
-        end that have `min_steps` rows."""
-        if segments.are_open:
+        """Return which segments the fragment has, bool [S]; of whole episodes, the first ones to
+        end, until they have `min_steps` rows."""
+        if segments.is_whole_fragment:
             return self._all
         chosen = (segments.events != Event.DROPPED) & (segments.lengths > 0)
         if self._whole:
@@ -331,8 +331,8 @@ class SegmentTracker:
     def _keep_segments(
         self, num_rows: int, segments: Segments, chosen: np.ndarray, finals: Any
     ) -> int:
-        """Record the ends of whole episodes again that were not chosen; return the first row of
-        these episodes and of the open ones."""
+        """Keep the ended episodes that were not chosen for the next fragment; return the first row
+        of these episodes and of the open ones."""
         ended = (segments.events != Event.DROPPED) & (segments.events != Event.OPEN)
         (kept,) = (ended & ~chosen).nonzero()
         kept = kept[np.argsort(segments.ends[kept], kind="stable")]
@@ -343,12 +343,12 @@ class SegmentTracker:
             self._events.append(
                 _RecordedEvent(
                     int(segments.ends[index]) - 1 - first, segments.lanes[one], event,
-                    segments.episode_ids[one], begins - segments.ages[one],
-                    begins - segments.steps[one],
+                    segments.episode_ids[one], begins - segments.rows_before[one],
+                    begins - segments.first_t[one],
                 )
             )  # fmt: skip
             if event == Event.ENDED:
-                self.finals.append(_slice(finals, int(segments.finals[index])))
+                self.finals.append(_slice(finals, int(segments.final_index[index])))
             self.rows_closed += int(segments.lengths[index])
         return first
 

@@ -63,7 +63,7 @@ class StepChecks:
             columns.part("rewards", 0, num_rows),
         )
         dropped = segments.events == Event.DROPPED
-        has_finals = not segments.are_open and bool((segments.finals >= 0).any())
+        has_finals = not segments.is_whole_fragment and bool((segments.final_index >= 0).any())
         fits = check.in_bounds(raw) and (not has_finals or check.in_bounds(finals))
         if not fits and self._warn_only and check.is_usable(raw) and check.is_usable(finals):
             self._warn(raw, finals, segments)
@@ -76,7 +76,7 @@ class StepChecks:
         problems = []  # row of the step, environment, description
         for index in np.flatnonzero(~dropped).tolist():
             env, begin = int(segments.lanes[index]), int(segments.begins[index])
-            end, final = int(segments.ends[index]), int(segments.finals[index])
+            end, final = int(segments.ends[index]), int(segments.final_index[index])
             is_open = segments.events[index] == Event.OPEN
             for row in (begin + np.flatnonzero(invalid_rewards[begin:end, env])).tolist():
                 problems.append((row, env, f"a reward that is not finite: {rewards[row, env]}"))
@@ -122,6 +122,6 @@ class StepChecks:
             env, problem = int(envs[0]), self._describe(raw, (rows[0], envs[0]))
         else:
             final = int(self._check.invalid_rows(finals, 1).argmax())
-            env = int(segments.lanes[(segments.finals == final).argmax()])
+            env = int(segments.lanes[(segments.final_index == final).argmax()])
             problem = self._describe(finals, final)
         log.warning(OUTSIDE_WARNING, self._worker_index, env, problem)

@@ -1,5 +1,5 @@
-"""Views: what a policy's view requirements show when it acts, in train batches and at the ends of
-segments."""
+"""Views: build a policy's inputs from stored columns, for acting, for train batches and for the
+values after segments."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Views(ActingViews):
             segments: the segments.
             observations: the observations [m, …].
         """
-        ages = segments.ages + segments.lengths
+        ages = segments.rows_before + segments.lengths
         initial = partial(self._initial_states, segments)
         return self.inputs_at(columns, segments.ends, segments.lanes, ages, observations, initial)
 
@@ -256,7 +256,7 @@ def _positions(
     lookback = columns.lookback
     lane_rows = lookback + num_rows
     first_row = segments.lanes[segment] * lane_rows  # of the lane
-    age = segments.ages[segment] + row - segments.begins[segment]
+    age = segments.rows_before[segment] + row - segments.begins[segment]
     end = segments.ends[segment]
     oldest = lookback - columns.known
     after = columns.lanes * lane_rows  # what follows the rows in the base

@@ -159,10 +159,10 @@ class WorkerConfig(PolicyConfig):
     after its current fragment, for environments that leak memory; None for no limit. Its episodes
     start again."""
     max_num_env_restarts: NonNegativeInt = setting(5, group="fault_tolerance", in_evaluation=True)
-    """Consecutive failures of one environment after which its error stops the run. The count
-    restarts when an episode or a fragment is completed, unless the next failure after a fragment is
-    at the same step as the last one. For failures after step 100 of an episode, the limit is 100
-    times as large, except for timeouts and for failures at the same step as the previous one."""
+    """Consecutive failures of one environment after which its error stops the run. The limit is 100
+    times as large for failures after step 100 of an episode, except for timeouts and for failures
+    at the same step as the last one. A completed episode resets the counts; a completed fragment,
+    too, unless the next failure is at the same step as the last one."""
     env_step_timeout_s: Positive | None = setting(None, group="fault_tolerance")
     """Seconds that a step of one environment may take. A longer step is a failure of the
     environment, which is created again. The limit interrupts only the main thread, and only calls
@@ -190,7 +190,8 @@ class WorkerConfig(PolicyConfig):
             timeout_s=self.sample_timeout_s,
             max_restarts=self.max_num_worker_restarts,
             backoff_s=self.delay_between_worker_restarts_s,
-            rounds_wait=self.wait_for_replaced_workers or not self.recreate_failed_workers,
+            rounds_wait_for_replacement=self.wait_for_replaced_workers
+            or not self.recreate_failed_workers,
         )
 
     @classmethod

@@ -376,8 +376,8 @@ class WorkerSet:
     # -- use -----------------------------------------------------------------------------------
 
     def foreach_worker(self, fn: Callable[[RolloutWorker], T]) -> list[T]:
-        """Return fn(worker) for every worker: the local one first, then the remote ones in order,
-        without those that have failed for good."""
+        """Return fn(worker) for the local worker, then for the remote ones in order, without those
+        that have failed for good. Raises the error of `fn`, or Ray's if a worker has died."""
         results = [fn(self.local_worker())]
         if isinstance(self._pool, ReplayedPool):
             return [*results, *map(fn, self._pool.workers())]

@@ -171,7 +171,7 @@ def _settings_of_manifest(
             "applies to evaluations and to workers that are restarted. For other random numbers, "
             "build a new algorithm and call its restore_policies(path)"
         )
-    unused = [name for name in changes if name in saved and settings.without_effect([name])]
+    unused = [name for name in changes if name in saved and settings.first_ineffective([name])]
     settings.check_changes({n: decode_setting(n, saved[n], resolver) for n in unused})
     code = None if trust else untrusted_code(settings, chosen_by_caller)
     if code is not None:

@@ -121,12 +121,12 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
     """Number of Ray actors that share an evaluation; 0 evaluates in this process."""
     evaluation_timeout_s: Positive | None = setting(None, group="evaluation")
     """Seconds after which an evaluation on actors is stopped, with a warning, and its workers are
-    replaced. The time starts when new workers have started, at most 60 s later. None waits without
-    limit."""
+    replaced. The clock starts when all evaluation workers have started, at most 60 s after the
+    start of the evaluation. None waits without limit."""
     evaluation_parallel_to_training: bool = setting(False, group="evaluation")
     """Continue training during an evaluation. The result of the iteration in which it finishes
     contains it; the next evaluation waits for it. At the end of a run, `learn()` and `flowrl
-    train` wait for the last one, unless an evaluation has reached the limit of the run."""
+    train` wait for the last one, unless a metric of an evaluation ended the run."""
     evaluation_config: Annotated[dict[str, Any], BeforeValidator(_canonical)] = setting(
         {}, group="evaluation"
     )
@@ -160,7 +160,7 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
     tracking_uri, experiment_name, run_name, tags."""
 
     # shared by copies: tells whether a config was made from the one in a plan file
-    _lineage: str = PrivateAttr(default_factory=lambda: secrets.token_hex(8))
+    _plan_token: str = PrivateAttr(default_factory=lambda: secrets.token_hex(8))
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -183,10 +183,10 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
         if self.policies is not None and changes_specs(changes.get("policies")):
             changes["policies"] = changed_specs(self.policies, changes["policies"])
         copied = super().updated(**changes)
-        copied._lineage = self._lineage
+        copied._plan_token = self._plan_token
         return copied
 
-    def without_effect(self, names: Iterable[str]) -> str | None:
+    def first_ineffective(self, names: Iterable[str]) -> str | None:
         """Return the first of these settings that has no effect because every policy has a config
         of its own; None if there is none."""
         specs = {} if self.policies is None else specs_of(self.policies)
@@ -206,7 +206,7 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
         Raises:
             ConfigError: every policy has a config of its own.
         """
-        name = self.without_effect(n for n, value in before.items() if not equal(value, self[n]))
+        name = self.first_ineffective(n for n, value in before.items() if not equal(value, self[n]))
         if name is not None:
             own = f"{{'config': {{{name!r}: …}}}}"
             policies = ", ".join(f"{policy_id!r}: {own}" for policy_id in specs_of(self.policies))
@@ -334,8 +334,8 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
         return self
 
     def rows_per_train_batch(self) -> int:
-        """Return the rows of one policy that one process learns from; at most, if the unit of
-        `train_batch_size` is not rows."""
+        """Return the rows of one policy that one process learns from per train batch; an upper
+        bound if `train_batch_size` counts env steps."""
         return self.train_batch_size
 
     def check(self) -> None:
@@ -388,7 +388,9 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
         if "plan" in self.model_fields_set:
             return
         module = module_with_config(
-            lambda config: isinstance(config, AlgorithmConfig) and config._lineage == self._lineage
+            lambda config: (
+                isinstance(config, AlgorithmConfig) and config._plan_token == self._plan_token
+            )
         )
         if module is not None and module.__name__ != f"{PLAN_MODULE}{self.plan}":
             name = module.__name__
@@ -427,9 +429,9 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
             raise ConfigError("evaluation_config: explore must be True or False")
 
     def completed(self) -> Self:
-        """Return a copy with a drawn seed if there is none, so that a run can be repeated, with
-        absolute paths, because it may be continued in another folder, and with the frame stack of
-        Atari games."""
+        """Return a copy with a drawn seed if none is set, so that the run can be repeated; absolute
+        paths, because the run may be resumed in another folder; and the frame stack of Atari
+        games."""
         changes: dict[str, Any] = {}
         if self.seed is None:
             changes["seed"] = secrets.randbits(31)

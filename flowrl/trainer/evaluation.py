@@ -186,9 +186,9 @@ def _play_episodes(
         steps = worker.env_steps - last_end
         if steps > MAX_EPISODE_STEPS * num_envs:
             log.warning(
-                "evaluation: %s of %s have not ended, the last %s env steps without an end of an "
-                "episode: the results are those of the other episodes. To end episodes, %s",
-                num_unfinished, len(episodes) + num_unfinished, f"{steps:,}", _TIME_LIMIT,
+                "evaluation: stopped, because no episode ended in the last %s env steps; %s of %s "
+                "episodes are not finished and not in the results. To end episodes, %s",
+                f"{steps:,}", num_unfinished, len(episodes) + num_unfinished, _TIME_LIMIT,
             )  # fmt: skip
             break
         if steps > LONG_EPISODE_STEPS * num_envs and not warned:

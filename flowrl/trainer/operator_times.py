@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from flowrl.iter import LocalIterator
-from flowrl.iter.stage import in_data_order, walk
+from flowrl.iter.stage import topological_order, walk
 from flowrl.monitoring.activity import operator_name
 
 
@@ -24,7 +24,7 @@ class OperatorTimes:
         rows = dict(zip(walk(plan.stage), plan.stats(), strict=True))
         busy: dict[str, float] = {}
         counts: Counter[str] = Counter()
-        for stage in in_data_order(plan.stage):
+        for stage in topological_order(plan.stage):
             name = operator_name(rows[stage]["stage"])
             counts[name] += 1
             busy[name if counts[name] == 1 else f"{name}#{counts[name]}"] = rows[stage]["busy_s"]

@@ -101,7 +101,7 @@ def _warn_about_settings_without_effect(config: AlgorithmConfig) -> None:
     names = sorted(
         name
         for name in changed
-        if config.without_effect([name])
+        if config.first_ineffective([name])
         and not all(equal(spec.config[name], config[name]) for spec in specs.values())
     )
     if names:

@@ -420,7 +420,7 @@ def test_partition_that_dies_continues_where_the_others_are(ray_session):
 
 def test_rounds_continue_without_a_shard_until_its_replacement_has_started(ray_session, tmp_path):
     marker = str(tmp_path / "died")
-    leaves_out = Recovery(backoff_s=0.01, rounds_wait=False)
+    leaves_out = Recovery(backoff_s=0.01, rounds_wait_for_replacement=False)
     endless = Dies(10**6)
     rounds = from_iterators(
         [endless, Dies(6, 3, marker)], recovery=leaves_out
@@ -459,7 +459,7 @@ def test_replacement_that_hangs_while_it_starts_is_replaced(ray_session, tmp_pat
         actors.append(actor.remote(str(tmp_path / "hung")))
         return actors[-1]
 
-    recovery = Recovery(timeout_s=2.0, backoff_s=0.01, rounds_wait=False)
+    recovery = Recovery(timeout_s=2.0, backoff_s=0.01, rounds_wait_for_replacement=False)
     rounds = from_actors(actors[:2], recreate=recreate, recovery=recovery).batch_across_shards()
     with rounds:
         assert next(rounds) == [0, 0]
@@ -475,7 +475,7 @@ def test_replacement_that_hangs_while_it_starts_is_replaced(ray_session, tmp_pat
 
 @pytest.mark.slow
 def test_only_shard_is_waited_for(ray_session, tmp_path):
-    leaves_out = Recovery(backoff_s=0.01, rounds_wait=False)
+    leaves_out = Recovery(backoff_s=0.01, rounds_wait_for_replacement=False)
     shards = from_iterators([Dies(6, 3, str(tmp_path / "died"))], recovery=leaves_out)
     with shards.gather_sync() as stream:
         assert list(stream) == [0, 1, 2, 3, 4, 5]

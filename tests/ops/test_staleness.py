@@ -45,7 +45,7 @@ def test_no_fragment_exceeds_the_limit(
         while len(lags) < 60:
             idle_before = len(idle)
             while idle and limit.may_request(len(flight), flight[0][1] if flight else None):
-                flight.append((idle.pop(), limit.mark(), trained))
+                flight.append((idle.pop(), limit.progress(), trained))
             moves = [("answer", i) for i in range(len(flight))] + ["train"] * bool(queue)
             assert moves, f"deadlock: {idle_before} workers wait"
             rates = np.array([1.0 if m == "train" else speeds[flight[m[1]][0]] for m in moves])
@@ -56,9 +56,9 @@ def test_no_fragment_exceeds_the_limit(
                 trained += 1
                 counters["num_env_steps_trained"] += sum(item.steps for item in batch)
                 continue
-            worker, mark, version = flight.pop(move[1])
+            worker, progress, version = flight.pop(move[1])
             item = Fragment(version)
-            limit.received(mark, item)
+            limit.received(progress, item)
             counters["num_env_steps_sampled"] += item.steps
             idle.append(worker)
             pending.append(item)
@@ -74,7 +74,7 @@ def test_limit_of_a_resumed_run_starts_with_its_counters():
         metrics.counters["num_env_steps_sampled"] = 105
         metrics.counters["num_env_steps_trained"] = 90
         metrics.counters["num_env_steps_dropped"] = 10
-        assert limit.mark() == 100
+        assert limit.progress() == 100
         assert limit.may_request(0, None)
         assert not limit.may_request(1, 100)
         assert not limit.may_request(2, 100)

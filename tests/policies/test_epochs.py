@@ -37,10 +37,10 @@ class SomeStats:
 def test_statistic_of_some_minibatches_is_their_mean(rows, actor_loss):
     batch, policy = SampleBatch(obs=np.zeros((rows, 1))), SomeStats()
 
-    def one_pass(batch, size):
+    def run_epoch(batch, size):
         return [policy.learn_on_batch(batch[i : i + size]) for i in range(0, batch.count, size)]
 
-    stats = run_epochs(policy, one_pass, batch, 1, 1)
+    stats = run_epochs(policy, run_epoch, batch, 1, 1)
     assert stats == {"critic_loss": np.mean(range(1, rows + 1)), "actor_loss": actor_loss}
 
 

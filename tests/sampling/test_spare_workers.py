@@ -105,8 +105,8 @@ def test_spares_take_no_resources_and_are_refused_with_them():
 
 def test_settings_are_those_of_the_recovery():
     recovery = PPOConfig(wait_for_replaced_workers=True, sample_timeout_s=3.0).recovery
-    assert (recovery.rounds_wait, recovery.timeout_s) == (True, 3.0)
-    assert not PPOConfig().recovery.rounds_wait
+    assert (recovery.rounds_wait_for_replacement, recovery.timeout_s) == (True, 3.0)
+    assert not PPOConfig().recovery.rounds_wait_for_replacement
 
 
 def test_worker_in_process_has_no_spares():

@@ -564,7 +564,7 @@ def test_evaluation_ends_if_only_the_first_episode_ends(monkeypatch, caplog):
     assert (metrics["episodes"], metrics["num_unfinished_episodes"]) == (1, 1)
     first, second = caplog.messages
     assert first.startswith("evaluation: no episode has ended in 1")
-    assert second.startswith("evaluation: 1 of 2 have not ended, the last 3")
+    assert second.startswith("evaluation: stopped, because no episode ended in the last 3")
 
 
 def test_video_folder_that_cannot_be_written_is_rejected_before_training(tmp_path):

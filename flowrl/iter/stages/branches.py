@@ -20,7 +20,7 @@ from flowrl.source import Source, sources_from_list, sources_to_list
 from flowrl.state_schema import Fields, Integer, Natural
 
 MAX_STAR_ITEMS = 100  # items of a "*" branch per turn
-MAX_OTHERS = 100  # items of a branch that ends, after the last one of a duplicated stream
+MAX_FOREIGN_ITEMS = 100  # items of other sources in a row, after which a branch is ended
 MAX_DROPPED = 100  # items dropped in one pull, before the siblings of the union may run
 
 FULL_CREDIT = 1 - 1e-9  # a full credit: ten times 0.1 is less than 1 by rounding
@@ -156,19 +156,19 @@ class Union(Stage):
             self._turn = index
 
     def _end_others(self) -> None:
-        """End the branches whose items are not returned, with the items that are buffered for
-        them."""
+        """Let each branch whose items are dropped process the items that `duplicate` has buffered
+        for it, then end the branch."""
         for index, children in enumerate(self._children):
             if self._done[index]:
                 continue
-            can_end = bool(children) and all(child.stream_has_ended for child in children)
-            num_others = 0  # items in a row without one of the children
-            while can_end and num_others < MAX_OTHERS:  # another source may have no end
+            keep_pulling = bool(children) and all(child.stream_has_ended for child in children)
+            num_foreign = 0  # items in a row that no child of a duplicate provided
+            while keep_pulling and num_foreign < MAX_FOREIGN_ITEMS:
                 try:
-                    can_end = self._pulls[index](False) is not NOT_READY
+                    keep_pulling = self._pulls[index](False) is not NOT_READY
                 except StopIteration:
-                    can_end = False
-                num_others = 0 if self._has_progressed(index) else num_others + 1
+                    keep_pulling = False
+                num_foreign = 0 if self._has_progressed(index) else num_foreign + 1
             self._end_branch(index)
 
     def _next_turn(self, idle: set[int]) -> int:
@@ -281,8 +281,8 @@ def _check_weights(weights: Sequence[float | str], branches: int) -> None:
 
 def _reject_transform(branch: Stage, name: str, waits_its_turn: bool) -> None:
     """Raise an error for a transform that would block the other branches: its function cannot
-    pause. In a branch that has a turn, this matters only if it waits for items that its siblings
-    provide."""
+    pause. A branch that is pulled in its turn may have a transform, unless the input of the
+    transform depends on a sibling branch."""
     for stage in walk(branch):
         if not isinstance(stage, Transform):
             continue
@@ -448,7 +448,7 @@ class DuplicateChild(Stage):
         if duplicate.is_closed(self._index):
             raise StopIteration
         if not duplicate.buffers[self._index] and self._pull_up(block) is NOT_READY:
-            unread = [i for i in duplicate.blocking() if duplicate.children[i].owner is None]
+            unread = [i for i in duplicate.blocking() if duplicate.children[i].consumer is None]
             if unread:
                 raise RuntimeError(
                     f"child {self._index} of {duplicate.title}, chained at {duplicate.line}, is "
@@ -478,7 +478,7 @@ class DuplicateChild(Stage):
     def has_reading_siblings(self) -> bool:
         """Whether a plan still reads a child of the duplicate."""
         return any(
-            child.owner is not None and not self._duplicate.is_closed(child._index)
+            child.consumer is not None and not self._duplicate.is_closed(child._index)
             for child in self.siblings
         )
 

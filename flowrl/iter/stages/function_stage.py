@@ -23,7 +23,7 @@ from flowrl.state_schema import Fields, Natural, check_own_state
 
 log = logging.getLogger("flowrl")
 
-DROPPED = object()  # result of an item that the error policy drops
+SKIPPED = object()  # result of an item that the error policy skips
 
 
 _RESULTS = {
@@ -120,7 +120,7 @@ class FunctionStage(Stage):
         return self.fn(item)
 
     def _handle_error(self, error: BaseException, item: Any) -> Any:
-        """Apply the error policy: return the result of a retry or DROPPED, or raise."""
+        """Apply the error policy: return the result of a retry or SKIPPED, or raise."""
         note_origin(error, self, item)
         if isinstance(self.on_error, Retry) and isinstance(error, Exception):
             for _ in range(self.on_error.times):
@@ -129,8 +129,8 @@ class FunctionStage(Stage):
                 except Exception as next_error:
                     error = next_error
                     note_origin(error, self, item)
-        self._drop_or_raise(error, item)
-        return DROPPED
+        self._skip_or_raise(error, item)
+        return SKIPPED
 
     @staticmethod
     def _report_lost(item: Any) -> None:
@@ -138,8 +138,8 @@ class FunctionStage(Stage):
         if metrics is not None:
             metrics.report_lost(item)
 
-    def _drop_or_raise(self, error: BaseException, item: Any) -> None:
-        """Report the item as lost, and raise unless the error policy drops it."""
+    def _skip_or_raise(self, error: BaseException, item: Any) -> None:
+        """Report the item as lost, and raise the error unless the error policy skips it."""
         self._report_lost(item)
         policy = self.on_error
         if isinstance(error, Exception):

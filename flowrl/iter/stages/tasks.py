@@ -99,7 +99,7 @@ class ForEachConcurrent(FunctionStage):
             if isinstance(self.on_error, Retry):
                 self._report_lost(task.item)
                 raise
-            self._drop_or_raise(error, task.item)
+            self._skip_or_raise(error, task.item)
             return
         self._in_flight[ref] = task
         self._to_submit.popleft()  # after submitting: kept if that raises
@@ -167,7 +167,7 @@ class ForEachConcurrent(FunctionStage):
             self._to_submit.append(_Task(task.item, task.sources, task.retries + 1))
             return
         note_origin(task_error, self, task.item)
-        self._drop_or_raise(task_error, task.item)
+        self._skip_or_raise(task_error, task.item)
 
     def waits(self) -> list[Any]:
         full = self._ended or len(self._in_flight) >= self._limit

@@ -17,7 +17,7 @@ from flowrl.iter.stage import (
     function_title,
     walk,
 )
-from flowrl.iter.stages.function_stage import DROPPED, FunctionStage, is_user_defined
+from flowrl.iter.stages.function_stage import SKIPPED, FunctionStage, is_user_defined
 from flowrl.iter.waiting import Waiter
 from flowrl.source import Source, sources_from_list, sources_to_list
 from flowrl.state_schema import Fields
@@ -41,7 +41,7 @@ class ForEach(FunctionStage):
                 result = self.fn(item)
             except BaseException as error:
                 result = self._handle_error(error, item)
-                if result is DROPPED:
+                if result is SKIPPED:
                     continue
             self.items += 1
             return result
@@ -109,7 +109,7 @@ class ForEachWithHooks(ForEach):
                 result = self.fn(item)
             except BaseException as error:
                 result = self._handle_error(error, item)
-                if result is DROPPED:
+                if result is SKIPPED:
                     continue
             self.items += 1
             return result
@@ -191,7 +191,7 @@ class Filter(FunctionStage):
                 keep = self._call(item)
             except BaseException as error:
                 keep = self._handle_error(error, item)
-                if keep is DROPPED:
+                if keep is SKIPPED:
                     continue
             if keep:
                 self.items += 1
@@ -262,7 +262,7 @@ class Combine(FunctionStage):
                 elements = self._call(item)
             except BaseException as error:
                 elements = self._handle_error(error, item)
-                if elements is DROPPED:
+                if elements is SKIPPED:
                     continue
             self._sources.extend(self.parents[0].sources)
             if elements:

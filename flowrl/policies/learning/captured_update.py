@@ -76,7 +76,7 @@ class CapturedUpdates:
         return is_plain and is_whole and all(p.requires_grad for p in self._policy.flat.parameters)
 
     def tensors(self, batch: SampleBatch) -> TensorBatch | None:
-        """Return the columns of the batch that `one_pass` has copied to the GPU; None for another
+        """Return the columns of the batch that `run_epoch` has copied to the GPU; None for another
         batch."""
         if batch is not self._batch or self._buffer is None:
             return None
@@ -88,7 +88,7 @@ class CapturedUpdates:
 
     # -- updates -------------------------------------------------------------------------------
 
-    def one_pass(self, batch: SampleBatch, size: int) -> list[Stats]:
+    def run_epoch(self, batch: SampleBatch, size: int) -> list[Stats]:
         """Update the policy once by each minibatch of a pass; return the statistics of the updates.
 
         Raises:
@@ -107,7 +107,7 @@ class CapturedUpdates:
                     learner.num_updates, policy.version = num_updates + done, version + done
                     self._failed.zero_()
                     raise
-        passed: list[Stats] = learner.one_pass(batch, size)
+        passed: list[Stats] = learner.run_epoch(batch, size)
         return passed
 
     def _one_pass(self, batch: SampleBatch, size: int) -> list[Stats]:
@@ -166,7 +166,7 @@ class CapturedUpdates:
         policy, learner = self._policy, self._learner
         learner.before_step()
         active = tuple(group["active"] for group in learner.optimizers[0].param_groups)
-        kind = (rows, index is None, active, *policy.loss_numbers())
+        kind = (rows, index is None, active, *policy.loss_coefficients())
         update = self._updates.get(kind)
         if update is None:
             if len(self._updates) >= MAX_GRAPHS:

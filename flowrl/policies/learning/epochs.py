@@ -57,7 +57,7 @@ class LearningPolicy(Protocol):
 
 def run_epochs(
     policy: LearningPolicy,
-    one_pass: Callable[[SampleBatch, int], Sequence[Any]],
+    run_epoch: Callable[[SampleBatch, int], Sequence[Any]],
     batch: SampleBatch,
     num_sgd_iter: int,
     sgd_minibatch_size: int,
@@ -66,7 +66,7 @@ def run_epochs(
 
     Args:
         policy: the policy to update; its `end_epoch` may stop early.
-        one_pass: (batch, size) -> the statistics of one update per minibatch of `size` rows; None
+        run_epoch: (batch, size) -> the statistics of one update per minibatch of `size` rows; None
             for updates without statistics.
         batch: the rows.
         num_sgd_iter: passes.
@@ -86,7 +86,9 @@ def run_epochs(
         )
     means: Stats = {}
     for _ in range(num_sgd_iter):
-        stats = [_numbers(policy, update) for update in one_pass(batch, size) if update is not None]
+        stats = [
+            _numbers(policy, update) for update in run_epoch(batch, size) if update is not None
+        ]
         stats = [one for one in stats if one]  # skipped updates report nothing
         means = mean_stats(stats)
         if policy.end_epoch(batch, means):

@@ -30,7 +30,7 @@ from flowrl.policies.learning.loss_gradient import LossGradient
 from flowrl.policies.learning.protocols import ProcessGroup, TrainablePolicy
 from flowrl.policies.learning.tracked_batch import TrackedBatch
 from flowrl.policies.models.buffers import BufferCopy, buffers_of, copy_buffers, restore_buffers
-from flowrl.policies.overrides import is_flowrls_method
+from flowrl.policies.overrides import is_builtin_method
 from flowrl.policies.schedules import initial_value
 from flowrl.policies.torch_random import torch_seed
 from flowrl.seeding import RowNoise, random_stream, restore_stream, stream_state
@@ -83,7 +83,7 @@ class TorchLearner:
 
     def __init__(self, policy: TrainablePolicy):
         self.policy = policy
-        # not shuffle_rng: all processes of a group draw the same minibatches from that one
+        # not shuffle_rng: that is equal in all processes of a group, for the same minibatches
         self.rng = random_stream(policy.config.seed, "policy", "learning")
         optimizers = policy.make_optimizer()
         self.optimizers: list[Any] = (
@@ -98,8 +98,8 @@ class TorchLearner:
         if len(set(ids)) < len(ids):
             raise ConfigError(f"{type(policy).__name__}: two optimizers have the same parameters")
         self._initial_lrs = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
-        has_flowrls_loss = is_flowrls_method(policy, "loss")
-        self._scalar_columns = policy.scalar_columns if has_flowrls_loss else ()
+        has_builtin_loss = is_builtin_method(policy, "loss")
+        self._scalar_columns = policy.scalar_columns if has_builtin_loss else ()
         self._model = policy.model
         is_known, listed = policy.model.has_only_known_modules, buffers_of(policy.model)
         self._buffers = listed if is_known or not listed else None  # None: they may be replaced
@@ -184,8 +184,8 @@ class TorchLearner:
         try:
             batch = self.prepare_batch(batch)
             is_captured = self.captured.supports(batch, size or batch.count)
-            one_pass = self.captured.one_pass if is_captured else self.one_pass
-            stats = run_epochs(policy, one_pass, batch, num_sgd_iter, size)
+            run_epoch = self.captured.run_epoch if is_captured else self.run_epoch
+            stats = run_epochs(policy, run_epoch, batch, num_sgd_iter, size)
             policy.row_stats = concat_row_stats(self._epoch_row_stats)
         finally:
             self._epoch_row_stats = None
@@ -196,7 +196,7 @@ class TorchLearner:
             stats["num_skipped_updates"] = float(self.num_skipped_updates)
         return stats
 
-    def one_pass(self, batch: SampleBatch, size: int) -> list[Stats]:
+    def run_epoch(self, batch: SampleBatch, size: int) -> list[Stats]:
         """Update the policy once by each minibatch of a pass; return the statistics of the
         updates."""
         self._epoch_row_stats = []
@@ -252,10 +252,9 @@ class TorchLearner:
         return RowNoise(self.rng, begin, end, batch.count)
 
     def _follow_last_process(self, batch: SampleBatch | None) -> None:
-        """Set `rng` to the state of the group's last process, if the batch has fewer rows or
-        sequences than the group has processes.
-
-        The last process always has some of them. Those without have drawn no noise.
+        """Copy the state of `rng` from the group's last process, if the batch has fewer rows or
+        sequences than the group has processes: processes without rows have drawn no noise, and the
+        last process always has rows.
         """
         group = self.process_group
         if batch is None or group is None or not group.splits_rows:
@@ -301,8 +300,8 @@ class TorchLearner:
         """Clip the gradient, whose norm is `grad_norm`, and step the optimizers."""
         self.before_step()
         self.gradient.clip(grad_norm)
-        # the moments of earlier gradients would move them; an optimizer of the whole vector does
-        # that although they have no gradient
+        # the moments of earlier gradients would move fixed parameters, and an optimizer of the flat
+        # vector does so even without a gradient
         fixed = self.fixed_parameters()
         before = [(parameter.data, parameter.data.clone()) for parameter in fixed]
         for parameter in fixed:
