@@ -136,24 +136,28 @@ class PlanMetrics:
             operator: the operator.
             operators: the operators of the plan, in topological order.
         """
-        if not any(known is operator for known in self._names.values()):
+        name = self._name_of(operator)
+        if name is None:
             for one in (*operators, operator):
-                self._name(one)
+                self._set_name(one)
             if operators:  # a loaded state may have operators that the plan has no longer
-                known_names = [name for name in self._names if name in self.trainers]
-                self.trainers = {name: self.trainers[name] for name in known_names}
-        name = next(name for name, known in self._names.items() if known is operator)
+                names = [name for name in self._names if name in self.trainers]
+                self.trainers = {name: self.trainers[name] for name in names}
+            name = self._name_of(operator)
+            assert name is not None
         if name not in self.trainers:
-            order = {known: number for number, known in enumerate(self._names)}
+            order = {name: number for number, name in enumerate(self._names)}
             trainers = {**self.trainers, name: TrainerMetrics(operator.policies)}
-            in_order = sorted(trainers, key=lambda known: order.get(known, -1))
-            self.trainers = {known: trainers[known] for known in in_order}
+            in_order = sorted(trainers, key=lambda name: order.get(name, -1))
+            self.trainers = {name: trainers[name] for name in in_order}
         return self.trainers[name]
 
-    def _name(self, operator: Any) -> None:
+    def _name_of(self, operator: Any) -> str | None:
+        return next((name for name, other in self._names.items() if other is operator), None)
+
+    def _set_name(self, operator: Any) -> None:
         """Give a training operator a name, unless it has one."""
-        known = any(one is operator for one in self._names.values())
-        if known or not getattr(operator, "trains", False):
+        if self._name_of(operator) is not None or not getattr(operator, "trains", False):
             return
         policies = operator.policies
         only = "" if policies is None else f"({','.join(sorted(policies))})"

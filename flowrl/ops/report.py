@@ -221,7 +221,7 @@ class ReportDue:
         return f"ReportDue(min_steps={self.min_steps}, min_seconds={self.min_seconds})"
 
 
-_TRAINER: Fields = {"num_env_steps_trained": Natural, "learners": dict[str, Any]}
+_TRAINER_TOTALS: Fields = {"num_env_steps_trained": Natural, "learners": dict[str, Any]}
 
 
 class CollectMetrics:
@@ -459,7 +459,7 @@ class CollectMetrics:
         for row in state["window"]:
             check_episode(row, "window")
         for name, totals in state["trainers"].items():
-            check_state(totals, _TRAINER, f"trainers/{name}")
+            check_state(totals, _TRAINER_TOTALS, f"trainers/{name}")
         self._window.clear()
         self._window.extend(state["window"])
         self._episodes_total = state["episodes_total"]

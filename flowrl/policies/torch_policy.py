@@ -428,7 +428,7 @@ class TorchPolicy(Policy):
     def learn_on_minibatches(
         self, batch: SampleBatch, num_sgd_iter: int = 1, sgd_minibatch_size: int = 0
     ) -> dict[str, float]:
-        return self.learner.update_minibatches(batch, num_sgd_iter, sgd_minibatch_size)
+        return self.learner.learn_on_minibatches(batch, num_sgd_iter, sgd_minibatch_size)
 
     def learn_on_batch(self, batch: SampleBatch) -> dict[str, float]:
         """Make one optimizer step from all the rows; return statistics.
@@ -436,7 +436,7 @@ class TorchPolicy(Policy):
         Raises:
             FloatingPointError: the loss or its gradient is not finite; the weights are unchanged.
         """
-        return self.learner.update(batch)
+        return self.learner.learn_on_batch(batch)
 
     def compute_gradients(self, batch: SampleBatch) -> tuple[np.ndarray, dict[str, float]]:
         """Return the gradient [parameters] of the loss, and statistics; nothing changes."""

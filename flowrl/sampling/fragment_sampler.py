@@ -64,7 +64,7 @@ class FragmentSampler:
             collect_infos=settings.collect_infos,
         )
         self._env_sampler: EnvSampler | None = None
-        # of an item of the sampler: a fragment, or whole episodes
+        # env steps that `_sample_item` collects: those of a fragment, or of at least one episode
         self._min_steps = settings.fragment_length * envs.agent_envs.num_envs
         if settings.batch_mode == "complete_episodes":
             self._min_steps = 1

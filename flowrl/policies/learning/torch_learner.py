@@ -174,7 +174,7 @@ class TorchLearner:
 
     # -- updates -------------------------------------------------------------------------------
 
-    def update_minibatches(self, batch: SampleBatch, num_sgd_iter: int, size: int) -> Stats:
+    def learn_on_minibatches(self, batch: SampleBatch, num_sgd_iter: int, size: int) -> Stats:
         """Update the policy by minibatches; see Policy.learn_on_minibatches."""
         self._begin(batch)
         policy = self.policy
@@ -205,7 +205,7 @@ class TorchLearner:
             minibatches = group.pad_minibatches(minibatches)
         return [self.policy.learn_on_batch(rows) for rows in minibatches]
 
-    def update(self, batch: SampleBatch | None) -> Stats:
+    def learn_on_batch(self, batch: SampleBatch | None) -> Stats:
         """Make one optimizer step.
 
         Args:
