@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -223,3 +223,25 @@ def strip_origin(error: BaseException) -> None:
         del attributes["item"]
     for name in [name for name in attributes if name.startswith("_flowrl")]:
         del attributes[name]
+
+
+@contextmanager
+def collecting(errors: list[Exception]) -> Iterator[None]:
+    """Append an error of the block to a list instead of raising it."""
+    try:
+        yield
+    except Exception as error:
+        errors.append(error)
+
+
+def raise_first(errors: Sequence[Exception], note: str) -> None:
+    """Raise the first of some errors, if there is one, with a note for each other one.
+
+    Args:
+        errors: the errors.
+        note: text of a note; `{!r}` stands for the error.
+    """
+    for other in errors[1:]:
+        add_note(errors[0], note.format(other))
+    if errors:
+        raise errors[0]

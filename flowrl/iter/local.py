@@ -6,9 +6,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
 
-from flowrl.errors import add_note
 from flowrl.iter import metrics as _metrics
-from flowrl.iter.errors import OnError, annotate, missing_attribute_error, without_engine_frames
+from flowrl.iter.errors import (
+    OnError,
+    annotate,
+    collecting,
+    missing_attribute_error,
+    raise_first,
+    without_engine_frames,
+)
 from flowrl.iter.explain import FORMATS, stats_rows
 from flowrl.iter.metrics import MetricsContext
 from flowrl.iter.profiler import OnPull, Profiler
@@ -344,16 +350,11 @@ class LocalIterator(Generic[T]):
         """Release the resources of the plan: actors it started, requests in flight. A stopped plan
         cannot be started again. Stages that another child of `duplicate` still reads continue."""
         self._stopped = True
-        errors = []
+        errors: list[Exception] = []
         for stage in close_children(self.stage):
-            try:
+            with collecting(errors):
                 stage.stop()
-            except Exception as error:  # stop the remaining stages first
-                errors.append(error)
-        for other in errors[1:]:
-            add_note(errors[0], f"another stage raised {other!r} while the plan was stopped")
-        if errors:
-            raise errors[0]
+        raise_first(errors, "another stage raised {!r} while the plan was stopped")
 
     def __enter__(self) -> LocalIterator[T]:
         return self

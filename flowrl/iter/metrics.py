@@ -142,7 +142,7 @@ class MetricsContext:
         for name, value in self.counters.items():
             if not isinstance(name, str):
                 raise TypeError(f"the name of a counter must be a string, got {name!r}")
-            if not isinstance(value, Real) or not value >= 0:
+            if isinstance(value, bool) or not isinstance(value, Real) or not value >= 0:
                 raise ValueError(
                     f"the counter {name!r} is {value!r}: counters are numbers of at least 0; put "
                     "other numbers and texts into `info` of the metrics"

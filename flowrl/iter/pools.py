@@ -11,6 +11,8 @@ from flowrl.iter.recovery import original_error
 from flowrl.iter.shard_server import drop_stream, serve, serve_next, serve_remote
 from flowrl.iter.shard_stream import Reply, ShardRequest
 
+STOP_TIMEOUT_S = 5.0  # limit for operators on actors to stop, before the actors are killed
+
 
 class Pool:
     """Workers in this process.
@@ -107,8 +109,14 @@ class Pool:
     def kill(self, index: int) -> None:
         """Kill a worker that does not reply."""
 
-    def drop_stream(self, index: int, stream_id: str) -> None:
-        """Stop and remove a stream of a worker."""
+    def drop_stream(self, index: int, stream_id: str, has_steps: bool) -> None:
+        """Stop and remove a stream of a worker.
+
+        Args:
+            index: index of the worker.
+            stream_id: the stream.
+            has_steps: whether the stream has operators, which may have something to stop.
+        """
         if self._workers is not None:
             drop_stream(self._workers[index], stream_id)
 
@@ -155,6 +163,7 @@ class ActorPool(Pool):
         self._handles = list(handles) if handles is not None else None
         self._owned: set[int] = set(range(count)) if handles is None else set()
         self._incarnations = [0] * count
+        self._dropped: list[Any] = []  # refs of the streams whose operators are being stopped
         self._num_readers = 0
         self.upstream = list(upstream)
         self.replayable = replayable
@@ -211,17 +220,21 @@ class ActorPool(Pool):
         ray_health.check_ray()
         ray.kill(self.handle(index))
 
-    def drop_stream(self, index: int, stream_id: str) -> None:
+    def drop_stream(self, index: int, stream_id: str, has_steps: bool) -> None:
         import ray
 
         if self._handles is not None and ray.is_initialized() and not ray_health.is_ray_lost():
-            self._handles[index].apply.remote(drop_stream, stream_id)
+            ref = self._handles[index].apply.remote(drop_stream, stream_id)
+            if has_steps and index in self._owned:
+                self._dropped.append(ref)
 
     def stop(self) -> None:
         if self._handles is not None and self._owned:
             import ray
 
             if ray.is_initialized() and not ray_health.is_ray_lost():
+                ray_health.wait(self._dropped, len(self._dropped), STOP_TIMEOUT_S)
+                self._dropped.clear()
                 for index in self._owned:
                     ray.kill(self._handles[index])
             self._handles = None if len(self._owned) == self._count else self._handles
@@ -232,6 +245,7 @@ class ActorPool(Pool):
             "_make_one": None,
             "_owned": set(),
             "_num_readers": 0,
+            "_dropped": [],
             "upstream": [],
         }
         return {**self.__dict__, **not_owner}

@@ -4,12 +4,13 @@ ParallelIteratorWorker, the base class of workers."""
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from flowrl.iter.errors import ENGINE_DIR, strip_origin
 from flowrl.iter.recovery import REMOTE_TRACEBACK
 from flowrl.iter.shard_stream import PartitionedStream, Reply, ShardRequest, ShardStream
+from flowrl.iter.stages.source import Repeated
 
 U = TypeVar("U")
 
@@ -137,7 +138,7 @@ class ParallelIteratorWorker:
         """Return the items of the shard."""
         items = self._item_generator
         if self._repeat:
-            return _Repeated(items)
+            return Repeated(items)
         return items() if callable(items) else items
 
     def apply(self, fn: Callable[..., U], *args: Any) -> U:
@@ -158,24 +159,3 @@ class PartitionWorker(ParallelIteratorWorker):
         """Return the items for one reader, whose partitions share the streams of the shards."""
         items: Iterable[Any] = self._item_generator(stream_id, seed)
         return items
-
-
-class _Repeated:
-    """The items of an iterable, repeated; an exception does not end the iteration."""
-
-    def __init__(self, items: Any):
-        self._items = items
-        self._iterator: Iterator[Any] | None = None
-
-    def __iter__(self) -> _Repeated:
-        return self
-
-    def __next__(self) -> Any:
-        for _ in range(2):
-            if self._iterator is None:
-                self._iterator = iter(self._items() if callable(self._items) else self._items)
-            try:
-                return next(self._iterator)
-            except StopIteration:
-                self._iterator = None
-        raise StopIteration  # the iterable is empty

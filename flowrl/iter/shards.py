@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from flowrl.iter import ray_health
+from flowrl.iter.errors import collecting, raise_first
 from flowrl.iter.pools import Pool
 from flowrl.iter.recovery import PendingRequest, Recovery
 from flowrl.iter.shard_stream import Reply, ShardRequest, Step
@@ -238,15 +239,23 @@ class Shards:
         return {**self.__dict__, **fresh}
 
     def stop(self) -> None:
-        """Drop the streams and release the pools."""
+        """Drop the streams and release the pools.
+
+        Raises:
+            Exception: the first error of an operator; the other streams are dropped, too.
+        """
+        errors: list[Exception] = []
         for index, is_present in enumerate(self.update_presence()):
             if is_present and index in self._created:
                 shard = self._shards[index]
-                shard.pool.drop_stream(shard.worker, self._stream_id(index))
+                with collecting(errors):
+                    shard.pool.drop_stream(shard.worker, self._stream_id(index), bool(shard.steps))
         self._created.clear()
         self._submit_next.clear()
         while self._acquired:
-            self._acquired.pop().release()
+            with collecting(errors):
+                self._acquired.pop().release()
+        raise_first(errors, "another shard raised {!r} while it was stopped")
 
 
 def _is_same(shard: Shard, other: Shard) -> bool:

@@ -107,6 +107,11 @@ class Stage:
         """Return the events that may end NOT_READY: Ray refs, Signals, `time.monotonic()` times."""
         return [wait for parent in self.parents for wait in parent.waits()]
 
+    def holds_items(self) -> bool:
+        """Return whether the stage holds items of its input that it has not returned yet, because
+        they wait for something."""
+        return False
+
     def blocked_by(self) -> str:
         """Return what must happen before the stage can continue, for an error message; or ""."""
         return ""

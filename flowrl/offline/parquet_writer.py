@@ -72,6 +72,11 @@ class ParquetWriter:
         self._loaded: dict[str, dict[str, int]] | None = None
         self._used = False
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy, such as the one on a worker; its files have names of their own."""
+        self.__dict__.update(state)
+        self._tag, self._next_number = _new_tag(), {}
+
     def add(self, batch: SampleBatch | MultiAgentBatch) -> None:
         """Add rows; write the files that are full.
 

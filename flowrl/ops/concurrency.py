@@ -324,7 +324,10 @@ class DequeueStage(Stage):
 
 def _check_queue(value: Any, operator: str) -> queue.Queue[Any]:
     if not isinstance(value, queue.Queue):
-        raise ValueError(f"{operator} takes a queue.Queue, got {type(value).__name__}")
+        kind = type(value)
+        raise ValueError(
+            f"{operator} takes a queue.Queue, got a {kind.__module__}.{kind.__qualname__}"
+        )
     return value
 
 

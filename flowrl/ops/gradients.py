@@ -173,7 +173,7 @@ class AverageGradients:
     This is the gradient of the mean loss over all the rows.
 
     Raises:
-        TypeError (when called): the item is not a list with at least one element.
+        TypeError (when called): the item is not a list of Gradients, or is empty.
     """
 
     chained_with: ClassVar[str] = "for_each"
@@ -184,6 +184,12 @@ class AverageGradients:
                 "AverageGradients takes a list of Gradients, as .batch(n) makes them, got "
                 f"{type(items).__name__}"
             )
+        for item in items:
+            if not isinstance(item, Gradients):
+                raise TypeError(
+                    "AverageGradients takes a list of Gradients, got a list with a "
+                    f"{type(item).__name__}: chain ComputeGradients before .batch(n)"
+                )
         return Gradients.mean(items)
 
     def __repr__(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -15,16 +15,15 @@ from flowrl.data.item_checks import check_batch
 from flowrl.errors import OfflineDataError
 from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
 from flowrl.iter.errors import call_in_stage
+from flowrl.iter.stage import describe
 from flowrl.offline.parquet_writer import ParquetWriter
 from flowrl.offline.recorded_rows import has_unscaled_actions, rows_for_policy
 from flowrl.offline.sources import MinariSource, OfflineSource, ParquetSource
 from flowrl.ops.plan_metrics import record_sampled_steps
+from flowrl.sampling.worker_set import WorkerSet, check_workers
 from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.setting_values import check_int
 from flowrl.state_schema import Fields, Natural, StateError
-
-if TYPE_CHECKING:
-    from flowrl.sampling.worker_set import WorkerSet
 
 log = logging.getLogger("flowrl")
 
@@ -203,6 +202,7 @@ class ReadStage(Stage):
         prepare: Callable[[SampleBatch], SampleBatch] | None,
         seed: int | None,
     ):
+        check_workers(workers, name)
         check_int("batch_size", batch_size)
         super().__init__()
         self.name = name
@@ -222,6 +222,7 @@ class ReadStage(Stage):
         self._position = 0  # in these rows
         self._loaded: dict[str, Any] | None = None  # a state that the next pull restores
         self._has_warned = False  # of actions that are not scaled
+        self._has_removed_rows = False  # all of the part read last
         self._dropped: set[str] = set()  # columns that some parts lack
 
     def pull(self, block: bool) -> Any:
@@ -299,8 +300,10 @@ class ReadStage(Stage):
             if not self._parts:
                 if self._parts_read and num_empty == self._parts_read:
                     raise OfflineDataError(
-                        f"{self.source}: there are no rows of policy {self.source.policy_id!r}"
-                        f"{self.source.describe_other_policies()}"
+                        f"{self.source}: `prepare` has removed all rows"
+                        if self._has_removed_rows
+                        else f"{self.source}: there are no rows of policy "
+                        f"{self.source.policy_id!r}{self.source.describe_other_policies()}"
                     )
                 self._passes_ended += bool(self._parts_read)
                 self._start_pass()
@@ -356,9 +359,17 @@ class ReadStage(Stage):
                     self.source.describe_part(part),
                 )  # fmt: skip
             rows = rows.without_columns("infos") if "infos" in rows else rows
-            return rows if self._prepare is None else self._prepare(rows)
+            return rows if self._prepare is None else self._prepared(rows)
         except OfflineDataError as error:
             raise OfflineDataError(f"{self.source.describe_part(part)}: {error}") from None
+
+    def _prepared(self, rows: SampleBatch) -> SampleBatch:
+        assert self._prepare is not None
+        prepared = self._prepare(rows)
+        if not isinstance(prepared, SampleBatch):
+            raise TypeError(f"prepare must return a SampleBatch, it returned {describe(prepared)}")
+        self._has_removed_rows = not prepared.count
+        return prepared
 
     def _position_state(self) -> dict[str, Any]:
         """Return the position in the data, which `_restore_position` restores."""

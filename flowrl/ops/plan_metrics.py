@@ -263,6 +263,7 @@ def record_updates(
     updates: Updates,
     env_steps: int,
     learn_s: float | None,
+    may_lack_updates: bool = False,
 ) -> Info:
     """Count the updates of a training operator and return its `info`.
 
@@ -274,11 +275,13 @@ def record_updates(
         updates: policy id -> PolicyUpdate, from the learner.
         env_steps: env steps of the batch; they do not count if the learner updated no policy.
         learn_s: duration of the update [s]; None if unknown.
+        may_lack_updates: count the batch as trained on although there are no updates, because an
+            operator of the user may have no statistics.
     """
     counters = context.counters
     _ = context.timers["update"]  # WeightSync adds the durations
     trainer = PlanMetrics.of(context).trainer(operator, context.operators)
-    is_used = bool(updates) or learn_s is None  # None: the user's operator may have no statistics
+    is_used = bool(updates) or may_lack_updates
     if not is_used and context.on_lost:  # a StalenessLimit waits for each batch
         # another training operator may use the batch
         num_trainers = sum(getattr(one, "trains", False) for one in context.operators)

@@ -412,6 +412,9 @@ class CollectMetrics:
 
     def _trainer_metrics(self, plan: PlanMetrics) -> dict[str, Any]:
         """Return the metrics of each training operator, and reset them for the next report."""
+        # a loaded state may have operators that the plan has no longer
+        kept = {name: totals for name, totals in self._trainers.items() if name in plan.trainers}
+        self._trainers = kept if plan.trainers else self._trainers
         for name, trainer in plan.trainers.items():
             totals = self._trainers.setdefault(name, {"num_env_steps_trained": 0, "learners": {}})
             totals["num_env_steps_trained"] += trainer.num_env_steps_trained

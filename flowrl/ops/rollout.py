@@ -17,7 +17,7 @@ from flowrl.ops.aggregation import leave_in_store
 from flowrl.ops.offline import WriteParquet
 from flowrl.ops.plan_metrics import PlanMetrics, record_sampled_steps
 from flowrl.ops.staleness import StalenessLimit
-from flowrl.sampling.worker_set import WorkerSet
+from flowrl.sampling.worker_set import WorkerSet, check_workers
 from flowrl.setting_values import check_int
 from flowrl.state_schema import Fields, Natural
 
@@ -168,6 +168,7 @@ class CountRollouts:
     chained_with: ClassVar[str] = "for_each"
 
     def __init__(self, workers: WorkerSet):
+        check_workers(workers, type(self).__name__)
         self.workers = workers
         config = workers.config
         self._has_time_limits = bool(config.env_step_timeout_s or config.env_reset_timeout_s)
@@ -392,6 +393,8 @@ class StandardizeFields:
         return self._standardize(batch)
 
     def _standardize(self, batch: SampleBatch) -> SampleBatch:
+        if not batch.count:
+            return batch
         columns = {}
         for name in self.fields:
             column = batch[name]

@@ -133,7 +133,8 @@ def record_training(
             )
         updates[policy_id] = PolicyUpdate.of(batch.policy_batches[policy_id], values, where)
     metrics = _get_shared_metrics()
-    return batch, record_updates(metrics, operator, updates, batch.env_steps(), None)
+    info = record_updates(metrics, operator, updates, batch.env_steps(), None, True)
+    return batch, info
 
 
 class MultiGPUTrainOneStep(TrainOneStep):

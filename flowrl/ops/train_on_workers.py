@@ -18,7 +18,7 @@ from flowrl.learners.learner import (
 )
 from flowrl.ops.plan_metrics import Info, record_updates
 from flowrl.ops.rollout import CountRollouts
-from flowrl.sampling.worker_set import WorkerSet
+from flowrl.sampling.worker_set import WorkerSet, check_workers
 
 log = logging.getLogger("flowrl")
 
@@ -62,6 +62,7 @@ class TrainOnWorkers(LocalIterator[Any]):
         policies: Collection[str] | None = None,
         timeout_s: float = TIMEOUT_S,
     ):
+        check_workers(workers, "TrainOnWorkers")
         check_learning_arguments(policies, num_sgd_iter, sgd_minibatch_size)
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be above 0, got {timeout_s!r}")

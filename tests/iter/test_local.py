@@ -401,7 +401,7 @@ def test_metrics_of_a_started_plan_can_be_pickled():
     assert pickle.loads(pickle.dumps(it.metrics)).counters == {}
 
 
-@pytest.mark.parametrize("item", ["text", {"obs": [1]}])
+@pytest.mark.parametrize("item", ["text", {"obs": [1]}, 3])
 def test_flatten_takes_lists(item):
     with pytest.raises(TypeError, match=r"flatten\(\) takes lists"):
         next(stream(item).flatten())
@@ -605,3 +605,19 @@ def test_sequence_continues_after_an_item_that_raises():
     with pytest.raises(ValueError, match="damaged row"):
         next(stream)
     assert list(stream) == [2]
+
+
+def test_item_that_a_transform_fails_on_is_reported_as_lost():
+    def fails_on_2(items):
+        for item in items:
+            if item == 2:
+                raise ValueError(item)
+            yield item
+
+    plan = LocalIterator(range(4), "source").transform(fails_on_2)
+    lost = []
+    plan.metrics.on_lost.append(lost.append)
+    assert plan.take(2) == [0, 1]
+    with pytest.raises(ValueError, match="2"):
+        next(plan)
+    assert (list(plan), lost) == ([3], [2])

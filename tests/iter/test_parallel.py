@@ -777,3 +777,53 @@ def test_options_of_tasks_that_ray_rejects_name_the_stage(ray_session):
     with stream, pytest.raises(ValueError, match="processors") as caught:
         next(stream)
     assert "chained at" in "".join(caught.value.__notes__)
+
+
+class StopsLate:
+    def __init__(self, path, seconds=0.0, error=None):
+        self.path, self.seconds, self.error = path, seconds, error
+
+    def __call__(self, item):
+        return item
+
+    def stop(self):
+        time.sleep(self.seconds)
+        if self.error is not None:
+            raise self.error
+        with open(self.path, "a") as file:
+            file.write("stopped\n")
+
+
+def test_error_of_one_shard_does_not_keep_others_from_stopping(tmp_path):
+    path = tmp_path / "log"
+    shards = from_range(10, 2, in_process=True)
+    fails = shards.select_shards([0]).for_each(StopsLate(path, error=OSError("x")))
+    stream = fails.union(shards.select_shards([1]).for_each(StopsLate(path))).gather_sync()
+    next(stream)
+    with pytest.raises(OSError, match="x"):
+        stream.stop()
+    assert path.read_text() == "stopped\n"
+
+
+@pytest.mark.slow
+def test_operators_on_actors_stop_before_the_actors_end(tmp_path, ray_session):
+    path = tmp_path / "log"
+    stream = from_range(10, 2).for_each(StopsLate(path, 0.3)).gather_sync()
+    next(stream)
+    stream.stop()
+    assert path.read_text() == "stopped\n" * 2
+
+
+def test_stopping_a_repeated_generator_closes_it():
+    closed = []
+
+    def numbers():
+        try:
+            yield from range(5)
+        finally:
+            closed.append(True)
+
+    stream = from_iterators([numbers], repeat=True, in_process=True).gather_sync()
+    next(stream)
+    stream.stop()
+    assert closed == [True]

@@ -812,6 +812,8 @@ def test_combine_names_a_batch_that_is_not_in_a_list():
     batch = MultiAgentBatch({"a": SampleBatch(obs=np.zeros(2))}, 2)
     with pytest.raises(TypeError, match="it returned a MultiAgentBatch: put it in a list"):
         LocalIterator([1]).combine(lambda x: batch).take(1)
+    with pytest.raises(TypeError, match="it returned a int: put it in a list, or use for_each"):
+        LocalIterator([1]).combine(lambda x: x).take(1)
     with pytest.raises(TypeError, match=r"flatten\(\) takes lists"):
         LocalIterator([batch]).flatten().take(1)
 

@@ -1,5 +1,6 @@
 """ParquetWriter: file sizes, one file per policy and type, saved states, failures."""
 
+import pickle
 import subprocess
 import sys
 
@@ -77,6 +78,13 @@ def test_writers_do_not_overwrite_each_others_files(tmp_path):
     for writer in writers:
         writer.add(count_batch(3))
     assert sum(read_parquet(path)[1].count for path in parquet_files(tmp_path)) == 18
+
+
+def test_copies_in_other_processes_do_not_overwrite_each_others_files(tmp_path):
+    writer = ParquetWriter(tmp_path, 4)
+    for copy in (pickle.loads(pickle.dumps(writer)) for _ in range(2)):
+        copy.add(count_batch(6))
+    assert sum(read_parquet(path)[1].count for path in parquet_files(tmp_path)) == 12
 
 
 def test_restored_writer_starts_new_files_and_lists_newer_ones(tmp_path):

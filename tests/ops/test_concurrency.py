@@ -1,7 +1,9 @@
 """Concurrently, Enqueue and Dequeue: concurrent sub-plans, and queues of other threads."""
 
+import multiprocessing
 import queue
 import threading
+import time
 from collections import Counter
 
 import pytest
@@ -172,3 +174,53 @@ def test_transform_of_a_queue_in_the_same_plan_is_rejected():
     feed = LocalIterator([1, 2]).for_each(Enqueue(q))
     with pytest.raises(ValueError, match="cannot pause"):
         Concurrently([feed, Dequeue(q).transform(iter)])
+
+
+@pytest.mark.parametrize("mode", ["async", "round_robin"])
+def test_dropped_branches_wait_for_room_before_the_plan_ends(mode):
+    first, second = LocalIterator(range(10)).duplicate(2, max_buffered=4)
+    received, items = [], queue.Queue(1)
+
+    def read_slowly():
+        while len(received) < 10:
+            received.append(items.get(timeout=10))
+            time.sleep(0.002)
+
+    reader = threading.Thread(target=read_slowly)
+    reader.start()
+    branches = [first, second.for_each(Enqueue(items))]
+    assert list(Concurrently(branches, mode=mode, output_indexes=[0])) == [*range(10)]
+    reader.join()
+    assert received == [*range(10)]
+
+
+def test_dropped_branch_makes_room_for_another_one_before_the_plan_ends():
+    first, second = LocalIterator(range(10)).duplicate(2, max_buffered=4)
+    items, taken = queue.Queue(1), []
+    branches = [first, second.for_each(Enqueue(items)), Dequeue(items).for_each(taken.append)]
+    plan = Concurrently(branches, mode="async", output_indexes=[0])
+    assert list(plan) == [*range(10)]
+    assert taken in ([*range(10)], [*range(9)])  # the last item may stay in the queue
+
+
+@pytest.mark.slow
+def test_errors_of_tasks_in_dropped_branches_are_raised_before_the_plan_ends(ray_session):
+    def fails_on_9(item):
+        time.sleep(0.05)
+        if item == 9:
+            raise ValueError("9 failed")
+        return item
+
+    first, second = LocalIterator(range(10)).duplicate(2)
+    seen = []
+    tasks = second.for_each(fails_on_9, max_concurrency=2).for_each(seen.append)
+    plan = Concurrently([first, tasks], mode="async", output_indexes=[0])
+    assert plan.take(10) == [*range(10)]
+    with pytest.raises(ValueError, match="9 failed"):
+        next(plan)
+    assert sorted(seen) == [*range(9)]
+
+
+def test_message_names_the_module_of_another_queue():
+    with pytest.raises(ValueError, match=r"got a multiprocessing\.queues\.Queue"):
+        Enqueue(multiprocessing.Queue())

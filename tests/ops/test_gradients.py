@@ -245,3 +245,17 @@ def test_gradients_without_rows_to_learn_from_are_averaged_to_zero():
     items = [Gradients({"p": np.array([0.0])}, {"p": 0}, {"p": {}}, 4) for _ in range(2)]
     average = AverageGradients()(items)
     assert (average.by_policy["p"].tolist(), average.rows) == ([0.0], {"p": 0})
+
+
+def test_gradients_that_update_no_policy_do_not_count_as_training(metrics):
+    workers = make(policies_to_train=[])
+    batches = ParallelRollouts(workers, mode="bulk_sync").take(1)
+    _, info = ApplyGradients(workers)(ComputeGradients(workers)(batches[0]))
+    assert info == {}
+    assert metrics.counters["num_env_steps_trained"] == 0
+    workers.stop()
+
+
+def test_list_of_batches_is_no_list_of_gradients():
+    with pytest.raises(TypeError, match="a list with a SampleBatch: chain ComputeGradients before"):
+        AverageGradients()([SampleBatch(obs=np.zeros(2))])

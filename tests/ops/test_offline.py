@@ -303,3 +303,19 @@ def test_columns_are_a_list_of_names(tmp_path):
 def test_parquet_files_need_a_folder_on_this_machine():
     with pytest.raises(ValueError, match="must be a folder on this machine, got s3://bucket/rows"):
         WriteParquet("s3://bucket/rows")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "error", "message"),
+    [
+        (lambda rows: None, TypeError, "prepare must return a SampleBatch, it returned None"),
+        (lambda rows: rows[:0], OfflineDataError, "`prepare` has removed all rows"),
+    ],
+)
+def test_result_of_prepare_is_checked(tmp_path, prepare, error, message):
+    rows = SampleBatch(obs=np.zeros((4, 4), np.float32), actions=np.zeros(4, np.int64))
+    write_parquet(tmp_path / "rows.parquet", rows, "default_policy")
+    with A2CConfig(env="CartPole-v1").build() as algorithm:
+        stream = ReadParquet(algorithm.workers, tmp_path, 8, prepare=prepare)
+        with pytest.raises(error, match=message):
+            next(stream)

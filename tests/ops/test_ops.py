@@ -42,6 +42,7 @@ from flowrl.ops import (
     StandardizeFields,
     StandardMetricsReporting,
     TrainOneStep,
+    TrainOnWorkers,
     UpdateTargetNetwork,
     record_training,
 )
@@ -521,6 +522,7 @@ def test_removed_workers_are_not_in_the_timers():
         ("mine", -1, "the counter 'mine' is -1: counters are numbers of at least 0"),
         ("mine", float("nan"), "the counter 'mine' is nan"),
         ("mine", np.ones(1), "the counter 'mine' is array"),
+        ("mine", True, "the counter 'mine' is True"),
         (3, 1, "the name of a counter must be a string, got 3"),
     ],
 )
@@ -820,3 +822,15 @@ def test_other_names_of_report_settings_are_accepted(local_workers):
     rollouts = ParallelRollouts(local_workers)
     report = StandardMetricsReporting(rollouts, local_workers, {"timesteps_per_iteration": 30})
     assert next(report)["timesteps_total"] >= 30
+
+
+def test_standardizing_a_batch_without_rows_warns_of_nothing(recwarn):
+    batch = SampleBatch(rewards=np.zeros(0, np.float32))
+    assert StandardizeFields(["rewards"])(batch).count == 0
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("operator", [CountRollouts, TrainOnWorkers])
+def test_config_in_place_of_the_workers_is_named(operator):
+    with pytest.raises(TypeError, match="takes the WorkerSet, the first argument of a plan, got a"):
+        operator(A2CConfig())

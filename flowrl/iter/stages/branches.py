@@ -98,6 +98,8 @@ class Union(Stage):
         self._turn = -1
         self._kept_turn: int | None = None  # the branch to wait for
         self._yielded = False  # returned NOT_READY though a branch was ready
+        # of a branch that is drained: items in a row that no child of a duplicate provided
+        self._num_foreign = [0] * len(branches)
         self._last: Stage | None = None
 
     def _outputs_have_ended(self) -> bool:
@@ -144,7 +146,8 @@ class Union(Stage):
             if dropped >= MAX_DROPPED and not block:
                 self._yielded = True  # let the siblings of this union run
                 return NOT_READY
-        self._end_others()
+        if self._drain_others():
+            return NOT_READY
         raise StopIteration
 
     def _count_item(self, index: int) -> None:
@@ -155,21 +158,40 @@ class Union(Stage):
         else:
             self._turn = index
 
-    def _end_others(self) -> None:
+    def _drain_others(self) -> bool:
         """Let each branch whose items are dropped process the items that `duplicate` has buffered
-        for it, then end the branch."""
-        for index, children in enumerate(self._children):
-            if self._done[index]:
+        for it, then end the branch; return whether a branch must wait before it can continue."""
+        live = [index for index, done in enumerate(self._done) if not done]
+        waiting = [index for index in live if self._drain(index)]
+        for index in live:
+            if index in waiting or self._done[index]:
                 continue
-            keep_pulling = bool(children) and all(child.stream_has_ended for child in children)
-            num_foreign = 0  # items in a row that no child of a duplicate provided
-            while keep_pulling and num_foreign < MAX_FOREIGN_ITEMS:
-                try:
-                    keep_pulling = self._pulls[index](False) is not NOT_READY
-                except StopIteration:
-                    keep_pulling = False
-                num_foreign = 0 if self._has_progressed(index) else num_foreign + 1
-            self._end_branch(index)
+            if not waiting:
+                self._end_branch(index)
+                continue
+            try:  # it may make room in the queue for which another branch waits
+                self._pulls[index](False)
+            except StopIteration:
+                self._end_branch(index)
+        return bool(waiting)
+
+    def _drain(self, index: int) -> bool:
+        """Pull a branch until it has no item of a duplicated stream that has ended; return whether
+        it waits for something with such an item."""
+        children = self._children[index]
+        if not children or not all(child.stream_has_ended for child in children):
+            return False
+        while self._num_foreign[index] < MAX_FOREIGN_ITEMS:
+            try:
+                if self._pulls[index](False) is NOT_READY:
+                    holds = any(stage.holds_items() for stage in walk(self.parents[index]))
+                    return holds and bool(self.parents[index].waits())
+            except StopIteration:
+                self._end_branch(index)
+                return False
+            is_foreign = not self._has_progressed(index)
+            self._num_foreign[index] = self._num_foreign[index] + 1 if is_foreign else 0
+        return False
 
     def _next_turn(self, idle: set[int]) -> int:
         """Return the branch whose turn it is; the turn of an idle "*" branch ends."""
@@ -463,6 +485,9 @@ class DuplicateChild(Stage):
 
     def waits(self) -> list[Any]:
         return [] if self._duplicate.blocking() else self._duplicate.waits()
+
+    def holds_items(self) -> bool:
+        return bool(self._duplicate.buffers[self._index])
 
     @property
     def siblings(self) -> list[DuplicateChild]:

@@ -75,6 +75,13 @@ def _has_state_methods(value: Any) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
+def report_lost(item: Any) -> None:
+    """Report an item that is lost to an exception to the metrics of the plan."""
+    metrics = current_metrics()
+    if metrics is not None:
+        metrics.report_lost(item)
+
+
 class FunctionStage(Stage):
     """Base of the stages that apply one function to the items of one parent.
 
@@ -132,15 +139,9 @@ class FunctionStage(Stage):
         self._skip_or_raise(error, item)
         return SKIPPED
 
-    @staticmethod
-    def _report_lost(item: Any) -> None:
-        metrics = current_metrics()
-        if metrics is not None:
-            metrics.report_lost(item)
-
     def _skip_or_raise(self, error: BaseException, item: Any) -> None:
         """Report the item as lost, and raise the error unless the error policy skips it."""
-        self._report_lost(item)
+        report_lost(item)
         policy = self.on_error
         if isinstance(error, Exception):
             if isinstance(policy, Retry):

@@ -99,6 +99,8 @@ class FromIterable(Stage):
         iterator: Any = self._iterator
         if isinstance(getattr(iterator, "stage", None), Stage):
             iterator.stop()
+        elif isinstance(iterator, Repeated):
+            iterator.close()
         close_generator(iterator)
 
     def can_return_not_ready(self) -> bool:
@@ -126,3 +128,28 @@ class _RaisesAgain:
 
     def __next__(self) -> Any:
         raise self._error
+
+
+class Repeated:
+    """The items of an iterable, repeated; an exception does not end the iteration."""
+
+    def __init__(self, items: Any):
+        self._items = items
+        self._iterator: Iterator[Any] | None = None
+
+    def __iter__(self) -> Repeated:
+        return self
+
+    def close(self) -> None:
+        """Close the iterator, if it is a generator."""
+        close_generator(self._iterator)
+
+    def __next__(self) -> Any:
+        for _ in range(2):
+            if self._iterator is None:
+                self._iterator = iter(self._items() if callable(self._items) else self._items)
+            try:
+                return next(self._iterator)
+            except StopIteration:
+                self._iterator = None
+        raise StopIteration  # the iterable is empty

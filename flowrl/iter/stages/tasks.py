@@ -12,7 +12,7 @@ from flowrl.iter.errors import OnError, Retry, note_origin, noting_origin
 from flowrl.iter.ray_runtime import register_modules
 from flowrl.iter.recovery import original_error
 from flowrl.iter.stage import NOT_READY, Stage, function_title
-from flowrl.iter.stages.function_stage import FunctionStage
+from flowrl.iter.stages.function_stage import FunctionStage, report_lost
 from flowrl.iter.waiting import ready_refs, wait_for_any
 from flowrl.setting_values import check_int
 from flowrl.source import Source, sources_from_list, sources_to_list
@@ -97,7 +97,7 @@ class ForEachConcurrent(FunctionStage):
             self._to_submit.popleft()
             note_origin(error, self, task.item)
             if isinstance(self.on_error, Retry):
-                self._report_lost(task.item)
+                report_lost(task.item)
                 raise
             self._skip_or_raise(error, task.item)
             return
@@ -168,6 +168,9 @@ class ForEachConcurrent(FunctionStage):
             return
         note_origin(task_error, self, task.item)
         self._skip_or_raise(task_error, task.item)
+
+    def holds_items(self) -> bool:
+        return bool(self._in_flight)
 
     def waits(self) -> list[Any]:
         full = self._ended or len(self._in_flight) >= self._limit

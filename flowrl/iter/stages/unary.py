@@ -17,7 +17,12 @@ from flowrl.iter.stage import (
     function_title,
     walk,
 )
-from flowrl.iter.stages.function_stage import SKIPPED, FunctionStage, is_user_defined
+from flowrl.iter.stages.function_stage import (
+    SKIPPED,
+    FunctionStage,
+    is_user_defined,
+    report_lost,
+)
 from flowrl.iter.waiting import Waiter
 from flowrl.source import Source, sources_from_list, sources_to_list
 from flowrl.state_schema import Fields
@@ -113,6 +118,9 @@ class ForEachWithHooks(ForEach):
                     continue
             self.items += 1
             return result
+
+    def holds_items(self) -> bool:
+        return self._held is not NOT_READY
 
     def waits(self) -> list[Any]:
         if self._full:
@@ -241,15 +249,15 @@ class Combine(FunctionStage):
 
     def _call(self, item: Any) -> Any:
         elements = self.fn(item)
-        if _is_one_item(elements):
-            raise TypeError(
-                f"the function must return a list of items, it returned a "
-                f"{type(elements).__name__}: put it in a list, or use for_each"
-            )
         if elements is None:
             raise TypeError(
                 "the function must return a list of items, it returned None: return [] if there is "
                 "no item yet"
+            )
+        if _is_one_item(elements):
+            raise TypeError(
+                f"the function must return a list of items, it returned a "
+                f"{type(elements).__name__}: put it in a list, or use for_each"
             )
         return deque(elements)  # consumed here: a generator raises only when it is read
 
@@ -338,10 +346,11 @@ def _elements(item: Any) -> Iterable[Any]:
 
 
 def _is_one_item(value: Any) -> bool:
-    """Return whether a value is not a list of items, although Python can iterate over it: text, a
-    mapping or a batch."""
+    """Return whether a value is not a list of items: Python cannot iterate over it, or it is text,
+    a mapping or a batch."""
     is_batch_or_mapping = hasattr(value, "keys") or hasattr(value, "policy_batches")
-    return isinstance(value, (str, bytes)) or is_batch_or_mapping
+    is_iterable = hasattr(value, "__iter__") or hasattr(value, "__getitem__")
+    return isinstance(value, (str, bytes)) or is_batch_or_mapping or not is_iterable
 
 
 class Transform(Stage):
@@ -362,6 +371,7 @@ class Transform(Stage):
         self.title = f"transform({function_title(fn)})"
         self._iterator: Iterator[Any] | None = None
         self._has_raised = False  # in the last pull
+        self._last_item: Any = NOT_READY  # that the function has read in this pull
         self._input_ended = False
         self._waiter = Waiter()
 
@@ -376,6 +386,7 @@ class Transform(Stage):
                 self._input_ended = True
                 raise
             if item is not NOT_READY:
+                self._last_item = item
                 return item
             journal: Any = self.journal
             replays = journal is not None and journal.replays
@@ -389,9 +400,11 @@ class Transform(Stage):
             if replays:
                 total_items += journal.plan_log.num_observed
             if total_items == before:
-                raise RuntimeError(
-                    f"{self} is blocked: the stages before it wait for another branch of the plan"
-                )
+                reasons = [
+                    f"{one}: {why}" for one in walk(self.parents[0]) if (why := one.blocked_by())
+                ]
+                why = "; ".join(reasons) or "its input stages wait for another branch of the plan"
+                raise RuntimeError(f"{self} is blocked: {why}")
 
     def pull(self, block: bool) -> Any:
         try:
@@ -407,7 +420,11 @@ class Transform(Stage):
         except BaseException as error:
             note_origin(error, self, None)
             self._has_raised = True
+            if self._last_item is not NOT_READY:
+                report_lost(self._last_item)
             raise
+        finally:
+            self._last_item = NOT_READY
         self._has_raised = False
         self.items += 1
         return item
