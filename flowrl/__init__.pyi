@@ -212,7 +212,7 @@ class _AlgorithmConfigTraining(TypedDict, total=False):
     grad_clip_by: Literal["global_norm", "norm", "value"]
     """Clip the norm of all gradients together, the norm of each parameter's gradient, or each number."""
     microbatch_size: int
-    """Rows whose gradient is computed at once; larger updates average the gradients of their parts. 0 computes all rows at once. With `standardize_advantages`, each part is standardized by itself; IMPALA and APPO cut only between trajectories."""
+    """Rows whose gradient is computed at once; larger updates average the gradients of their parts. 0 computes all rows at once. With `standardize_advantages`, and with MARWIL, the advantages of each part are normalized by themselves. IMPALA and APPO cut only between trajectories."""
     on_nonfinite_update: Literal["raise", "skip"]
     """If a loss or gradient is not finite: raise an error, or skip the update and count it in `num_skipped_updates`. Either way the weights do not change."""
     model: flowrl.policies.config.ModelConfig | _ModelConfig

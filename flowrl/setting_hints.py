@@ -209,7 +209,14 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
         ("model", 'Use `model={"fcnet_hiddens": [64, 64]}`'),
         ("fcnet_hiddens", "Use `fcnet_hiddens`"),
     ],
-    "frame_stack": [("model", 'Use `model={"num_framestacks": 4}`')],
+    "frame_stack": [
+        (
+            "q_model",
+            "Use Gymnasium's FrameStackObservation or, for a game of Atari, "
+            '`atari={"frame_stack": 4}`',
+        ),
+        ("model", 'Use `model={"num_framestacks": 4}`'),
+    ],
     "policy": [
         (
             "model",

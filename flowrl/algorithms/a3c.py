@@ -5,6 +5,7 @@ The loss is A2C's; workers compute its gradients from their own samples.
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
@@ -13,6 +14,8 @@ from flowrl.algorithms.a2c import A2C, A2CConfig, A2CTorchPolicy
 from flowrl.settings import Count, NonNegativeInt, check_of_settings
 from flowrl.trainer.algorithm import PolicyClass
 from flowrl.trainer.config import PlanSetting, PlanSource, check_device_of_workers
+
+log = logging.getLogger("flowrl")
 
 
 class A3CConfig(A2CConfig):
@@ -67,6 +70,16 @@ class A3CConfig(A2CConfig):
     def _check_device(self) -> Self:
         check_device_of_workers(self, "A3C")
         return self
+
+    def check(self) -> None:
+        """Check what a run needs, see AlgorithmConfig.check; warn of a setting without effect."""
+        super().check()
+        default = type(self).model_fields["train_batch_size"].default
+        if self.rollout_fragment_length != "auto" and self.train_batch_size != default:
+            log.warning(
+                "train_batch_size: no effect, because rollout_fragment_length is %s: set that, or "
+                'rollout_fragment_length="auto"', self.rollout_fragment_length,
+            )  # fmt: skip
 
     def build(self, plan: PlanSource | None = None) -> A3C:
         return self._build(plan)

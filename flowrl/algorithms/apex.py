@@ -36,7 +36,9 @@ class APEXConfig(DQNConfig, AsyncLearnerConfig):
         Args:
             num_workers: present number of workers.
         """
-        if self.exploration_config.type != "PerWorkerEpsilonGreedy":
+        exploration = self.exploration_config
+        explores_equally = self.noisy or exploration.epsilon_exponent == 0
+        if exploration.type != "PerWorkerEpsilonGreedy" or explores_equally:
             return None
         return range(num_workers - max(num_workers // 3, 1), num_workers)
 

@@ -35,9 +35,10 @@ class DDPPOConfig(PPOConfig):
         return self
 
     def rows_per_train_batch(self) -> int:
-        is_known = self.policies is None and self.batch_mode == "truncate_episodes"
-        if not is_known or self.rollout_fragment_length != "auto":
+        if self.policies is not None or self.batch_mode != "truncate_episodes":
             return self.train_batch_size
+        if self.rollout_fragment_length != "auto":
+            return self.rollout_fragment_length * self.num_envs_per_worker
         num_envs = max(self.num_workers, 1) * self.num_envs_per_worker
         return -(-self.train_batch_size // num_envs) * self.num_envs_per_worker
 

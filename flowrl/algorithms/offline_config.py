@@ -57,9 +57,14 @@ class OfflineConfig(AlgorithmConfig):
         for name, space in spaces_by_name.items():
             if space is not None and not isinstance(space, spaces.Space):
                 raise ValueError(f"{name} must be a gymnasium space, got {space!r}")
-        for name in ("normalize_observations", "normalize_rewards"):
+        for name in ("normalize_observations", "normalize_rewards", "no_done_at_end"):
             if getattr(self, name):
                 raise ValueError(_not_offline(name))
+        if self.clip_rewards:
+            raise ValueError(
+                "clip_rewards: offline algorithms learn from the recorded rewards: clip them when "
+                "they are recorded"
+            )
         if self.env is None and len({space is None for space in spaces_by_name.values()}) > 1:
             raise ValueError("observation_space and action_space: give both, or an env")
         return self
@@ -74,7 +79,7 @@ class OfflineConfig(AlgorithmConfig):
         for name in ("num_workers", "output"):  # evaluation has its own workers
             if getattr(self, name):
                 raise ConfigError(_not_offline(name))
-        if self.env is not None and self.observation_space is not None:
+        if self.env is not None and (self.observation_space or self.action_space) is not None:
             raise ConfigError(
                 "observation_space, action_space: the env defines them: leave them out"
             )

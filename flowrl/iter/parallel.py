@@ -162,6 +162,10 @@ class ParallelIterator(Generic[T]):
         Raises:
             ValueError: no index, or an index that is out of range.
         """
+        if not isinstance(shards_to_keep, Iterable):
+            raise TypeError(
+                f"select_shards: give a list of indexes, such as [0], got {shards_to_keep!r}"
+            )
         indexes = sorted({self._check_index(i) for i in shards_to_keep})
         if not indexes:
             raise ValueError("select_shards: at least one shard must be selected")

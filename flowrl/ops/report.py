@@ -258,6 +258,11 @@ class CollectMetrics:
         self, workers: WorkerSet, window: int = 100, selected_workers: SelectedWorkers = None
     ):
         self._select, self._workers = selected_workers, workers
+        if isinstance(selected_workers, int):
+            raise TypeError(
+                "selected_workers: give a list of indices of workers, such as [1], got "
+                f"{selected_workers!r}"
+            )
         indices = range(max(workers.num_workers, 1))
         unknown = sorted(set(self._selected_workers() or ()) - set(indices))
         if unknown:

@@ -240,8 +240,9 @@ class PolicyConfig(Settings):
     number."""
     microbatch_size: NonNegativeInt = 0
     """Rows whose gradient is computed at once; larger updates average the gradients of their
-    parts. 0 computes all rows at once. With `standardize_advantages`, each part is standardized by
-    itself; IMPALA and APPO cut only between trajectories."""
+    parts. 0 computes all rows at once. With `standardize_advantages`, and with MARWIL, the
+    advantages of each part are normalized by themselves. IMPALA and APPO cut only between
+    trajectories."""
     on_nonfinite_update: Literal["raise", "skip"] = "raise"
     """If a loss or gradient is not finite: raise an error, or skip the update and count it in
     `num_skipped_updates`. Either way the weights do not change."""

@@ -465,7 +465,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
                 "METRIC<=" -> maximum. Without any limit, a run that continues keeps its own
                 limits, and a new one has the environment's reward threshold and the config's
                 `total_timesteps`, or 500,000. With a schedule in percent and no limit on env steps,
-                it also ends at `total_timesteps` of the config or of the last call, or 500,000.
+                it also ends at that of the last call, else that of the config, else at 500,000.
             run_dir: folder for config, results (CSV, JSON, TensorBoard) and checkpoints. "auto"
                 continues in the algorithm's run directory, or creates one in runs/. None writes
                 nothing.

@@ -278,8 +278,12 @@ class Checkpointing:
             iteration, time_total_s = int(state["iteration"]), float(state["time_total_s"])
             global_vars, run_ids = dict(state["global_vars"]), dict(state["loggers"])
             load_sampling_state(self.workers, plan, state)
-            total = self.workers.global_vars["total_timesteps"] or global_vars["total_timesteps"]
-            self.workers.global_vars.update(global_vars, total_timesteps=total)
+            total = self.workers.global_vars["total_timesteps"]
+            saved = manifest.get("config", {}).get("values", {}).get("total_timesteps")
+            if total in (None, saved):  # the setting has not changed; the run may have extended it
+                total = global_vars["total_timesteps"] or total
+            self.workers.global_vars.update(global_vars)
+            self.workers.set_total_timesteps(total)
         self.iteration, self._time_total_s = iteration, time_total_s
         self._loggers.load_state_dict(run_ids)
 

@@ -109,6 +109,9 @@ def evaluate_policies(
     try:
         episodes, num_unfinished = _play_episodes(worker, duration, by_steps, video)
         return EvaluationEpisodes(episodes, worker.num_faulty_episodes, num_unfinished)
+    except Exception as error:
+        add_note(error, "during an evaluation")
+        raise
     finally:
         try:
             if video is not None:

@@ -26,6 +26,7 @@ _LEARNER_GROUPS = ("learners", "info/learner")
 # metrics that callbacks, operators and environments name: GROUP/...
 _OPEN_GROUPS = (
     "custom_metrics",
+    "trainers",
     "counters",
     "timers",
     "info",

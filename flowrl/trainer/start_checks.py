@@ -43,7 +43,13 @@ _NOT_FOR_IMAGES: tuple[str, ...] = ("fcnet_hiddens", "fcnet_activation")
 MAX_USUAL_OBSERVATION = 100.0  # bounds of well-known environments are below it
 UNLIMITED = 1e30  # some environments have the largest float instead of infinity as a bound
 _OF_EVALUATIONS = ("evaluation_num_workers", "evaluation_video_dir")  # not used by evaluate()
-_NO_UPDATES_AT_0 = ("lr", "actor_lr", "critic_lr", "clip_param")
+# setting -> what happens after it has become 0
+_AFTER_0 = {
+    "lr": "nothing is learned",
+    "actor_lr": "the actor does not change",
+    "critic_lr": "the critics do not change",
+    "clip_param": "the policy hardly changes",
+}
 
 
 def check_start(config: AlgorithmConfig, workers: WorkerSet, stage: Stage) -> None:
@@ -205,11 +211,12 @@ def check_schedules(config: AlgorithmConfig, total_timesteps: int | None) -> Non
                 )
             continue
         zero = zero_from(schedule, total_timesteps)
-        if zero is not None and zero < total_timesteps and name.split(".")[-1] in _NO_UPDATES_AT_0:
+        effect = _AFTER_0.get(name.split(".")[-1])
+        if zero is not None and zero < total_timesteps and effect is not None:
             log.warning(
-                "%s is 0 from env step %s of %s on: nothing is learned after that. A schedule in "
-                'percent, [["0%%", …], ["100%%", 0]], lasts as long as the training',
-                name, f"{zero:,.0f}", f"{total_timesteps:,}",
+                "%s is 0 from env step %s of %s on: %s after that. A schedule in percent, "
+                '[["0%%", …], ["100%%", 0]], lasts as long as the training',
+                name, f"{zero:,.0f}", f"{total_timesteps:,}", effect,
             )  # fmt: skip
 
 

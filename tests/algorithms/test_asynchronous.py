@@ -9,6 +9,7 @@ import pytest
 from flowrl.algorithms.a3c import A3CConfig
 from flowrl.algorithms.apex import APEXConfig
 from flowrl.algorithms.appo import APPOConfig
+from flowrl.algorithms.ddppo import DDPPOConfig
 from flowrl.algorithms.dqn import DQNConfig
 from flowrl.algorithms.impala import IMPALAConfig
 from flowrl.envs import make_multi_agent
@@ -102,6 +103,8 @@ def test_apex_settings_reach_the_plan():
     assert config.greedy_workers(1) == range(1)
     equal = config.updated(exploration_config={"type": "EpsilonGreedy"})
     assert equal.greedy_workers(7) is None
+    assert config.updated(exploration_config={"epsilon_exponent": 0}).greedy_workers(7) is None
+    assert config.updated(noisy=True).greedy_workers(7) is None
 
 
 def test_a3c_rejects_sgd_settings_and_drops_stale_gradients():
@@ -367,3 +370,16 @@ def test_lost_fragments_are_still_counted_after_a_restore():
         restored = plan_of(algorithm)
         restored.load_state_dict(plan.state_dict())
         assert len(take_despite_errors(restored, 3)) == 3
+
+
+def test_train_batch_size_without_effect_is_a_warning(caplog):
+    A3CConfig(env="CartPole-v1", train_batch_size=1000).validate()
+    assert "train_batch_size: no effect, because rollout_fragment_length is 20" in caplog.text
+    caplog.clear()
+    A3CConfig(env="CartPole-v1", train_batch_size=1000, rollout_fragment_length="auto").validate()
+    assert not caplog.text
+
+
+def test_rows_of_a_fragment_of_ddppo_fill_a_minibatch():
+    with pytest.raises(ConfigError, match="with 100 rows of each worker, is smaller"):
+        DDPPOConfig(rollout_fragment_length=50, num_envs_per_worker=2)

@@ -124,6 +124,9 @@ def test_stop_criteria_without_episodes_are_rejected(folder):
     [
         ({"num_workers": 2}, "num_workers is for sampling"),
         ({"output": "x"}, "output is for sampling"),
+        ({"clip_rewards": True}, "offline algorithms learn from the recorded rewards"),
+        ({"no_done_at_end": True}, "no_done_at_end is for sampling"),
+        ({"env": "CartPole-v1", "observation_space": None}, "the env defines them"),
         ({"beta": 1.0}, "BC does not weight rows"),
         ({"model": {"use_lstm": True}}, "BC supports only networks without memory"),
         ({"model": {"num_framestacks": 2}}, "model: BC learns from single rows"),

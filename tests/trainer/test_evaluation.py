@@ -792,3 +792,20 @@ def test_evaluation_environment_with_other_spaces_is_refused_with_normalization(
     message = "its environment has the observation_space"
     with config.build() as algorithm, pytest.raises(ConfigError, match=message):
         algorithm.train()
+
+
+def test_error_of_an_environment_in_an_evaluation_says_so():
+    class FailsAlways(gym.wrappers.TransformReward):
+        def step(self, action):
+            raise OSError("no simulator")
+
+    def make_env(context):
+        env = gym.make("CartPole-v1")
+        return FailsAlways(env, float) if context.get("fails") else env
+
+    evaluation = {"env_config": {"fails": True}, "max_num_env_restarts": 0}
+    with a2c_config(env=make_env, evaluation_config=evaluation).build() as algorithm:
+        algorithm.train()
+        with pytest.raises(OSError, match="no simulator") as caught:
+            algorithm.evaluate(1)
+    assert "during an evaluation" in caught.value.__notes__

@@ -160,3 +160,10 @@ def test_names_of_the_mean_return(name):
 def test_names_of_evaluation_metrics_stay_in_their_group():
     name = "evaluation/env_runners/episode_return_mean"
     assert metric_hint(name, []) == " Did you mean 'evaluation/episode_reward_mean'?"
+
+
+def test_metrics_of_trainers_may_be_limits():
+    config = PPOConfig(env="CartPole-v1")
+    check_metric_name("trainers/TrainOneStep/num_env_steps_trained", config, "stop")
+    with pytest.raises(ConfigError, match="no result has a metric 'trainer/x'"):
+        check_metric_name("trainer/x", config, "stop")

@@ -842,3 +842,28 @@ def test_changed_seed_of_a_checkpoint_is_reported(tmp_path, caplog):
         caplog.clear()
         A2C.from_checkpoint(tmp_path / "c", config={"seed": seed}).stop()
         assert ("seed: the training continues" in caplog.text) == is_reported
+
+
+def test_length_that_learn_has_extended_is_restored_unless_it_is_set_again(tmp_path):
+    settings = {"train_batch_size": 64, "lr": [["0%", 1e-3], ["100%", 0.0]], "seed": 1}
+    with A2CConfig(env="CartPole-v1", total_timesteps=256, **settings).build() as algorithm:
+        algorithm.learn(1024, stop={"training_iteration": 2}, run_dir=None, progress=False)
+        algorithm.save(tmp_path)
+        algorithm.train()
+        weights = algorithm.get_policy().get_weights()
+    with A2C.from_checkpoint(tmp_path) as resumed:
+        resumed.train()
+        assert_same(resumed.get_policy().get_weights(), weights)
+    with A2C.from_checkpoint(tmp_path, config={"total_timesteps": 512}) as changed:
+        assert changed.workers.global_vars["total_timesteps"] == 512
+
+
+def test_learning_on_without_a_run_directory_keeps_the_extended_length():
+    settings = {"train_batch_size": 64, "lr": [["0%", 1e-3], ["100%", 0.0]], "seed": 1}
+    with A2CConfig(env="CartPole-v1", total_timesteps=64, **settings).build() as algorithm:
+        for iterations in (1, 3):
+            stop = {"training_iteration": iterations}
+            steps = 512 if iterations == 1 else None
+            algorithm.learn(steps, stop=stop, run_dir=None, progress=False)
+        assert algorithm.iteration == 3
+        assert algorithm.workers.global_vars["total_timesteps"] == 512

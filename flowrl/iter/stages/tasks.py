@@ -57,6 +57,11 @@ class ForEachConcurrent(FunctionStage):
             raise ValueError(
                 "for_each: resources cannot contain max_retries: use on_error=Retry(times)"
             )
+        if "num_returns" in (resources or {}):
+            raise ValueError(
+                "for_each: resources cannot contain num_returns: a task returns one item; chain "
+                "flatten() after functions that return lists"
+            )
         self.max_concurrency = self._limit = max_concurrency or MAX_TASKS
         self.title = f"for_each({function_title(fn)}, max_concurrency={self.max_concurrency})"
         self._resources = dict(resources or {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -47,6 +48,8 @@ def learn(
         raise ConfigError(
             f"learn: total_timesteps must be a positive whole number, got {total_timesteps!r}"
         )
+    if run_dir is not None and not isinstance(run_dir, (str, os.PathLike)):
+        raise ConfigError(f'learn: run_dir must be a path, "auto" or None, got {run_dir!r}')
     path = _path_of_run(algorithm, run_dir)
     resume = algorithm.run_dir is not None and path == algorithm.run_dir
     unique = run_dir == "auto" and not resume
@@ -61,7 +64,7 @@ def learn(
     else:
         rules.check(config)
         so_far = algorithm.workers.global_vars["total_timesteps"]
-        continues = rules.is_set() and config.total_timesteps is None and so_far is not None
+        continues = rules.is_set() and so_far is not None
         of_run = config.updated(total_timesteps=so_far) if continues else config
         given, rules = rules, rules.with_defaults(of_run)
     total = total or rules.env_steps or config.total_timesteps

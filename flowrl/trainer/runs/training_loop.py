@@ -331,8 +331,10 @@ def _describe_start(algorithm: Any, stop: StopRules, run: RunDirectory | None) -
     limits = stop.describe(config, algorithm.workers.global_vars["total_timesteps"])
     # with several policies, each may have its own train_batch_size
     size = None if config.policies or not config.samples else config.train_batch_size
-    if size is not None and (stop.timesteps or math.inf) < size:
-        limits = f"{limits} (the first train batch has {size:,})"
+    least = config.min_sample_timesteps_per_iteration
+    if size is not None and (stop.timesteps or math.inf) < max(size, least):
+        first = f"an iteration has at least {least:,}" if least > size else ""
+        limits = f"{limits} ({first or f'the first train batch has {size:,}'})"
         limits = limits.replace(") (", "; ")
     name = type(algorithm).__name__
     if name == "Algorithm" and isinstance(config.plan, str):  # a plan without a class of its own

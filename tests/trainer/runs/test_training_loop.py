@@ -498,6 +498,10 @@ def test_start_line_names_the_environment_of_a_partial_and_a_large_first_batch(c
         algorithm.learn(10, run_dir=None)
     expected = "10 env steps (where schedules in percent end; the first train batch has 64); no run"
     assert expected in capsys.readouterr().out
+    settings = {"train_batch_size": 64, "sgd_minibatch_size": 32}
+    with PPO(env, min_sample_timesteps_per_iteration=128, **settings) as algorithm:
+        algorithm.learn(10, run_dir=None)
+    assert "10 env steps (an iteration has at least 128); no run" in capsys.readouterr().out
 
 
 def make_cart_pole(render):
