@@ -12,7 +12,7 @@ from flowrl.errors import ConfigError
 from flowrl.policies.models.fcnet import uses_numpy
 from flowrl.policies.returns import discounted_returns, generalized_advantages
 from flowrl.policies.schedules import Schedule
-from flowrl.policies.torch_policy import TorchPolicy, no_values_error
+from flowrl.policies.torch_policy import TorchPolicy
 from flowrl.settings import Fraction, Needs, check_of_settings
 from flowrl.trainer.config import AlgorithmConfig
 
@@ -115,3 +115,11 @@ class OnPolicyPolicy(TorchPolicy):
                 f"{type(self).__name__} is an on-policy algorithm, but this batch was drawn from a "
                 "replay buffer: set allow_off_policy=True to allow this"
             )
+
+
+def no_values_error(policy: TorchPolicy) -> ConfigError:
+    """Return the error for a policy whose loss needs values that its model does not return."""
+    return ConfigError(
+        f"{type(policy).__name__} learns from values, but its model returns none: implement its "
+        "value_function(), or let a plain module return (outputs, values)"
+    )

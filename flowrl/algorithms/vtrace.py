@@ -10,6 +10,7 @@ import numpy as np
 import optree
 
 from flowrl.algorithms.async_learner import AsyncLearnerConfig
+from flowrl.algorithms.on_policy import no_values_error
 from flowrl.data import SampleBatch
 from flowrl.data.sequences import loss_rows_of_sequences, take_sequences, without_masked_rows
 from flowrl.ops import StalenessLimit
@@ -17,7 +18,7 @@ from flowrl.policies.learning.torch_learner import TorchLearner
 from flowrl.policies.models.fcnet import uses_numpy
 from flowrl.policies.returns import vtrace
 from flowrl.policies.schedules import Schedule
-from flowrl.policies.torch_policy import TensorBatch, TorchPolicy, no_values_error
+from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
 from flowrl.settings import (
     Count,
     Fraction,

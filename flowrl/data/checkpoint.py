@@ -50,7 +50,7 @@ __all__ = [
     "write_checkpoint",
 ]
 
-FORMAT = 11
+FORMAT = 12
 RESERVED = frozenset({"format", "files", "blake2b"})
 """Names of a manifest that `write_checkpoint` writes."""
 _MANIFEST: Fields = {"files": dict[str, dict[str, Any]]}

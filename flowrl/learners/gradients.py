@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -96,10 +96,7 @@ class Gradients:
             total = sum(item.rows[policy_id] for item in group)
             weights = [item.rows[policy_id] / (total or 1) for item in group]
             parts: Any = [item.by_policy[policy_id] for item in group]
-            mean.by_policy[policy_id] = optree.tree_map(
-                lambda *leaves, w=weights: sum(p * s for p, s in zip(leaves, w, strict=True)),
-                *parts,
-            )
+            mean.by_policy[policy_id] = _weighted_sum(parts, weights)
             names = set.intersection(*(set(item.stats[policy_id]) for item in group))
             mean.stats[policy_id] = {
                 name: sum(
@@ -112,3 +109,16 @@ class Gradients:
             if row_stats:
                 mean.row_stats[policy_id] = concat_row_stats(row_stats)
         return mean
+
+
+def _weighted_sum(gradients: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Return the weighted sum of gradients: vectors, or mappings in which a missing name and None
+    are zeros."""
+    if not isinstance(gradients[0], Mapping):
+        return sum(g * weight for g, weight in zip(gradients, weights, strict=True))
+    sums: dict[str, Any] = {}
+    for by_name, weight in zip(gradients, weights, strict=True):
+        for name, gradient in by_name.items():
+            if gradient is not None:
+                sums[name] = gradient * weight + sums.get(name, 0.0)
+    return sums

@@ -17,6 +17,7 @@ from pydantic import create_model
 from flowrl.data import SampleBatch
 from flowrl.errors import ConfigError
 from flowrl.policies.config import ExplorationConfig, PolicyConfig
+from flowrl.policies.distributions import ActionDistribution
 from flowrl.policies.exploration import Exploration
 from flowrl.policies.learning.torch_learner import NONFINITE_GRADIENT
 from flowrl.policies.models.tensor_batch import TensorBatch
@@ -233,13 +234,24 @@ class BuiltTorchPolicy(TorchPolicy):
 
     # -- parts -------------------------------------------------------------------------------------
 
+    _model_of_hook: Any = None  # that make_model_and_action_dist returned with the distribution
+
+    def make_distribution(self) -> Any:
+        hook = "make_model_and_action_dist"
+        if hook not in self.hooks:
+            return super().make_distribution()
+        args = self.observation_space, self.action_space, self.config
+        self._model_of_hook, dist_class = _unpack(
+            hook, self.hooks[hook](self, *args), "model, dist_class"
+        )
+        return dist_class
+
     def make_model(self) -> torch.nn.Module:
         args = self.observation_space, self.action_space, self.config
         if "make_model_and_action_dist" in self.hooks:
-            hook = "make_model_and_action_dist"
-            model, self.dist_class = _unpack(
-                hook, self.hooks[hook](self, *args), "model, dist_class"
-            )
+            if self._model_of_hook is None:  # another network is needed
+                self.make_distribution()
+            model, self._model_of_hook = self._model_of_hook, None
         elif "make_model" in self.hooks:
             model = self.hooks["make_model"](self, *args)
         else:
@@ -276,6 +288,7 @@ class BuiltTorchPolicy(TorchPolicy):
             return super().compute_log_likelihoods(actions, obs_batch, input_dict)
         inputs = input_dict or {"obs": obs_batch}
         outputs, dist_class, _ = self._call_distribution_fn(inputs, explore=False)
+        self._check_actions(actions, len(outputs))
         with torch.inference_mode():
             dist = dist_class(outputs, self.model)
             on_device: Any = partial(torch.as_tensor, device=outputs.device)
@@ -310,6 +323,11 @@ class BuiltTorchPolicy(TorchPolicy):
         outputs, dist_class, states = _unpack(
             "action_distribution_fn", result, "dist_inputs, dist_class, states"
         )
+        if not (isinstance(dist_class, type) and issubclass(dist_class, ActionDistribution)):
+            raise ConfigError(
+                "action_distribution_fn must return a subclass of ActionDistribution, got "
+                f"{dist_class!r}"
+            )
         return outputs, dist_class, states
 
     def _act(self, input_dict: dict[str, Any], explore: bool) -> Any:

@@ -28,7 +28,6 @@ from flowrl.policies.json_codec import (
     space_to_json,
     values_to_json,
 )
-from flowrl.setting_values import nearest
 
 
 class LoadablePolicy(Protocol):
@@ -124,7 +123,7 @@ def policy_from_checkpoint(
     fields = parts.config_class.model_fields
     unknown = [str(name) for name in changes if name not in fields]
     if unknown:
-        hint = nearest(unknown[0], list(fields))
+        hint = parts.config_class.hint(unknown[0])
         raise ConfigError(f"from_checkpoint: unknown setting {unknown[0]!r}.{hint}")
     config = parts.config_class(**settings)
     if "device" not in changes:
@@ -132,6 +131,8 @@ def policy_from_checkpoint(
     policy: P = parts.policy_class(parts.observation_space, parts.action_space, config)
     try:
         policy.set_state(state["worker"]["policies"][policy_id])
+    except ConfigError as error:  # of a setting
+        raise ConfigError(f"from_checkpoint: {error}") from error
     except DAMAGED as error:
         raise CheckpointError(
             f"{path}: the state of policy {policy_id!r} does not fit the policy: {error}"

@@ -174,8 +174,20 @@ class Exploration:
         return {rows: noise.copy() for rows, noise in self._ou_noise.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state from `state_dict`."""
-        self._ou_noise = {rows: np.array(noise) for rows, noise in state.items()}
+        """Restore a state from `state_dict`.
+
+        Raises:
+            ValueError: the noise does not fit the action space.
+        """
+        noise = {rows: np.array(values) for rows, values in state.items()}
+        for rows, values in noise.items():
+            shape = (int(rows) if rows.isdecimal() else -1, *(self._space.shape or ()))
+            if values.shape != shape or values.dtype.kind != "f":
+                raise ValueError(
+                    f"exploration: the noise for {rows} rows must be a float array of shape "
+                    f"{shape}, got {values.dtype} {values.shape}"
+                )
+        self._ou_noise = noise
 
     def _random(self, inputs: np.ndarray, rng: np.random.Generator) -> tuple[Any, Any]:
         """Return uniform actions, without masked ones, and their log-probabilities."""

@@ -131,7 +131,7 @@ class ActingModule(torch.nn.Module):
 
 
 def example_inputs(policy: ExportablePolicy, rows: int) -> dict[str, Any]:
-    """Return zeros for each view that the policy acts on, tensors [rows, …].
+    """Return example values for each view that the policy acts on, tensors [rows, …].
 
     Raises:
         ConfigError: a view shows other agents, or has no space.

@@ -50,7 +50,8 @@ class Policy(ActsOnObservations):
         view_requirements: view name -> ViewRequirement; columns that batches have in addition to
             those that are always recorded. Changes apply from the next fragment on.
         version: increases with every change of the weights.
-        filter_version: increases with every change of the statistics of the filters.
+        filter_version: increases with every merge of new statistics into the filters; `num_loads`
+            counts loaded states.
         num_loads: number of calls of `set_state`, which may load other weights of the same version.
         timestep: env steps sampled so far, on which schedules depend.
         total_timesteps: env steps of the whole training, which schedules in percent follow; None

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
 import optree
@@ -23,7 +23,7 @@ from flowrl.policies.devices import missing_reason, on_available_device
 from flowrl.policies.distributions import ActionDistribution, DiagGaussian, distribution_for
 from flowrl.policies.exploration import Exploration
 from flowrl.policies.export import export_policy
-from flowrl.policies.learning.flat_parameters import FlatAdam, FlatParameters
+from flowrl.policies.learning.flat_parameters import FlatAdam, FlatParameters, as_tensor_like
 from flowrl.policies.learning.torch_learner import TorchLearner
 from flowrl.policies.models.base import ModelV2
 from flowrl.policies.models.catalog import make_model
@@ -32,7 +32,7 @@ from flowrl.policies.models.tensor_batch import TensorBatch, as_state
 from flowrl.policies.policy import Policy
 from flowrl.policies.schedules import initial_value
 from flowrl.policies.torch_random import torch_seed
-from flowrl.policies.views import find_input_problem, find_mismatch
+from flowrl.policies.views import find_input_problem, find_mismatch, find_out_of_range
 from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.state_schema import check_finite, check_state, has_valid_numbers
 
@@ -367,6 +367,7 @@ class TorchPolicy(Policy):
     def _check_actions(self, actions: Any, count: int) -> None:
         """Raise ValueError for actions that are not `count` actions of the policy."""
         problem = find_mismatch(self.action_space, actions, "actions")
+        problem = problem or find_out_of_range(self.action_space, actions, "actions")
         if problem is not None:
             raise ValueError(problem)
         leaves: Any = optree.tree_leaves(actions)
@@ -525,14 +526,18 @@ class TorchPolicy(Policy):
                 "these weights do not fit this network: "
                 + "; ".join(lines + [f"{name}: unknown" for name in extra])
             )
-        arrays = {name: np.asarray(weights[name]) for name in own}
-        buffers = self._buffer_names
-        invalid = [n for n, array in arrays.items() if not has_valid_numbers(array, n in buffers)]
-        if invalid:
-            raise ValueError(f"these weights have values that are not finite: {invalid}")
+        new = {name: as_tensor_like(weights[name], own[name]) for name in own}
+        valid = {
+            name
+            for name, tensor in new.items()
+            if tensor is not None and has_valid_numbers(tensor, name in self._buffer_names)
+        }
+        if len(valid) < len(own):
+            invalid = [name for name in own if name not in valid]
+            raise ValueError(f"these weights have values that are not finite numbers: {invalid}")
         with torch.no_grad():
             for name, tensor in own.items():
-                tensor.copy_(torch.from_numpy(np.array(arrays[name])))
+                tensor.copy_(cast(Any, new[name]))
         self.version += 1
         if isinstance(self._acting_model, CPUCopy):
             self._acting_model.forget()  # the state of another policy may have the same version
@@ -546,11 +551,12 @@ class TorchPolicy(Policy):
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        before = self.get_state()
+        before, total_timesteps = self.get_state(), self.total_timesteps
         try:
             self._set_state(state)
         except Exception:
             self._set_state(before)  # a state that does not fit changes nothing
+            self.total_timesteps = total_timesteps
             raise
 
     def _set_state(self, state: dict[str, Any]) -> None:
@@ -590,11 +596,3 @@ def _rebuild(
     policy.view_requirements.clear()
     policy.view_requirements.update(views)
     return policy
-
-
-def no_values_error(policy: TorchPolicy) -> ConfigError:
-    """Return the error for a policy whose loss needs values that its model does not return."""
-    return ConfigError(
-        f"{type(policy).__name__} learns from values, but its model returns none: implement its "
-        "value_function(), or let a plain module return (outputs, values)"
-    )

@@ -72,9 +72,11 @@ class ViewRequirement:
                 "ViewRequirement: batch_repeat_value must be an int >= 1, got "
                 f"{batch_repeat_value!r}"
             )
-        if agents is not None and agents != "others" and not isinstance(agents, (list, tuple)):
+        is_list = isinstance(agents, (list, tuple)) and len(agents) > 0
+        if agents is not None and agents != "others" and not is_list:
             raise ConfigError(
-                f'ViewRequirement: agents must be a list of agent ids or "others", got {agents!r}'
+                "ViewRequirement: agents must be a list of at least one agent id, or "
+                f'"others", got {agents!r}'
             )
         self.batch_repeat_value = batch_repeat_value
         self.agents = agents

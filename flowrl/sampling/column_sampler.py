@@ -341,7 +341,8 @@ class ColumnSampler(EnvSampler):
         return batch
 
     def _update_filter(self, observation_filter: ObservationFilter, segments: Segments) -> None:
-        """Add the observations of this fragment on which the policy acts to its filter."""
+        """Add the observations after the first row of this fragment on which the policy acts to
+        its filter. The first observations after the start of the environments are left out."""
         columns, num_rows, before = self._columns, self._num_rows, self._num_before
         resets_next = self.vector_env.resets_in_next_step
         acted = segments.acted_rows(num_rows, columns.lanes, resets_next)[before + 1 :]

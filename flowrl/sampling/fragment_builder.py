@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,10 +11,11 @@ import numpy as np
 import optree
 
 from flowrl.data import SampleBatch
-from flowrl.data.columns import map_leaves
+from flowrl.data.columns import leaves_of, map_leaves
 from flowrl.data.fragment_columns import FragmentColumns, by_lane
 from flowrl.data.indexed_columns import IndexedColumn, NextRows
 from flowrl.data.lazy_columns import LazyColumn
+from flowrl.iter.stage import describe
 from flowrl.policies.policy import Policy
 from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.segments import Segments
@@ -218,7 +219,9 @@ class FragmentBuilder:
         later = segments.begins > 0
         dones[segments.begins[later] - 1, segments.lanes[later]] = True
         fragment["dones"] = dones
-        return policy.postprocess_fragment(fragment)
+        added = policy.postprocess_fragment(fragment)
+        _check_added(policy, added, dones.shape)
+        return added
 
     def _next_values(
         self,
@@ -247,6 +250,7 @@ class FragmentBuilder:
                 if agent_inputs is not None:
                     inputs |= agent_inputs(cut)
                 found = self.policy.compute_values_from_input_dict(inputs)
+            check_values(self.policy, found, len(cut))
             next_values[ends[cut] - 1, lanes[cut]] = found
         return next_values
 
@@ -270,14 +274,38 @@ def values_of(policy: Policy, obs: Any, row_index: np.ndarray | None = None) -> 
         part: Any = slice(begin, min(begin + _ROWS_AT_A_TIME, count))
         part = part if row_index is None else row_index[part]
         found: Any = policy.compute_values(map_leaves(lambda a, part=part: a[part], rows))
-        if np.shape(found) != values[part].shape:
-            what = "None" if found is None else f"values of shape {np.shape(found)}"
-            raise ValueError(
-                f"{type(policy).__name__}.compute_values() returned {what} for "
-                f"{len(values[part])} observations"
-            )
+        check_values(policy, found, len(values[part]))
         values[part] = found
     return values.reshape(shape)
+
+
+def check_values(policy: Policy, values: Any, count: int) -> None:
+    """Raise ValueError if a policy did not return one value for each of `count` observations."""
+    if np.shape(values) != (count,):
+        what = "None" if values is None else f"values of shape {np.shape(values)}"
+        raise ValueError(
+            f"{type(policy).__name__}.compute_values() returned {what} for {count} observations"
+        )
+
+
+def _check_added(policy: Policy, columns: Any, shape: tuple[int, ...]) -> None:
+    """Raise an error if `postprocess_fragment` did not return columns [T, N, …].
+
+    Args:
+        policy: the policy.
+        columns: what it returned.
+        shape: (T, N).
+    """
+    where = f"{type(policy).__name__}.postprocess_fragment()"
+    if not isinstance(columns, Mapping):
+        raise TypeError(f"{where} must return a dict of columns, it returned {describe(columns)}")
+    for name, column in columns.items():
+        for leaf in leaves_of(column):
+            if np.shape(leaf)[:2] != shape:
+                raise ValueError(
+                    f"{where} returned {name!r} of shape {list(np.shape(leaf))}, expected "
+                    f"[{shape[0]}, {shape[1]}, …]"
+                )
 
 
 def clipped_rewards(rewards: np.ndarray, clip: bool | float | None) -> np.ndarray:

@@ -24,7 +24,7 @@ from flowrl.sampling.collected_trajectory import (
     copied,
 )
 from flowrl.sampling.episode import MultiAgentEpisode
-from flowrl.sampling.fragment_builder import clipped_rewards
+from flowrl.sampling.fragment_builder import check_values, clipped_rewards
 from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.sample_collector import SampleCollector
 from flowrl.sampling.segment_postprocessing import SegmentPostprocessing
@@ -429,6 +429,7 @@ class SimpleListCollector(SampleCollector):
             if not rows["terminateds"][-1]:
                 inputs = self._inputs(views, [(trajectory, segment.end)])
                 last = policy.compute_values_from_input_dict(inputs)
+                check_values(policy, last, 1)
             rows["next_values"] = np.concatenate([rows["vf_preds"][1:], last])
         each = [(trajectory, row, segment.end) for row in range(segment.begin, segment.end)]
         rows.update(self._shown(views, views.training, each, repeats=True))

@@ -259,3 +259,12 @@ def test_gradients_that_update_no_policy_do_not_count_as_training(metrics):
 def test_list_of_batches_is_no_list_of_gradients():
     with pytest.raises(TypeError, match="a list with a SampleBatch: chain ComputeGradients before"):
         AverageGradients()([SampleBatch(obs=np.zeros(2))])
+
+
+def test_mean_of_gradients_by_name_counts_missing_ones_as_zeros():
+    parts = [
+        Gradients({"p": {"w": np.ones(2), "b": None}}, {"p": 1}, {"p": {}}, 1, ()),
+        Gradients({"p": {"b": np.ones(1)}}, {"p": 3}, {"p": {}}, 3, ()),
+    ]
+    mean = AverageGradients()(parts).by_policy["p"]
+    assert {name: part.tolist() for name, part in mean.items()} == {"w": [0.25] * 2, "b": [0.75]}

@@ -11,8 +11,10 @@ from flowrl.policies import (
     ExplorationConfig,
     ModelConfig,
     Policy,
+    ViewRequirement,
     build_torch_policy,
 )
+from flowrl.policies.distributions import ActionDistribution
 
 from .fakes import BOX, TWO, rows
 
@@ -122,8 +124,8 @@ def test_log_likelihoods_of_invalid_actions_are_rejected():
         (0, r"expected an array of int64 \[B\], got a int"),
         (np.zeros(12), r"expected an array of int64 \[B\], got one of float64"),
         (np.zeros((12, 1), np.int64), r"expected an array \[B\], got one of shape \[12, 1\]"),
-        (np.full(12, 2), r"Discrete\(2\)"),
-        (np.full(12, -1), r"Discrete\(2\)"),
+        (np.full(12, 2), "expected integers from 0 to below 2, got 2 to 2"),
+        (np.full(12, -1), "expected integers from 0 to below 2, got -1 to -1"),
     ]:
         with pytest.raises(ValueError, match=match):
             policy.compute_log_likelihoods(actions, rows()["obs"])
@@ -259,3 +261,42 @@ def test_hooks_must_return_their_tuples(hook, values):
     policy_class = build_torch_policy("Bad", lambda *a: None, **{hook: lambda *args, **kwargs: 5})
     with pytest.raises(ConfigError, match=rf"{hook} must return \({values}\), got 5"):
         use(policy_class)
+
+
+def test_numbers_that_float32_cannot_hold_change_nothing():
+    policy = PPOTorchPolicy(BOX, TWO, {})
+    weights = policy.get_weights()
+    with pytest.raises(FloatingPointError, match="not finite"):
+        policy.apply_gradients(np.full(sum(w.size for w in weights.values()), 1e39))
+    name, *_, last = weights
+    for other in (
+        {name: np.full(weights[name].shape, 1e300)},
+        {last: np.full(weights[last].shape, None)},
+        {last: weights[last].astype(complex)},
+    ):
+        with pytest.raises(ValueError, match="not finite numbers"):
+            policy.set_weights({**weights, **other})
+    for key, array in policy.get_weights().items():
+        np.testing.assert_array_equal(array, weights[key])
+
+
+def test_log_likelihoods_of_bits_outside_0_and_1_are_rejected():
+    policy = PPOTorchPolicy(BOX, spaces.MultiBinary(2), {})
+    with pytest.raises(ValueError, match="expected integers from 0 to below 2, got -5 to 9"):
+        policy.compute_log_likelihoods(np.array([[-5, 9]], np.int8), rows()["obs"][:1])
+
+
+@pytest.mark.parametrize("agents", [[], (), "all"])
+def test_view_of_agents_names_at_least_one(agents):
+    with pytest.raises(ConfigError, match="a list of at least one agent id"):
+        ViewRequirement("obs", agents=agents)
+
+
+def test_missing_method_of_a_distribution_is_named():
+    class Mine(ActionDistribution):
+        pass
+
+    with pytest.raises(NotImplementedError, match=r"Mine has no kl\(\): implement it"):
+        Mine(None).kl(None)
+    with pytest.raises(NotImplementedError, match=r"Mine has no num_inputs\(\): implement it"):
+        Mine.num_inputs(TWO)

@@ -570,9 +570,13 @@ def test_invalid_state_changes_nothing():
     for changes, match in [
         ({"optimizers": [{}]}, "step, exp_avg and exp_avg_sq"),
         ({"optimizers": [{"0": {"momentum": np.zeros(2)}}]}, r"\['momentum'\]"),
-        ({"optimizers": [{"0": {**slot, "exp_avg": np.zeros(2)}}]}, "optimizer 0, a FlatAdam"),
+        ({"optimizers": [{"0": {**slot, "exp_avg": np.zeros(2)}}]}, r"optimizer 0 \(FlatAdam\)"),
         ({"rng": {}}, "random stream/bit_generator: field required"),
-        ({"lrs": [[1.0, 2.0]]}, "zip"),
+        ({"lrs": [[1.0, 2.0]]}, r"have \[2\] parameter groups, those of this policy \[1\]"),
+        (
+            {"optimizer_types": ["SGD"]},
+            "the optimizers SGD, this policy has FlatAdam",
+        ),
     ]:
         with pytest.raises(ValueError, match=match):
             policy.set_state({**state, "learner": {**learner, **changes}})
@@ -583,6 +587,9 @@ def test_invalid_state_changes_nothing():
     for name, part in slots[0].items():
         np.testing.assert_array_equal(slots[1][name], part)
     assert after["learner"]["lrs"] == before["learner"]["lrs"]
+    with pytest.raises(ValueError, match="optimizers"):
+        policy.set_state({**state, "total_timesteps": 1000, "learner": {**learner, "lrs": [[]]}})
+    assert policy.total_timesteps is None
     assert {k: after[k] for k in ("rng", "version")} == {k: before[k] for k in ("rng", "version")}
 
 

@@ -361,3 +361,35 @@ def test_invalid_arguments_are_rejected():
 
     with pytest.raises(KeyError, match="advantages"):
         MyTorchPolicy.with_updates(loss_fn=missing_column_loss)(BOX, TWO, {}).learn_on_batch(rows())
+
+
+def test_distribution_of_the_hook_may_be_for_a_space_that_has_none():
+    class Integers(Categorical):
+        @classmethod
+        def num_inputs(cls, space):
+            return 5
+
+    space = gym.spaces.Box(0, 4, (1,), np.int64)
+    calls = []
+
+    def make(policy, obs_space, action_space, config):
+        calls.append(1)
+        return torch.nn.Linear(4, 5), Integers
+
+    cls = build_torch_policy("Mine", lambda *a: None, make_model_and_action_dist=make)
+    policy = cls(gym.spaces.Box(-1, 1, (4,)), space, {})
+    assert policy.dist_class is Integers
+    assert len(calls) == 1
+    policy.new_model()
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("returned", [None, torch.distributions.Categorical])
+def test_distribution_of_the_hook_must_be_an_action_distribution(returned):
+    cls = build_torch_policy(
+        "Mine",
+        lambda *a: None,
+        make_model_and_action_dist=lambda *a: (torch.nn.Linear(4, 2), returned),
+    )
+    with pytest.raises(ConfigError, match="must return a subclass of ActionDistribution"):
+        cls(gym.spaces.Box(-1, 1, (4,)), gym.spaces.Discrete(2), {})

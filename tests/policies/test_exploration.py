@@ -7,6 +7,7 @@ import pytest
 from gymnasium import spaces
 
 from flowrl.algorithms.ppo import PPOTorchPolicy
+from flowrl.algorithms.td3 import TD3Config, TD3TorchPolicy
 from flowrl.policies import ConfigError, ExplorationConfig, PolicyConfig
 from flowrl.policies.distributions import distribution_for
 from flowrl.policies.exploration import Exploration
@@ -164,3 +165,13 @@ def test_exponential_schedule_decays_to_its_final_value():
     ):
         with pytest.raises(ConfigError, match="lr"):
             PolicyConfig(lr=invalid)
+
+
+def test_noise_of_a_state_must_fit_the_actions():
+    config = TD3Config(exploration_config={"type": "OrnsteinUhlenbeckNoise"})
+    policy = TD3TorchPolicy(spaces.Box(-1, 1, (3,)), spaces.Box(-1, 1, (2,)), config)
+    state = policy.get_state()
+    for noise in ({"4": "x"}, {"4": np.zeros((4, 5))}, {"4": np.zeros((4, 1))}, {"x": np.zeros(2)}):
+        with pytest.raises(ValueError, match="must be a float array of shape"):
+            policy.set_state({**state, "exploration": noise})
+    policy.set_state({**state, "exploration": {"4": np.zeros((4, 2))}})

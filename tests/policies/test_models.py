@@ -405,7 +405,7 @@ def test_buffers_may_be_infinite(tmp_path):
         )
         for name, value in (("module.out.bias", np.inf), ("module.mask", np.nan)):
             wrong = {**weights, name: np.full_like(weights[name], value)}
-            with pytest.raises(ValueError, match=rf"not finite: \['{name}'\]"):
+            with pytest.raises(ValueError, match=rf"not finite numbers: \['{name}'\]"):
                 restored.get_policy().set_weights(wrong)
     with DQN(env, model=model, learning_starts=10, train_batch_size=8) as algorithm:
         algorithm.train()  # with a target network

@@ -246,7 +246,7 @@ def test_weights_that_are_not_finite_are_rejected():
     before, version = policy.get_weights(), policy.version
     broken = {name: weight.copy() for name, weight in before.items()}
     broken["hidden.0.weight"][0, 0] = np.nan
-    with pytest.raises(ValueError, match=r"not finite: \['hidden.0.weight'\]"):
+    with pytest.raises(ValueError, match=r"not finite numbers: \['hidden.0.weight'\]"):
         policy.set_weights(broken)
     for name, weight in policy.get_weights().items():
         np.testing.assert_array_equal(weight, before[name])

@@ -1193,3 +1193,35 @@ def test_a_state_that_cannot_be_loaded_changes_no_counts():
     assert loading.env_steps == before.count + after.count == 10
     assert loading.reply_tags()["env_restarts"] == 0
     assert before["eps_id"].max() < after["eps_id"].min() <= before["eps_id"].max() + 2
+
+
+@pytest.mark.parametrize(
+    ("added", "error", "message"),
+    [
+        (None, TypeError, "must return a dict of columns, it returned None"),
+        ({"x": 1.0}, ValueError, r"returned 'x' of shape \[\], expected \[4, 3, …\]"),
+        ({"x": np.zeros((3, 4))}, ValueError, r"of shape \[3, 4\], expected \[4, 3, …\]"),
+    ],
+)
+def test_columns_of_postprocess_fragment_are_checked(added, error, message):
+    class Adds(PPOTorchPolicy):
+        def postprocess_fragment(self, fragment):
+            return added
+
+    settings = {"num_envs_per_worker": 3, "rollout_fragment_length": 4}
+    worker = RolloutWorker("CartPole-v1", Adds, settings)
+    with pytest.raises(error, match=message):
+        worker.sample()
+
+
+def test_values_after_a_fragment_are_checked():
+    class OneValue(PPOTorchPolicy):
+        calls = 0
+
+        def compute_values(self, obs_batch):
+            return super().compute_values(obs_batch)[: None if len(obs_batch) > 3 else 1]
+
+    settings = {"num_envs_per_worker": 3, "rollout_fragment_length": 4}
+    worker = RolloutWorker("CartPole-v1", OneValue, settings)
+    with pytest.raises(ValueError, match=r"returned values of shape \(1,\) for 3"):
+        worker.sample()

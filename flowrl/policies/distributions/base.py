@@ -9,6 +9,10 @@ import torch
 from gymnasium import spaces
 
 
+def _not_implemented(cls: type, method: str) -> NotImplementedError:
+    return NotImplementedError(f"{cls.__name__} has no {method}(): implement it")
+
+
 class ActionDistribution:
     """Base class of action distributions.
 
@@ -33,7 +37,7 @@ class ActionDistribution:
     @classmethod
     def num_inputs(cls, space: Any) -> int:
         """Return the number of model outputs for one action of `space`."""
-        raise NotImplementedError
+        raise _not_implemented(cls, "num_inputs")
 
     @classmethod
     def act(cls, inputs: np.ndarray, rng: np.random.Generator, explore: bool) -> tuple[Any, Any]:
@@ -47,27 +51,29 @@ class ActionDistribution:
         Returns:
             actions [B, …] and their log-probabilities [B].
         """
-        raise NotImplementedError
+        raise _not_implemented(cls, "act")
 
     def sample(self) -> Any:
         """Return actions [B, …] sampled with torch; continuous actions are reparameterized."""
-        raise NotImplementedError
+        raise _not_implemented(type(self), "sample")
 
     def deterministic_sample(self) -> Any:
         """Return the modes [B, …]."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} has no deterministic_sample(): implement it"
+        )
 
     def logp(self, actions: Any) -> torch.Tensor:
         """Return the log-probabilities [B] of actions [B, …]."""
-        raise NotImplementedError
+        raise _not_implemented(type(self), "logp")
 
     def entropy(self) -> torch.Tensor:
         """Return the entropies [B], in nats."""
-        raise NotImplementedError
+        raise _not_implemented(type(self), "entropy")
 
     def kl(self, other: Any) -> torch.Tensor:
         """Return KL(self || other) [B], in nats."""
-        raise NotImplementedError
+        raise _not_implemented(type(self), "kl")
 
 
 class IndependentComponents(ActionDistribution):

@@ -192,6 +192,12 @@ def consecutive_minibatches(batch: SampleBatch, size: int) -> Iterator[SampleBat
             yield rows
 
 
+def share_of_process(count: int, rank: int, num_processes: int) -> tuple[int, int]:
+    """Return the begin and the end of the part of `count` items that one of several processes
+    takes."""
+    return count * rank // num_processes, count * (rank + 1) // num_processes
+
+
 def _is_masked(batch: SampleBatch) -> bool:
     # `in` would count as reading the column
     return dict.__contains__(batch, LOSS_MASK)

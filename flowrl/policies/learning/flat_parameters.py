@@ -161,6 +161,26 @@ def _start_flushing_denormals() -> bool:
     return not is_on and torch.set_flush_denormal(True)
 
 
+def with_layout_of(
+    parameters: Sequence[torch.Tensor], index: int, array: np.ndarray
+) -> torch.Tensor:
+    """Return a copy of an array with the memory layout of the parameter with this index, which
+    torch's fused optimizers need; parameters are stored transposed, see FlatParameters."""
+    tensor = torch.from_numpy(np.array(array))
+    if index >= len(parameters) or parameters[index].shape != tensor.shape:
+        return tensor
+    return torch.empty_like(parameters[index].data, dtype=tensor.dtype, device="cpu").copy_(tensor)
+
+
+def as_tensor_like(value: Any, tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return numbers as a tensor of the dtype of another one, on the CPU; None if they are no real
+    numbers."""
+    array = np.asarray(value)
+    return (
+        torch.from_numpy(np.array(array)).to(tensor.dtype) if array.dtype.kind in "biuf" else None
+    )
+
+
 class FlatAdam:
     """Adam (Kingma & Ba 2015, algorithm 1, reordered as in section 2) on one vector.
 

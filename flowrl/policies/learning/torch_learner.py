@@ -22,9 +22,10 @@ from flowrl.policies.learning.epochs import (
     concat_row_stats,
     consecutive_minibatches,
     run_epochs,
+    share_of_process,
     shuffled_minibatches,
 )
-from flowrl.policies.learning.flat_parameters import FlatAdam
+from flowrl.policies.learning.flat_parameters import FlatAdam, with_layout_of
 from flowrl.policies.learning.kernels.registry import find_kernel
 from flowrl.policies.learning.loss_gradient import LossGradient
 from flowrl.policies.learning.protocols import ProcessGroup, TrainablePolicy
@@ -72,6 +73,7 @@ class TorchLearner:
     """
 
     state_fields: ClassVar[Fields] = {
+        "optimizer_types": list[str],
         "optimizers": list[dict[str, dict[str, Any]]],
         "lrs": list[list[float]],
         "initial_lrs": list[list[float]],
@@ -167,9 +169,9 @@ class TorchLearner:
         any; None if it gets none, because there are fewer rows, or sequences, than processes."""
         if "seq_lens" in batch:
             sequences = list(sequence_minibatches(batch, 1, shuffle=False))
-            begin, end = _share(len(sequences), rank, num_processes)
+            begin, end = share_of_process(len(sequences), rank, num_processes)
             return SampleBatch.concat_samples(sequences[begin:end]) if end > begin else None
-        begin, end = _share(batch.count, rank, num_processes)
+        begin, end = share_of_process(batch.count, rank, num_processes)
         return batch[begin:end] if end > begin else None
 
     # -- updates -------------------------------------------------------------------------------
@@ -226,7 +228,7 @@ class TorchLearner:
             assert batch is not None
             stats = self.gradient.compute(batch)
         else:
-            self._row_noise = self._noise_of_share(batch)
+            self._row_noise = self._noise_ofshare_of_process(batch)
             try:
                 stats = self.gradient.compute_over_group(
                     batch, self.process_group, self.rows_of_process
@@ -243,12 +245,12 @@ class TorchLearner:
             self._epoch_row_stats += self.gradient.row_stats
         return stats
 
-    def _noise_of_share(self, batch: SampleBatch | None) -> RowNoise | None:
+    def _noise_ofshare_of_process(self, batch: SampleBatch | None) -> RowNoise | None:
         """Return the noise of this process's rows, if the group shares out the rows of a batch."""
         group = self.process_group
         if batch is None or group is None or not group.splits_rows or "seq_lens" in batch:
             return None
-        begin, end = _share(batch.count, group.rank, group.size)
+        begin, end = share_of_process(batch.count, group.rank, group.size)
         return RowNoise(self.rng, begin, end, batch.count)
 
     def _follow_last_process(self, batch: SampleBatch | None) -> None:
@@ -385,11 +387,13 @@ class TorchLearner:
             )
         if isinstance(gradients, torch.Tensor):
             gradients = gradients.detach().float().cpu().numpy()
+        with np.errstate(over="ignore"):  # a large number becomes infinite, and is refused
+            gradients = np.array(gradients, np.float32)
         norm = float(np.linalg.norm(gradients))
         if not np.isfinite(norm):
             self.refuse_gradient()
             return
-        flat.gradient.copy_(torch.from_numpy(np.array(gradients)))
+        flat.gradient.copy_(torch.from_numpy(gradients))
         self.step(norm)
 
     def refuse_gradient(self) -> None:
@@ -502,6 +506,7 @@ class TorchLearner:
             for optimizer in self.optimizers
         ]
         return {
+            "optimizer_types": self._optimizer_types(),
             "optimizers": optimizers,
             "lrs": [[group["lr"] for group in o.param_groups] for o in self.optimizers],
             "initial_lrs": self._initial_lrs,
@@ -511,6 +516,9 @@ class TorchLearner:
             "rng": stream_state(self.rng),
         }
 
+    def _optimizer_types(self) -> list[str]:
+        return [type(optimizer).__name__ for optimizer in self.optimizers]
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state. Learning rates that were created with another value keep the new one.
 
@@ -519,13 +527,25 @@ class TorchLearner:
             ValueError: it is the state of other optimizers.
         """
         check_own_state(self, state)
+        types, groups = self._optimizer_types(), [len(rates) for rates in self._initial_lrs]
+        if types != state["optimizer_types"]:
+            raise ValueError(
+                f"the state has the optimizers {', '.join(state['optimizer_types'])}, this policy "
+                f"has {', '.join(types)}"
+            )
+        saved_groups = [len(rates) for rates in state["lrs"]]
+        if groups != saved_groups:
+            raise ValueError(
+                f"the optimizers of the state have {saved_groups} parameter groups, those of this "
+                f"policy {groups}"
+            )
         saved = zip(self.optimizers, state["optimizers"], strict=True)
         for i, (optimizer, slots) in enumerate(saved):
             whole = optimizer.state_dict()
             parameters = [p for group in optimizer.param_groups for p in group.get("params", ())]
             whole["state"] = {
                 int(index): {
-                    name: _with_layout_of(parameters, int(index), v)
+                    name: with_layout_of(parameters, int(index), v)
                     if isinstance(v, np.ndarray)
                     else v
                     for name, v in slot.items()
@@ -535,9 +555,8 @@ class TorchLearner:
             try:
                 optimizer.load_state_dict(whole)
             except (KeyError, TypeError, RuntimeError) as error:
-                kind = type(optimizer).__name__
                 raise ValueError(
-                    f"the state does not fit optimizer {i}, a {kind}: {error}"
+                    f"the state does not fit optimizer {i} ({types[i]}): {error}"
                 ) from error
             rates = zip(self._initial_lrs[i], state["initial_lrs"][i], state["lrs"][i], strict=True)
             for group, (initial, saved_initial, rate) in zip(
@@ -579,20 +598,3 @@ def _may_draw(module: nn.Module) -> bool:
     if type(module) in _LAYERS:
         return bool(getattr(module, "dropout", 0.0))  # of recurrent layers
     return not type(module).__module__.startswith("flowrl.")
-
-
-def _with_layout_of(
-    parameters: Sequence[torch.Tensor], index: int, array: np.ndarray
-) -> torch.Tensor:
-    """Return a copy of an array with the memory layout of the parameter with this index, which
-    torch's fused optimizers need; parameters are stored transposed, see FlatParameters."""
-    tensor = torch.from_numpy(np.array(array))
-    if index >= len(parameters) or parameters[index].shape != tensor.shape:
-        return tensor
-    return torch.empty_like(parameters[index].data, dtype=tensor.dtype, device="cpu").copy_(tensor)
-
-
-def _share(count: int, rank: int, num_processes: int) -> tuple[int, int]:
-    """Return the begin and the end of the part of `count` items that one of several processes
-    takes."""
-    return count * rank // num_processes, count * (rank + 1) // num_processes
