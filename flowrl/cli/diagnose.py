@@ -45,7 +45,10 @@ def _why_not_measured(run_dir: Path) -> str:
         return "its setting monitor is off"
     results = run_dir / "result.json"
     if results.exists() and results.stat().st_size:
-        return "its plan has run for less than two seconds: train for ten seconds or more"
+        return (
+            "it ended less than two seconds after its first fragment, with which measuring begins: "
+            "train longer, or use a smaller train_batch_size"
+        )
     return (
         "its first result is not complete (if an environment hangs, set env_step_timeout_s), or it "
         "ended before"

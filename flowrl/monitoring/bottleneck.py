@@ -81,10 +81,9 @@ def _sampling(activity: Activity, facts: PlanFacts) -> Finding | None:
         return None
     part = min(parts[cause] / of_workers, 1.0)
     time_of = "the workers' time" if facts.num_workers else "the sampling time"
-    can_add = facts.num_workers < facts.num_cores or any(
-        worker.waits_for_env for worker in activity.workers
-    )
-    what, remedy = _describe(cause, facts, can_add)
+    waits = any(worker.waits_for_env for worker in activity.workers)
+    can_add = facts.num_workers < facts.num_cores or waits
+    what, remedy = _describe(cause, facts, can_add, waits)
     if what.startswith(LEARNING_ON_SHARDS):
         text = f"Training limits this run: {what} takes {part:.0%} of the workers' time"
         return _training_finding(text, what, share, facts, draws=facts.replay is not None)
@@ -101,7 +100,9 @@ def _sampling_share(activity: Activity, facts: PlanFacts) -> float:
     """Return the share of the time that the plan depends on sampling."""
     shares = [worker.busy for worker in activity.workers]
     if not facts.num_workers:
-        return max(shares, default=0.0)
+        # the stage counts its time continuously, the worker when a fragment ends
+        stages = [stage.busy for stage in activity.stages_of("sampling")]
+        return max(stages, default=0.0) or max(shares, default=0.0)
     asynchronous = any(stage.name == "gather_async" for stage in activity.stages_of("sampling"))
     if asynchronous or facts.queue_size is not None:  # sampling and learning overlap
         return min(sum(shares) / facts.num_workers, 1.0)
@@ -139,13 +140,19 @@ def _parts(activity: Activity) -> dict[str, float]:
     return total
 
 
-def _describe(cause: str, facts: PlanFacts, can_add_workers: bool) -> tuple[str, str]:
+def _describe(
+    cause: str, facts: PlanFacts, can_add_workers: bool, waits_for_env: bool
+) -> tuple[str, str]:
     """Return the name of a part of sampling, and a remedy."""
     kind, _, name = cause.partition(":")
     more = "Use more environments per worker (num_envs_per_worker)"
     workers = "add workers (num_workers)" if can_add_workers else "use a machine with more cores"
+    parallel = 'step environments in parallel (vectorization_mode="async"), '
     return {
-        "env_step": ("env.step", f"Make it faster, or {workers}."),
+        "env_step": (
+            "env.step",
+            f"Make it faster, {parallel if waits_for_env else ''}or {workers}.",
+        ),
         "reset": ("env.reset", f"Make it faster, use longer episodes, or {workers}."),
         "inference": ("computing actions", f"{more}, a smaller model, or {workers}."),
         "postprocessing": (
@@ -371,7 +378,10 @@ def _operator(stage: StageActivity) -> Finding:
     """Describe another operator in this process."""
     remedy = "Larger batches or fragments make it take less."
     if stage.is_own:
-        remedy = "Make it faster, or run it on the shards or in tasks (max_concurrency)."
+        remedy = (
+            "Make it faster, run it on the workers, or in Ray tasks (for_each(fn, "
+            "max_concurrency=2))."
+        )
     return Finding(
         "operator",
         stage.name,

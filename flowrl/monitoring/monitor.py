@@ -140,7 +140,8 @@ class Monitor:
             return
         window = activity_between(self._snapshots[0], snapshot)
         added = self._growth_bytes()
-        if not window.has_finished_work:  # fragments or updates take longer than the window
+        has_sampled = not window.workers or any(worker.fragments for worker in window.workers)
+        if not window.has_finished_work or not has_sampled:  # these take longer than the window
             assert self._first is not None
             window = activity_between(self._first, snapshot)
             added = 0.0  # of this longer window, it is not known
@@ -176,6 +177,9 @@ class Monitor:
             if has_old and snapshot.time < self._resumed_at + WINDOW_S:
                 return False
             self._first = snapshot
+        if not self._snapshots and self._worked_at is None:  # the plan waited for this fragment
+            waited = snapshot.clock - self._first.clock
+            self._longest_wait_s = max(self._longest_wait_s, waited)
         return True
 
     def _stalled_s(self, last: Snapshot, snapshot: Snapshot) -> float:

@@ -63,9 +63,11 @@ def estimate(
 
     Returns:
         by method: `v_behavior`, the mean discounted return of the recorded episodes, and
-        `v_behavior_std` over the episodes; `v_target`, the estimate, and `v_target_std`; `v_gain`,
-        v_target / v_behavior (nan if the latter is 0); `v_delta`, v_target - v_behavior; `ess`, the
-        effective sample size in episodes (Kong 1992), from the weights of whole episodes;
+        `v_behavior_std` over the episodes; `v_target`, the estimate, and `v_target_std`, the
+        standard deviation of the weighted returns of the episodes (not the standard error of
+        `v_target`); `v_gain`, v_target / v_behavior (nan if the latter is 0); `v_delta`, v_target -
+        v_behavior; `ess`, the effective sample size in episodes (Kong 1992), from the weights of
+        whole episodes;
         `num_episodes` and `num_episodes_left_out`, the number of incomplete ones.
 
     Raises:

@@ -53,6 +53,8 @@ def rows_for_policy(rows: SampleBatch, policy: Policy, is_normalized: bool = Fal
             problem = str(error)
         else:
             return rows.with_columns(**converted)
+    if "is forbidden by its" in problem:
+        raise OfflineDataError(f"the recorded {problem}")
     raise OfflineDataError(
         f"the rows do not fit the spaces of the policy: {problem}. These are the spaces of env or, "
         "without one, observation_space and action_space"

@@ -50,6 +50,7 @@ class EnvSampler(ABC):
         self._begin_fragment()
         if not self._has_open_episodes:
             self._start()
+            self.timings["env_step_s"] += time.perf_counter() - started  # resets of environments
         self._has_open_episodes = False  # until the fragment is complete
         self._roll(min_steps)
         rolled, inference_s = time.perf_counter(), self.timings["inference_s"]

@@ -69,6 +69,10 @@ def test_remedy_depends_on_the_processors_in_use(num_workers, cpu_s, remedy):
     workers = [worker(usage={"cpu_s": cpu_s})]
     found = first(activity(WAITING, workers=workers), facts(num_workers=num_workers))
     assert remedy in found.text
+    seconds = {"sample_s": 9.0, "env_step_s": 8.0}
+    workers = [worker(usage={"cpu_s": cpu_s}, seconds=seconds)]
+    found = first(activity(WAITING, workers=workers), facts(num_workers=num_workers))
+    assert ('vectorization_mode="async"' in found.text) == (cpu_s < 2.0)
 
 
 @pytest.mark.parametrize(
@@ -603,6 +607,12 @@ class Pausing(gym.Env):
         return np.zeros(2, np.float32), 1.0, self.steps % 20 == 0, False, {}
 
 
+class SlowPausing(Pausing):
+    def step(self, action):
+        time.sleep(0.004)
+        return super().step(action)
+
+
 class PausingOperator:
     def __call__(self, batch):
         self.calls = getattr(self, "calls", 0) + 1
@@ -648,6 +658,46 @@ def test_hanging_environment_is_diagnosed(activities):
 def test_time_in_an_operator_is_no_hanging_environment(activities):
     seen = activities(None, PausingOperator())
     assert max(one.stalled_s for one in seen) < 3.0  # the operator takes 4 s
+
+
+@pytest.mark.slow
+def test_fragments_that_take_longer_than_the_window_are_sampling(monkeypatch):
+    monkeypatch.setattr("flowrl.monitoring.monitor.INTERVAL_S", 0.1)
+    monkeypatch.setattr("flowrl.monitoring.monitor.WINDOW_S", 0.5)
+
+    def sleep(batch):
+        time.sleep(0.1)
+        return batch
+
+    def plan(workers, config):
+        batches = ParallelRollouts(workers).for_each(sleep)
+        return StandardMetricsReporting(batches, workers, config)
+
+    seen = []
+    config = PPOConfig(
+        env=SlowPausing, env_config={"slow_step": None}, rollout_fragment_length=200, seed=0
+    )
+    with config.build(plan=plan) as algorithm:
+        algorithm.monitor.listeners.append(seen.append)
+        for _ in range(5):
+            algorithm.train()
+    assert len(seen) > 10
+    assert not any(one.stalled_s for one in seen)
+    texts = [one.diagnosis for one in seen[5:]]
+    wrong = [text for text in texts if "env.step takes" not in text]
+    assert not wrong
+
+
+def test_first_resets_are_steps_of_environments():
+    class SlowReset(Pausing):
+        def reset(self, *, seed=None, options=None):
+            time.sleep(0.05)
+            return super().reset(seed=seed, options=options)
+
+    config = PPOConfig(env=SlowReset, env_config={"slow_step": None}, **SMALL)
+    with config.build() as algorithm:
+        timers = algorithm.train()["timers"]
+    assert timers["sampler_env_step_s"] >= timers["sampler_reset_s"] >= 0.1
 
 
 def test_workers_are_measured_after_a_pause_once_they_have_returned_fragments():
