@@ -67,6 +67,8 @@ def _explain(cls: type[Settings], error: ValidationError) -> str:
         else:
             message = problem["msg"].removeprefix("Value error, ")
             message = message[:1].lower() + message[1:]
+            if problem["type"].startswith("greater_than") and _may_be_none(cls, problem["loc"]):
+                message += ", or None"
             got = f" (got {problem['input']!r})"
             branches = alternatives.setdefault((path, got), [])
             if branches:
@@ -75,6 +77,12 @@ def _explain(cls: type[Settings], error: ValidationError) -> str:
             branches.append(message)
             lines.append(f"{path}: {', or '.join(branches)}{got}")
     return "; ".join(dict.fromkeys(lines))
+
+
+def _may_be_none(cls: type[Settings], path: tuple[Any, ...]) -> bool:
+    """Return whether the setting of cls at a path of pydantic may be None."""
+    field = cls.model_fields.get(path[0]) if path and isinstance(path[0], str) else None
+    return field is not None and type(None) in get_args(field.annotation)
 
 
 def within_record(path: str, message: str) -> str:

@@ -649,3 +649,10 @@ def test_evaluation_without_a_horizon_has_no_soft_one():
     config.check()
     settings = evaluation_settings(config)
     assert (settings.horizon, settings.soft_horizon) == (None, False)
+
+
+def test_message_of_a_number_says_that_none_is_possible():
+    with pytest.raises(ConfigError, match=r"greater than or equal to 1, or None \(got 0\)"):
+        PPOConfig(evaluation_interval=0)
+    with pytest.raises(ConfigError, match=r"greater than or equal to 0 \(got -1\)"):
+        PPOConfig(num_workers=-1)
