@@ -134,6 +134,22 @@ def without_dashboard() -> Iterator[None]:
             setattr(node, name, method)
 
 
+@contextmanager
+def without_sigterm_handler() -> Iterator[None]:
+    """Let `ray.init` set no handler of SIGTERM in this context.
+
+    Ray's would raise SystemExit in the middle of its start, after which the process ends with a
+    segmentation fault. Replaces `ray._private.utils.set_sigterm_handler`.
+    """
+    utils: Any = importlib.import_module("ray._private.utils")
+    set_handler = utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = set_handler
+
+
 def captures_child_tasks() -> bool:
     """Return whether actors that this process starts belong to its placement group.
 

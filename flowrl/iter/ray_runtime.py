@@ -15,7 +15,12 @@ from types import ModuleType
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.iter.private_api import fast_reconnection, kill_ray_processes, without_dashboard
+from flowrl.iter.private_api import (
+    fast_reconnection,
+    kill_ray_processes,
+    without_dashboard,
+    without_sigterm_handler,
+)
 from flowrl.iter.ray_health import is_ray_lost, watch_ray
 
 REACH_TIMEOUT_S = 10.0  # to connect to the address of a cluster
@@ -150,23 +155,27 @@ def _warn_of_other_address(address: str | None) -> None:
 
 @contextmanager
 def _kept_sigterm_handler() -> Iterator[None]:
-    """Keep the handler of SIGTERM, which `ray.init` replaces by one that exits at once.
+    """Keep this process's handler of SIGTERM, which `ray.init` would replace by one that exits.
 
     Without a handler, Ray's stays: it ends Ray's processes before this one.
     """
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
+    handler: Any = signal.getsignal(signal.SIGTERM)
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or handler in (None, signal.SIG_DFL):
         yield
-    except SystemExit as error:  # Ray's handler, while Ray starts
-        if error.code == signal.SIGTERM:
-            signal.alarm(0)  # Ray's C++ handler has set one that aborts this process after 3 s
-            if callable(handler):
-                handler(signal.SIGTERM, None)
-        raise
+        return
+
+    def handle(signal_number: int, frame: Any) -> None:
+        signal.alarm(0)  # Ray's C++ handler has set one that aborts this process after 3 s
+        if callable(handler):
+            handler(signal_number, frame)
+
+    signal.signal(signal.SIGTERM, handle)
+    try:
+        with without_sigterm_handler():
+            yield
     finally:
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and handler not in (None, signal.SIG_DFL):
-            signal.signal(signal.SIGTERM, handler)
+        signal.signal(signal.SIGTERM, handler)
 
 
 def leave_ray() -> None:

@@ -1,7 +1,9 @@
 """The private interfaces of Python and Ray that the engine uses exist and behave as expected."""
 
+import inspect
 import os
 import queue
+import signal
 import threading
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from flowrl.iter.private_api import (
     ray_sockets,
     restore_items,
     without_dashboard,
+    without_sigterm_handler,
 )
 
 
@@ -121,3 +124,16 @@ def test_cluster_without_a_dashboard_has_only_the_processes_that_it_needs(ray_se
     started = ray_session._private.worker._global_node.all_processes
     assert {"gcs_server", "raylet"} <= set(started)
     assert {"dashboard", "monitor"}.isdisjoint(started)
+
+
+def test_ray_sets_its_sigterm_handler_by_the_function_that_is_replaced():
+    import ray._private.node
+    import ray._private.utils
+    import ray._private.worker
+
+    before = signal.getsignal(signal.SIGTERM)
+    with without_sigterm_handler():
+        ray._private.utils.set_sigterm_handler(lambda *args: None)
+    assert signal.getsignal(signal.SIGTERM) == before
+    for module in (ray._private.node, ray._private.worker):
+        assert "ray._private.utils.set_sigterm_handler(" in inspect.getsource(module)
