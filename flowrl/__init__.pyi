@@ -63,7 +63,7 @@ class _ModelConfig(TypedDict, total=False):
     free_log_std: bool
     """For a Box of continuous actions, make the log standard deviation a parameter instead of an output; in Dict and Tuple spaces it is always an output."""
     initial_log_std: float
-    """Initial value of this parameter; bounded actions are normalized to [-1, 1]."""
+    """Initial log standard deviation of continuous actions, with `free_log_std`; bounded actions are normalized to [-1, 1]."""
     num_framestacks: int
     """Number of latest observations that the network sees at once."""
     matrix_products: Literal["auto", "numpy", "torch"]
@@ -99,7 +99,7 @@ class _ModelConfig(TypedDict, total=False):
     attention_num_heads: int
     """Attention heads per unit."""
     attention_head_dim: int
-    """Size of each head."""
+    """Size of each attention head."""
     attention_memory: int
     """Number of earlier rows that each row attends to."""
     attention_position_wise_mlp_dim: int
@@ -124,13 +124,13 @@ class _ExplorationConfig(TypedDict, total=False):
     random_timesteps: int
     """Env steps of random actions at the start."""
     epsilon: float | collections.abc.Sequence[list[Any] | tuple[Any, ...]] | dict[str, float | str]
-    """EpsilonGreedy: share of random actions."""
+    """EpsilonGreedy: share of random actions, a number or a schedule as for `lr`."""
     epsilon_base: float
     """PerWorkerEpsilonGreedy: worker i = 1 … N explores with epsilon_base ** (1 + (i - 1) / (N - 1) * epsilon_exponent) (Horgan et al. 2018)."""
     epsilon_exponent: float
     """PerWorkerEpsilonGreedy: exponent of the spread of epsilon over workers; 0 makes all equal."""
     scale: float | collections.abc.Sequence[list[Any] | tuple[Any, ...]] | dict[str, float | str]
-    """Standard deviation of GaussianNoise, for actions in [-1, 1]; of OrnsteinUhlenbeckNoise, the standard deviation of the change per step."""
+    """Standard deviation of GaussianNoise, for actions in [-1, 1]; of OrnsteinUhlenbeckNoise, the standard deviation of the change per step. A number or a schedule as for `lr`."""
     ou_theta: float
     """OrnsteinUhlenbeckNoise: rate at which the noise returns to 0, per step."""
 
@@ -160,7 +160,7 @@ class _AlgorithmConfigEnvironment(TypedDict, total=False):
     atari: flowrl.envs.atari.AtariSettings | _AtariSettings | None
     """Preprocessing of Atari games (ids ALE/… and …NoFrameskip-v4); None uses their frames as they are. Other environments are not affected."""
     vectorization_mode: Literal["flowrl", "sync", "async", "vector_entry_point", "envpool"]
-    """How a worker steps several environments: one after the other ("flowrl"); at the same time, each in its own process, for slow ones ("async"); as a vector environment that Gymnasium ("sync", "vector_entry_point") or EnvPool ("envpool") creates."""
+    """How a worker steps several environments: one after the other ("flowrl"); at the same time, each in its own process, for slow ones ("async"); as a vector environment of Gymnasium ("sync": SyncVectorEnv; "vector_entry_point": the environment's own) or of EnvPool ("envpool")."""
     env: str | builtins.type | collections.abc.Callable[..., typing.Any] | None
     """Environment: a gymnasium id, a registered name, a class, an environment (copies of it are stepped, never itself, each with its own random numbers), or a function, which may take an EnvContext or `env_config` as keyword arguments."""
 
@@ -188,13 +188,13 @@ class _AlgorithmConfigRollouts(TypedDict, total=False):
     no_done_at_end: bool
     """Do not mark the ends of episodes, so that values are bootstrapped there; environments are reset as usual."""
     sample_async: bool
-    """Sample in a thread of the worker, up to two fragments ahead."""
+    """Sample in a thread of the worker, up to two fragments ahead, so that workers do not wait for the driver. Not with `env_step_timeout_s`."""
     sample_collector: type[flowrl.sampling.sample_collector.SampleCollector] | None
     """A SampleCollector class that gets the rows one by one; None samples in columns."""
     on_invalid_step: Literal["warn", "raise", "drop", "replace"]
     """What to do with observations and rewards that are not finite or outside their space. "raise" raises an error; "drop" drops the episode's rows of this fragment and recreates the environment; "replace" replaces non-finite numbers by 0 and clips the others to the space. "warn" is like "raise", but keeps finite observations outside the bounds of a Box, with one warning per worker."""
     clip_rewards: bool | float | None
-    """Learn from the sign of rewards (True), or from rewards clipped to ± a number, after `normalize_rewards`. None uses the sign for preprocessed Atari games without that setting. Reported returns are sums of unclipped rewards."""
+    """True learns from the sign of rewards; a number clips rewards to ± this number, after `normalize_rewards`. None is True for preprocessed Atari games without `normalize_rewards`, otherwise False. Reported returns are sums of unclipped rewards."""
     collect_infos: bool
     """Build the column `infos` and send it with each fragment; if False, it is built or fetched when it is read."""
 
@@ -202,17 +202,17 @@ class _AlgorithmConfigTraining(TypedDict, total=False):
     gamma: float
     """Discount per env step."""
     lr: float | collections.abc.Sequence[list[Any] | tuple[Any, ...]] | dict[str, float | str]
-    """Learning rate: a number, or a schedule [[step, value], …], linear in between. Steps are env steps, or percentages of `total_timesteps`: [["0%", 1e-3], ["100%", 0]] (as a flag: step, value, step, value …)."""
+    """Learning rate: a number, or a schedule [[step, value], …], linear in between. Steps are env steps, or percentages of `total_timesteps`: [["0%", 1e-3], ["100%", 0]] (as a flag: step, value, step, value …). {"initial": 1e-3, "decay": 0.9, "steps": 10_000} multiplies by 0.9 every 10,000 env steps."""
     total_timesteps: int | None
     """Env steps of the whole training, which schedules in percent follow. On the command line, the default is the value of `--stop-timesteps`, and a run without another limit stops after `total_timesteps`. A resumed run may have a larger value."""
     adam_epsilon: float
-    """Epsilon of the Adam optimizer."""
+    """Added to the denominator of Adam's update; larger values damp the steps of parameters with small gradients."""
     grad_clip: float | None
     """Maximum gradient norm, or absolute value with `grad_clip_by="value"`; None does not clip."""
     grad_clip_by: Literal["global_norm", "norm", "value"]
     """Clip the norm of all gradients together, the norm of each parameter's gradient, or each number."""
     microbatch_size: int
-    """Rows whose gradient is computed at once; larger updates average the gradients of their parts. 0 computes all rows at once. With `standardize_advantages`, and with MARWIL, the advantages of each part are normalized by themselves. IMPALA and APPO cut only between trajectories."""
+    """Rows whose gradient is computed at once; larger updates average the gradients of their parts. 0 computes all rows at once. With `standardize_advantages`, and with MARWIL, the advantages of each part are normalized by themselves. IMPALA and APPO cut only between segments. Set it if the GPU runs out of memory."""
     on_nonfinite_update: Literal["raise", "skip"]
     """If a loss or gradient is not finite: raise an error, or skip the update and count it in `num_skipped_updates`. Either way the weights do not change."""
     model: flowrl.policies.config.ModelConfig | _ModelConfig
@@ -228,7 +228,7 @@ class _AlgorithmConfigTraining(TypedDict, total=False):
 
 class _AlgorithmConfigMultiAgent(TypedDict, total=False):
     count_steps_by: Literal["env_steps", "agent_steps"]
-    """Unit of the train batch size, and of the fragment length with several agents."""
+    """Unit of `train_batch_size` and, with several agents, of `rollout_fragment_length`: "env_steps" counts one step of an environment once, "agent_steps" each agent's row."""
     policies: Any
     """Policy id -> PolicySpec, or a collection of ids; None for one default policy."""
     policy_mapping_fn: collections.abc.Callable[..., str] | None
@@ -290,7 +290,7 @@ class _AlgorithmConfigCheckpointing(TypedDict, total=False):
     checkpoint_score_attribute: str | None
     """Metric of the results, such as episode_reward_mean; the checkpoint with its best value is also kept. With a metric of evaluations, such as evaluation/episode_reward_mean, a run writes a checkpoint after each evaluation."""
     checkpoint_score_order: Literal["max", "min"]
-    """Whether the largest or the smallest value is the best."""
+    """Whether the best checkpoint has the largest ("max") or the smallest ("min") `checkpoint_score_attribute`."""
 
 class _AlgorithmConfigResources(TypedDict, total=False):
     num_cpus_per_worker: float
@@ -300,7 +300,7 @@ class _AlgorithmConfigResources(TypedDict, total=False):
     custom_resources_per_worker: dict[str, float]
     """Custom cluster resources that each worker takes: name -> amount."""
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] | None
-    """Reserve resources for all workers together, on few nodes or on many (see Ray's placement groups). None places each worker wherever there is room."""
+    """Reserve resources for all workers together: "PACK" on few nodes and "SPREAD" on many, if possible; "STRICT_PACK" and "STRICT_SPREAD" require it (see Ray's placement groups). None places each worker wherever there is room."""
     num_threads_per_process: int | Literal["auto"] | None
     """Threads of torch in this process and on each worker, limited when the algorithm or the worker is built; numpy's BLAS then has one. "auto" is 1; for networks with convolutions, this process has as many as there are cores that no worker uses, at most OMP_NUM_THREADS. With "auto" and a free core, two threads share each large update of SAC, TD3 and DDPG. None changes nothing."""
     address: str | None
@@ -316,17 +316,17 @@ class _AlgorithmConfigFaultTolerance(TypedDict, total=False):
     max_worker_memory_mb: int | None
     """Resident memory of a worker's process, in megabytes (2^20 bytes), above which it is replaced after its current fragment, for environments that leak memory; None for no limit. Its episodes start again."""
     max_num_env_restarts: int
-    """Consecutive failures of one environment after which its error stops the run. The limit is 100 times as large for failures after step 100 of an episode, except for timeouts and for failures at the same step as the last one. A completed episode resets the counts; a completed fragment, too, unless the next failure is at the same step as the last one."""
+    """Consecutive failures of one environment after which its error stops the run; raise it for an unreliable simulator. For failures after step 100 of an episode, the limit is 100 times as large, except for timeouts and for failures at the same step as the previous one. A completed episode resets the counts; a completed fragment, too, unless the next failure is at that step."""
     env_step_timeout_s: float | None
     """Seconds that a step of one environment may take. A longer step is a failure of the environment, which is created again. The limit interrupts only the main thread, and only calls that react to signals; use `sample_timeout_s` for other calls."""
     env_reset_timeout_s: float | None
     """Seconds that a reset of one environment may take; see `env_step_timeout_s`."""
     max_num_worker_restarts: int
-    """Restarts of one worker, after which it counts as failed."""
+    """Restarts of one worker, after which it counts as failed. It also counts as failed after three consecutive deaths with the same error."""
     delay_between_worker_restarts_s: float
     """Seconds before a dead worker is replaced; doubles with each consecutive death, up to 30."""
     sample_timeout_s: float | None
-    """Seconds without a fragment after which a worker counts as hanging and is replaced."""
+    """Seconds without a fragment after which a remote worker counts as hanging and is replaced; its first fragment may take 60 s longer. None waits without limit."""
 
 class _AlgorithmConfigCallbacks(TypedDict, total=False):
     callbacks_class: type[flowrl.sampling.callbacks.DefaultCallbacks] | None
@@ -336,7 +336,7 @@ class _AlgorithmConfigReporting(TypedDict, total=False):
     min_time_s_per_iteration: float | None
     """Minimum seconds between reports; None ignores time, so that the reports of seeded runs are reproducible."""
     min_sample_timesteps_per_iteration: int
-    """Minimum env steps between reports."""
+    """Minimum env steps between reports. 0 with `min_time_s_per_iteration=None` reports every item of the plan."""
     metrics_num_episodes_for_smoothing: int
     """Number of most recent episodes that episode statistics are computed over."""
     monitor: bool
@@ -378,7 +378,7 @@ class _A3CConfigRollouts(_AlgorithmConfigRollouts, total=False):
 
 class _A3CConfigTraining(_OnPolicyConfigTraining, total=False):
     train_batch_size: int
-    """Env steps of one round of all workers if `rollout_fragment_length` is "auto"."""
+    """Env steps of one round of all workers. Used only with `rollout_fragment_length="auto"`; A3C has no train batches."""
     max_requests_in_flight_per_worker: int
     """Gradient requests in flight per worker. With 2, a worker does not wait for the update with its last gradient; its next gradient is computed with weights that lack this update."""
     max_policy_lag: int | None
@@ -388,11 +388,11 @@ class _A3CConfigTraining(_OnPolicyConfigTraining, total=False):
 
 class _AsyncLearnerConfigTraining(_AlgorithmConfigTraining, total=False):
     max_requests_in_flight_per_worker: int
-    """Sample requests in flight per worker."""
+    """Sample requests in flight per worker. With 2, a worker samples while its previous fragment is processed; with 1, it waits, and the policy lag is lower."""
     learner_queue_size: int
     """Maximum number of train batches that wait in the learner's queue."""
     minibatch_buffer_size: int
-    """Train batches that the learner alternates between while it uses each `num_sgd_iter` times."""
+    """Number of train batches over which the learner interleaves its passes. Above 1, it needs `num_sgd_iter` above 1."""
     num_learners: int
     """Number of Ray actors that each learn from a part of every train batch; 0 learns in a thread of the driver."""
     num_gpus: int
@@ -480,7 +480,7 @@ class _VTraceConfigTraining(_AsyncLearnerConfigTraining, total=False):
     replay_proportion: float
     """Replayed fragments per new fragment; fractions accumulate."""
     replay_buffer_num_slots: int
-    """Capacity of the buffer of fragments to replay, in fragments."""
+    """Capacity of the buffer of fragments to replay, in fragments; needed with `replay_proportion`."""
 
 class _APPOConfigTraining(_VTraceConfigTraining, total=False):
     clip_param: (
@@ -607,6 +607,10 @@ class _PPOConfigTraining(_OnPolicyConfigTraining, total=False):
 class _DDPPOConfigRollouts(_AlgorithmConfigRollouts, total=False):
     rollout_fragment_length: int | Literal["auto"]
     """Env steps of each environment per round; "auto" makes one round of all workers a train batch."""
+
+class _DDPPOConfigTraining(_PPOConfigTraining, total=False):
+    sgd_minibatch_size: int
+    """Rows of each worker per update, so an update uses `num_workers` times as many; 0 makes one update of the whole fragment. The last minibatch may be smaller. Minibatches of sequences consist of whole ones, with at least this many rows."""
 
 class _R2D2ConfigRollouts(_AlgorithmConfigRollouts, total=False):
     rollout_fragment_length: int | Literal["auto"]
@@ -813,7 +817,7 @@ class DDPG(_DDPG):
     config: DDPGConfig
     def __init__(self, env_or_config: Any = None, **settings: Unpack[_DDPGSettings]) -> None: ...
 
-class _DDPPOSettings(_DDPPOConfigRollouts, _PPOConfigTraining, _Settings):
+class _DDPPOSettings(_DDPPOConfigRollouts, _DDPPOConfigTraining, _Settings):
     pass
 
 class DDPPOConfig(_Methods, _DDPPOConfig):
@@ -821,7 +825,7 @@ class DDPPOConfig(_Methods, _DDPPOConfig):
     def __init__(self, **settings: Unpack[_DDPPOSettings]) -> None: ...
     def rollouts(self, **settings: Unpack[_DDPPOConfigRollouts]) -> Self:
         """Set how workers sample."""
-    def training(self, **settings: Unpack[_PPOConfigTraining]) -> Self:
+    def training(self, **settings: Unpack[_DDPPOConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
     def build(self, plan: _PlanSource | None = None) -> DDPPO: ...
     def updated(self, **changes: Unpack[_DDPPOSettings]) -> Self:

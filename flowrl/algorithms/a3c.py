@@ -27,7 +27,8 @@ class A3CConfig(A2CConfig):
     rollout_fragment_length: Count | Literal["auto"] = 20
     """Env steps of each environment per gradient (t_max in the paper)."""
     train_batch_size: Count = 160
-    """Env steps of one round of all workers if `rollout_fragment_length` is "auto"."""
+    """Env steps of one round of all workers. Used only with `rollout_fragment_length="auto"`; A3C
+    has no train batches."""
     max_requests_in_flight_per_worker: Annotated[Count, Field(le=1000)] = 2
     """Gradient requests in flight per worker. With 2, a worker does not wait for the update with
     its last gradient; its next gradient is computed with weights that lack this update."""

@@ -16,11 +16,13 @@ class AsyncLearnerConfig(AlgorithmConfig):
     """Settings of the algorithms with asynchronous workers and a learner thread."""
 
     max_requests_in_flight_per_worker: Annotated[Count, Field(le=1000)] = 2
-    """Sample requests in flight per worker."""
+    """Sample requests in flight per worker. With 2, a worker samples while its previous fragment is
+    processed; with 1, it waits, and the policy lag is lower."""
     learner_queue_size: Count = 2
     """Maximum number of train batches that wait in the learner's queue."""
     minibatch_buffer_size: Count = 1
-    """Train batches that the learner alternates between while it uses each `num_sgd_iter` times."""
+    """Number of train batches over which the learner interleaves its passes. Above 1, it needs
+    `num_sgd_iter` above 1."""
     num_learners: NonNegativeInt = 0
     """Number of Ray actors that each learn from a part of every train batch; 0 learns in a thread
     of the driver."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal, Self
 
 from flowrl.algorithms.ppo import PPO, PPOConfig, PPOTorchPolicy
-from flowrl.settings import Count, check_of_settings
+from flowrl.settings import Count, NonNegativeInt, check_of_settings
 from flowrl.trainer.algorithm import PolicyClass
 from flowrl.trainer.config import PlanSetting, PlanSource, check_device_of_workers
 
@@ -22,6 +22,11 @@ class DDPPOConfig(PPOConfig):
     rollout_fragment_length: Count | Literal["auto"] = "auto"
     """Env steps of each environment per round; "auto" makes one round of all workers a train
     batch."""
+
+    sgd_minibatch_size: NonNegativeInt = 128
+    """Rows of each worker per update, so an update uses `num_workers` times as many; 0 makes one
+    update of the whole fragment. The last minibatch may be smaller. Minibatches of sequences
+    consist of whole ones, with at least this many rows."""
 
     @check_of_settings
     def _check_microbatches(self) -> Self:

@@ -64,7 +64,8 @@ class VTraceConfig(AsyncLearnerConfig):
     replay_proportion: NonNegative = 0.0
     """Replayed fragments per new fragment; fractions accumulate."""
     replay_buffer_num_slots: NonNegativeInt = 0
-    """Capacity of the buffer of fragments to replay, in fragments."""
+    """Capacity of the buffer of fragments to replay, in fragments; needed with
+    `replay_proportion`."""
 
     def staleness(self) -> dict[str, Any]:
         """Return the options of ParallelRollouts that limit the policy lag of fragments."""

@@ -64,8 +64,8 @@ def record_computation(gradients: Gradients) -> None:
 
 @dataclass(repr=False)
 class ComputeGradientsOnWorker:
-    """for_each on the shards, fragment -> Gradients: compute them on the worker that sampled the
-    fragment."""
+    """for_each on the shards, fragment -> Gradients: compute the gradients on the worker that
+    sampled the fragment."""
 
     chained_with: ClassVar[str] = "for_each"
 
@@ -151,7 +151,8 @@ class AsyncGradients(LocalIterator[Gradients]):
 
 
 class CountGradients(CountRollouts):
-    """for_each, (sources, Gradients) -> Gradients: count the fragments that they come from.
+    """for_each, (sources, Gradients) -> Gradients: count the fragments that the gradients
+    come from.
 
     Times `grad_wait` and `compute_grads`.
     """
@@ -168,7 +169,8 @@ class CountGradients(CountRollouts):
 
 
 class AverageGradients:
-    """for_each, list of Gradients -> Gradients: their mean, weighted by numbers of rows.
+    """for_each, list of Gradients -> Gradients: average the gradients, weighted by their
+    numbers of rows.
 
     This is the gradient of the mean loss over all the rows.
 

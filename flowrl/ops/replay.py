@@ -22,7 +22,7 @@ from flowrl.state_schema import Fields, StateError, check_own_state
 
 
 class StoreToReplayBuffer:
-    """for_each, batch -> the same batch: store it in a replay buffer.
+    """for_each, batch -> the same batch: store the batch in a replay buffer.
 
     In a plan with Concurrently that also draws from the buffer, no batch is stored while a draw is
     due, so the ratio of trained to sampled steps is kept, whichever side is slower. In a stream

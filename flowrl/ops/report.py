@@ -47,7 +47,8 @@ class ReportingConfig(Settings):
     """Minimum seconds between reports; None ignores time, so that the reports of seeded runs are
     reproducible."""
     min_sample_timesteps_per_iteration: NonNegativeInt = setting(0, group="reporting")
-    """Minimum env steps between reports."""
+    """Minimum env steps between reports. 0 with `min_time_s_per_iteration=None` reports every item
+    of the plan."""
     metrics_num_episodes_for_smoothing: int = setting(100, group="reporting", ge=1, le=MAX_EPISODES)
     """Number of most recent episodes that episode statistics are computed over."""
     monitor: bool = setting(True, group="reporting")
@@ -225,7 +226,8 @@ _TRAINER_TOTALS: Fields = {"num_env_steps_trained": Natural, "learners": dict[st
 
 
 class CollectMetrics:
-    """for_each, any item -> result dict: counters, episodes, learner statistics, timers.
+    """for_each, any item -> result dict: collect counters, episode and learner statistics, and
+    timers.
 
     The classic names (`episode_reward_mean`, `timesteps_total`, …) and the nested ones
     (`env_runners/episode_return_mean`, `learners/<policy>/…`) have the same values. `info` contains

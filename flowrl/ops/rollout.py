@@ -323,8 +323,8 @@ class ConcatBatches:
 
 @dataclass
 class SelectExperiences:
-    """for_each, batch -> batch: keep the rows of these policies; the number of env steps does not
-    change.
+    """for_each, batch -> batch: keep the rows of the policies `policy_ids`; the number of env steps
+    does not change.
 
     A SampleBatch, which has one policy, passes unchanged. The rows of a BatchRef are selected when
     they are fetched.
@@ -359,8 +359,8 @@ class SelectExperiences:
 
 @dataclass
 class StandardizeFields:
-    """for_each, batch -> batch: standardize these columns [rows] to mean 0 and standard deviation
-    1, per policy, over the whole batch. Standard deviations are at least 1e-4.
+    """for_each, batch -> batch: standardize the columns `fields` [rows] to mean 0 and standard
+    deviation 1, per policy, over the whole batch. Standard deviations are at least 1e-4.
 
     Args:
         fields: names of columns [rows].

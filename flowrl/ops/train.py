@@ -182,7 +182,7 @@ class MultiGPUTrainOneStep(TrainOneStep):
 
 
 TrainTFMultiGPU = MultiGPUTrainOneStep
-"""Another name of `MultiGPUTrainOneStep`."""
+"""RLlib's name of `MultiGPUTrainOneStep`."""
 
 
 class UpdateTargetNetwork:

@@ -50,7 +50,8 @@ class ModelConfig(Settings):
     """For a Box of continuous actions, make the log standard deviation a parameter instead of an
     output; in Dict and Tuple spaces it is always an output."""
     initial_log_std: Annotated[float, Field(ge=-20, le=20)] = 0.0
-    """Initial value of this parameter; bounded actions are normalized to [-1, 1]."""
+    """Initial log standard deviation of continuous actions, with `free_log_std`; bounded actions
+    are normalized to [-1, 1]."""
     num_framestacks: Count = 1
     """Number of latest observations that the network sees at once."""
     matrix_products: Literal["auto", "numpy", "torch"] = "auto"
@@ -92,7 +93,7 @@ class ModelConfig(Settings):
     attention_num_heads: Count = 2
     """Attention heads per unit."""
     attention_head_dim: Count = 32
-    """Size of each head."""
+    """Size of each attention head."""
     attention_memory: Count = 50
     """Number of earlier rows that each row attends to."""
     attention_position_wise_mlp_dim: Count = 64
@@ -171,7 +172,7 @@ class ExplorationConfig(Settings):
     random_timesteps: NonNegativeInt = 0
     """Env steps of random actions at the start."""
     epsilon: Schedule = Field(default=cast(ScheduleValue, [(0, 1.0), (10_000, 0.05)]))
-    """EpsilonGreedy: share of random actions."""
+    """EpsilonGreedy: share of random actions, a number or a schedule as for `lr`."""
     epsilon_base: Fraction = 0.4
     """PerWorkerEpsilonGreedy: worker i = 1 … N explores with epsilon_base ** (1 + (i - 1) / (N - 1)
     * epsilon_exponent) (Horgan et al. 2018)."""
@@ -180,7 +181,7 @@ class ExplorationConfig(Settings):
     equal."""
     scale: Schedule = 0.1
     """Standard deviation of GaussianNoise, for actions in [-1, 1]; of OrnsteinUhlenbeckNoise, the
-    standard deviation of the change per step."""
+    standard deviation of the change per step. A number or a schedule as for `lr`."""
     ou_theta: NonNegative = 0.15
     """OrnsteinUhlenbeckNoise: rate at which the noise returns to 0, per step."""
 
@@ -226,13 +227,15 @@ class PolicyConfig(Settings):
     lr: Schedule = 3e-4
     """Learning rate: a number, or a schedule [[step, value], …], linear in between. Steps are env
     steps, or percentages of `total_timesteps`: [["0%", 1e-3], ["100%", 0]] (as a flag: step, value,
-    step, value …)."""
+    step, value …). {"initial": 1e-3, "decay": 0.9, "steps": 10_000} multiplies by 0.9 every 10,000
+    env steps."""
     total_timesteps: Count | None = None
     """Env steps of the whole training, which schedules in percent follow. On the command line, the
     default is the value of `--stop-timesteps`, and a run without another limit stops after
     `total_timesteps`. A resumed run may have a larger value."""
     adam_epsilon: Positive = 1e-5
-    """Epsilon of the Adam optimizer."""
+    """Added to the denominator of Adam's update; larger values damp the steps of parameters with
+    small gradients."""
     grad_clip: Positive | None = 0.5
     """Maximum gradient norm, or absolute value with `grad_clip_by="value"`; None does not clip."""
     grad_clip_by: Literal["global_norm", "norm", "value"] = "global_norm"
@@ -242,7 +245,7 @@ class PolicyConfig(Settings):
     """Rows whose gradient is computed at once; larger updates average the gradients of their
     parts. 0 computes all rows at once. With `standardize_advantages`, and with MARWIL, the
     advantages of each part are normalized by themselves. IMPALA and APPO cut only between
-    trajectories."""
+    segments. Set it if the GPU runs out of memory."""
     on_nonfinite_update: Literal["raise", "skip"] = "raise"
     """If a loss or gradient is not finite: raise an error, or skip the update and count it in
     `num_skipped_updates`. Either way the weights do not change."""

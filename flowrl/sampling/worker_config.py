@@ -55,8 +55,9 @@ class WorkerConfig(PolicyConfig):
         "flowrl", group="environment", in_evaluation=True
     )
     """How a worker steps several environments: one after the other ("flowrl"); at the same time,
-    each in its own process, for slow ones ("async"); as a vector environment that Gymnasium
-    ("sync", "vector_entry_point") or EnvPool ("envpool") creates."""
+    each in its own process, for slow ones ("async"); as a vector environment of Gymnasium
+    ("sync": SyncVectorEnv; "vector_entry_point": the environment's own) or of EnvPool
+    ("envpool")."""
 
     rollout_fragment_length: Count | Literal["auto"] = setting("auto", group="rollouts")
     """Env steps of each environment per fragment; "auto" makes one round of all workers one
@@ -69,7 +70,8 @@ class WorkerConfig(PolicyConfig):
     train_batch_size: Count = 4000
     """Env steps per train batch, at least."""
     count_steps_by: Literal["env_steps", "agent_steps"] = setting("env_steps", group="multi_agent")
-    """Unit of the train batch size, and of the fragment length with several agents."""
+    """Unit of `train_batch_size` and, with several agents, of `rollout_fragment_length`:
+    "env_steps" counts one step of an environment once, "agent_steps" each agent's row."""
     horizon: Count | None = setting(None, group="rollouts", in_evaluation=True)
     """Env steps after which an episode is truncated; replaces the time limit of a Gymnasium
     environment. Limits inside a multi-agent environment stay."""
@@ -81,7 +83,8 @@ class WorkerConfig(PolicyConfig):
     """Do not mark the ends of episodes, so that values are bootstrapped there; environments are
     reset as usual."""
     sample_async: bool = setting(False, group="rollouts")
-    """Sample in a thread of the worker, up to two fragments ahead."""
+    """Sample in a thread of the worker, up to two fragments ahead, so that workers do not wait for
+    the driver. Not with `env_step_timeout_s`."""
     sample_collector: Annotated[type[SampleCollector] | None, SkipValidation] = setting(
         None, group="rollouts"
     )
@@ -93,9 +96,9 @@ class WorkerConfig(PolicyConfig):
     "warn" is like "raise", but keeps finite observations outside the bounds of a Box, with one
     warning per worker."""
     clip_rewards: bool | Positive | None = setting(None, group="rollouts")
-    """Learn from the sign of rewards (True), or from rewards clipped to ± a number, after
-    `normalize_rewards`. None uses the sign for preprocessed Atari games without that setting.
-    Reported returns are sums of unclipped rewards."""
+    """True learns from the sign of rewards; a number clips rewards to ± this number, after
+    `normalize_rewards`. None is True for preprocessed Atari games without `normalize_rewards`,
+    otherwise False. Reported returns are sums of unclipped rewards."""
     collect_infos: bool = setting(False, group="rollouts")
     """Build the column `infos` and send it with each fragment; if False, it is built or fetched
     when it is read."""
@@ -132,8 +135,9 @@ class WorkerConfig(PolicyConfig):
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] | None = setting(
         None, group="resources"
     )
-    """Reserve resources for all workers together, on few nodes or on many (see Ray's placement
-    groups). None places each worker wherever there is room."""
+    """Reserve resources for all workers together: "PACK" on few nodes and "SPREAD" on many, if
+    possible; "STRICT_PACK" and "STRICT_SPREAD" require it (see Ray's placement groups). None places
+    each worker wherever there is room."""
     num_threads_per_process: Annotated[Count, Field(le=1024)] | Literal["auto"] | None = setting(
         "auto", group="resources"
     )
@@ -159,10 +163,11 @@ class WorkerConfig(PolicyConfig):
     after its current fragment, for environments that leak memory; None for no limit. Its episodes
     start again."""
     max_num_env_restarts: NonNegativeInt = setting(5, group="fault_tolerance", in_evaluation=True)
-    """Consecutive failures of one environment after which its error stops the run. The limit is 100
-    times as large for failures after step 100 of an episode, except for timeouts and for failures
-    at the same step as the last one. A completed episode resets the counts; a completed fragment,
-    too, unless the next failure is at the same step as the last one."""
+    """Consecutive failures of one environment after which its error stops the run; raise it for an
+    unreliable simulator. For failures after step 100 of an episode, the limit is 100 times as
+    large, except for timeouts and for failures at the same step as the previous one. A completed
+    episode resets the counts; a completed fragment, too, unless the next failure is at that
+    step."""
     env_step_timeout_s: Positive | None = setting(None, group="fault_tolerance")
     """Seconds that a step of one environment may take. A longer step is a failure of the
     environment, which is created again. The limit interrupts only the main thread, and only calls
@@ -170,12 +175,14 @@ class WorkerConfig(PolicyConfig):
     env_reset_timeout_s: Positive | None = setting(None, group="fault_tolerance")
     """Seconds that a reset of one environment may take; see `env_step_timeout_s`."""
     max_num_worker_restarts: NonNegativeInt = setting(1000, group="fault_tolerance")
-    """Restarts of one worker, after which it counts as failed."""
+    """Restarts of one worker, after which it counts as failed. It also counts as failed after three
+    consecutive deaths with the same error."""
     delay_between_worker_restarts_s: NonNegative = setting(0.1, group="fault_tolerance")
     """Seconds before a dead worker is replaced; doubles with each consecutive death, up to
     30."""
     sample_timeout_s: Positive | None = setting(None, group="fault_tolerance")
-    """Seconds without a fragment after which a worker counts as hanging and is replaced."""
+    """Seconds without a fragment after which a remote worker counts as hanging and is replaced; its
+    first fragment may take 60 s longer. None waits without limit."""
 
     @property
     def fragment_length(self) -> int:

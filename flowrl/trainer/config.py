@@ -151,7 +151,8 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
     also kept. With a metric of evaluations, such as evaluation/episode_reward_mean, a run writes a
     checkpoint after each evaluation."""
     checkpoint_score_order: Literal["max", "min"] = setting("max", group="checkpointing")
-    """Whether the largest or the smallest value is the best."""
+    """Whether the best checkpoint has the largest ("max") or the smallest ("min")
+    `checkpoint_score_attribute`."""
 
     log_to: Annotated[list[LoggerName], BeforeValidator(_as_list)] = setting([], group="reporting")
     """Experiment loggers that receive every result: wandb, mlflow (extras of these names)."""

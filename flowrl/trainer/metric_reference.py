@@ -194,8 +194,12 @@ _COUNTERS = {
     "num_replay_rows_lost": Metric("agent steps", "Rows lost with replay actors that died."),
     "num_replay_fragments_lost": Metric("fragments", "Fragments lost before they were stored."),
     "num_sampling_waits": Metric("times", "Times that sampling waited for the learner."),
-    "num_weight_broadcasts": Metric("times", "Times that workers were due for new weights."),
-    "num_weight_syncs": Metric("workers", "Workers that were due for new weights."),
+    "num_weight_broadcasts": Metric(
+        "times", "Times that new weights were marked for the workers that sampled a batch."
+    ),
+    "num_weight_syncs": Metric(
+        "times", "Updates of the weights of single workers by UpdateWorkerWeights."
+    ),
     "num_passes_over_data": Metric("passes", "Passes over recorded experience."),
     "num_bytes_between_nodes": Metric("bytes", "Bytes sent between nodes of the cluster."),
 }
