@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 from flowrl.cli.arguments import commands_with, with_flags
 from flowrl.cli.flag_values import record_or_none, value_rules
 from flowrl.errors import ConfigError
+from flowrl.policies.policy_spec import PolicySpec, specs_of
 from flowrl.setting_aliases import nearest_setting, setting_hint
 from flowrl.setting_values import nearest, whole_number
 from flowrl.settings import Settings
@@ -134,27 +135,37 @@ def _check_policy(name: str, defaults: Any, words: list[str]) -> None:
         words: the flag, its value and further arguments.
     """
     policy_id, _, rest = name.removeprefix("policies.").partition(".")
-    policies = getattr(defaults, "policies", None) or {}
-    policies = policies if isinstance(policies, dict) else {}
-    specs = {known_id.replace("_", "-"): spec for known_id, spec in policies.items()}
+    specs = {i.replace("_", "-"): spec for i, spec in _specs_in(defaults).items()}
     if policy_id not in specs:
         raise ConfigError(
             f"--policies.{policy_id}: there is no such policy.{nearest(policy_id, list(specs))} "
             f"Policies with flags: {', '.join(specs) or 'none'}"
         )
-    config = getattr(specs[policy_id], "config", None)
-    if not isinstance(config, Settings):
-        return
+    record = _record_of(specs[policy_id], defaults)
     head = f"--policies.{policy_id}.config"
     inner, dot, last = rest.removeprefix("config.").rpartition(".")
-    known = flag_names(type(config))
+    known = flag_names(record)
     if {f"{inner}{dot}{last}", f"{inner}{dot}{last.removeprefix('no-')}"}.isdisjoint(known):
-        _check_group(type(config), f"{inner}{dot}{last}", f"{head}.", words)
-        hint = setting_hint(last.replace("-", "_"), type(config).model_fields)
+        _check_group(record, f"{inner}{dot}{last}", f"{head}.", words)
+        hint = setting_hint(last.replace("-", "_"), record.model_fields)
         hint = _as_flags(hint or nearest(f"{inner}{dot}{last}", known), f"{head}.")
         raise ConfigError(f"unknown flag --{name}.{hint}")
     if not rest.startswith("config."):
         raise ConfigError(f"unknown flag --{name}. Did you mean '{head}.{rest}'?")
+
+
+def _specs_in(defaults: Settings) -> dict[str, PolicySpec]:
+    """Return the policies of a plan by id; {} if it names none."""
+    policies = defaults.get("policies")
+    return {} if policies is None else specs_of(policies)
+
+
+def _record_of(spec: PolicySpec, defaults: Settings) -> type[Settings]:
+    """Return the settings of a policy: those of its `config` or, if that is a mapping or None, of
+    its class."""
+    if isinstance(spec.config, Settings):
+        return type(spec.config)
+    return getattr(spec.policy_class, "config_class", type(defaults))
 
 
 def _as_flags(hint: str, head: str) -> str:
@@ -214,11 +225,10 @@ class _Field(NamedTuple):
 def _fields(defaults: Settings) -> dict[str, _Field]:
     """Return flag -> setting, for the settings of a plan and of its policies."""
     fields = _fields_of(type(defaults), "", ())
-    policies = getattr(defaults, "policies", None)
-    for policy_id, spec in policies.items() if isinstance(policies, dict) else ():
-        if isinstance(config := getattr(spec, "config", None), Settings):
-            prefix = f"policies.{policy_id.replace('_', '-')}.config."
-            fields |= _fields_of(type(config), prefix, ("policies", policy_id, "config"))
+    for policy_id, spec in _specs_in(defaults).items():
+        prefix = f"policies.{policy_id.replace('_', '-')}.config."
+        path = "policies", policy_id, "config"
+        fields |= _fields_of(_record_of(spec, defaults), prefix, path)
     return fields
 
 

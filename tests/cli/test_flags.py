@@ -2,6 +2,7 @@
 
 import pytest
 
+from flowrl.algorithms.dqn import DQNTorchPolicy
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.cli.flags import flag_names, settings_from_flags
 from flowrl.cli.help import _entries
@@ -305,3 +306,14 @@ def test_mean_return_is_no_limit_of_a_run_that_samples_nothing(cli):
     code, _, err = cli("train", "bc", "--input", "x", "--env", "CartPole-v1", "--stop-reward", "1")
     assert code == 2
     assert "--stop-reward: nothing is sampled, so there is no mean return: set evaluation_" in err
+
+
+def test_flags_of_policies_of_every_form():
+    policies = {"a": None, "b": (DQNTorchPolicy,), "c": PolicySpec(config={"lr": 0.5})}
+    defaults = PPOConfig(env="CartPole-v1", policies=policies, policy_mapping_fn=lambda a: "a")
+    flags = ["--policies.b.config.tau", "0.5", "--policies.a.config.lr", "0.1"]
+    flags += ["--policies.c.config.gamma", "0.9"]
+    configs = {i: s.config for i, s in settings_from_flags(defaults, flags, {}).policies.items()}
+    assert configs == {"a": {"lr": 0.1}, "b": {"tau": 0.5}, "c": {"lr": 0.5, "gamma": 0.9}}
+    with pytest.raises(ConfigError, match="unknown flag --policies.a.config.tau"):
+        settings_from_flags(defaults, ["--policies.a.config.tau", "1"], {})
