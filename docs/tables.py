@@ -20,6 +20,7 @@ from flowrl.algorithms.offline_config import OfflineConfig
 from flowrl.benchmark.rows import rows_named, shipped_tables
 from flowrl.benchmark.summary import LIBRARIES, markdown, read_results, score_text
 from flowrl.errors import ConfigError
+from flowrl.iter import LocalIterator
 from flowrl.policies.policy_spec import PolicySpec
 from flowrl.sampling.policy_map import policy_class_and_config
 from flowrl.setting_aliases import SETTING_ALIASES
@@ -190,7 +191,7 @@ def settings_by_group() -> str:
     """Return the common settings of all algorithms, a table per group."""
     parts = []
     config = flowrl.AlgorithmConfig
-    for group in dict.fromkeys(info.group for info in config.describe()):
+    for group in config.groups():
         method = getattr(config, group, None)
         summary = (inspect.getdoc(method) or "").split("\n")[0]
         parts += [
@@ -275,6 +276,12 @@ def _score(results: list[dict[str, Any]]) -> str:
 
 # -- operators ---------------------------------------------------------------------------------
 
+_NOT_CHAINED = {
+    "AggregateBatches": "(takes a stream)",
+    "Concurrently": "(joins streams)",
+    "StandardMetricsReporting": "(ends a plan)",
+}
+
 
 def operators() -> str:
     """Return the table of operators: how each is chained, its items in and out, its meaning."""
@@ -291,7 +298,9 @@ def operators() -> str:
         if how in ("for_each", "combine", "filter") and arrow:
             items, _, meaning = rest.partition(": ")
         else:
-            how, items, meaning = "", "", first
+            is_source = is_stream or issubclass(operator, LocalIterator)
+            how = _NOT_CHAINED.get(name, "(source)" if is_source else "")
+            items, meaning = "", first
         meaning = meaning[:1].upper() + meaning[1:]
         rows.append([f"[`{name}`](#flowrl.ops.{name})", how, items.replace("->", "→"), meaning])
     return _table(["operator", "chained with", "in → out", "meaning"], rows)

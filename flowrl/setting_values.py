@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import partial
 from inspect import formatannotation
@@ -95,6 +96,8 @@ def type_text(annotation: Any) -> str:
         return " | ".join(map(repr, arguments))
     if annotation is NoneType:
         return "None"
+    if origin is Callable:
+        return "function"
     if origin in (list, dict, tuple):
         return f"{origin.__name__}[{', '.join(map(type_text, arguments))}]"
     return annotation.__name__ if isinstance(annotation, type) else formatannotation(annotation)

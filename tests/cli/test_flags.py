@@ -315,5 +315,5 @@ def test_flags_of_policies_of_every_form():
     flags += ["--policies.c.config.gamma", "0.9"]
     configs = {i: s.config for i, s in settings_from_flags(defaults, flags, {}).policies.items()}
     assert configs == {"a": {"lr": 0.1}, "b": {"tau": 0.5}, "c": {"lr": 0.5, "gamma": 0.9}}
-    with pytest.raises(ConfigError, match="unknown flag --policies.a.config.tau"):
+    with pytest.raises(ConfigError, match=r"unknown flag --policies\.a\.config\.tau"):
         settings_from_flags(defaults, ["--policies.a.config.tau", "1"], {})
