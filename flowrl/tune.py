@@ -21,7 +21,6 @@ from flowrl.data.checkpoint import read_manifest
 from flowrl.errors import ConfigError, install_hint
 from flowrl.sampling.placement import MIN_BUNDLE_CPUS
 from flowrl.setting_aliases import canonical_names
-from flowrl.setting_values import equal
 from flowrl.trainer.config import AlgorithmConfig, absolute_folders
 from flowrl.trainer.plan_files import absolute_plan, is_plan_file
 from flowrl.trainer.registry import algorithm_class, algorithm_names
@@ -101,7 +100,7 @@ class AlgorithmTrainable(tune.Trainable):
             ConfigError: the settings are invalid.
         """
         cls = self.get_algorithm_class()
-        settings = _without_defaults(canonical_names(config), cls.config_class())
+        settings = canonical_names(config)
         settings |= _absolute_paths(settings)
         if settings.get("evaluation_video_dir") is not None:  # else trials replace each other's
             settings["evaluation_video_dir"] += f"/{self.trial_id}"
@@ -148,17 +147,6 @@ def _checked(name: str, field: FieldInfo, value: Any) -> Any:
     except ValidationError as error:
         message = error.errors()[0]["msg"]
         raise ConfigError(f"{name}: {message[:1].lower()}{message[1:]}, got {value!r}") from None
-
-
-def _without_defaults(settings: dict[str, Any], defaults: AlgorithmConfig) -> dict[str, Any]:
-    """Return the settings that differ from the defaults, because Tune converts an AlgorithmConfig
-    to a dict of all settings, and those that are passed count as chosen."""
-    values = defaults.to_dict()
-    return {
-        name: value
-        for name, value in settings.items()
-        if name not in values or not equal(value, values[name])
-    }
 
 
 def _absolute_paths(config: dict[str, Any]) -> dict[str, str]:

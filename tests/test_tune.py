@@ -18,7 +18,7 @@ from ray.tune.search.sample import Categorical
 
 import flowrl.tune
 from flowrl.algorithms.a2c import A2C, A2CConfig
-from flowrl.algorithms.dqn import DQNConfig, DQNTorchPolicy
+from flowrl.algorithms.dqn import DQNConfig
 from flowrl.algorithms.ppo import PPO, PPOConfig
 from flowrl.cli.main import main
 from flowrl.policies import ConfigError, PolicySpec
@@ -370,15 +370,3 @@ def test_killed_trial_restarts_from_its_checkpoint(tmp_path):
 def test_exported_names_are_trainables_of_the_algorithms():
     assert flowrl.tune.PPO.get_algorithm_class() is PPO
     assert set(flowrl.tune.__all__) >= {"PPO", "A2C", "DQN", "SimpleQ", "trainable"}
-
-
-def test_config_object_trains_like_the_algorithm():
-    spec = PolicySpec(policy_class=DQNTorchPolicy)
-    config = PPOConfig(env="CartPole-v1", plan="dqn", policies={"default_policy": spec})
-    trial = flowrl.tune.PPO(config.to_dict())
-    try:
-        with config.build() as algorithm:
-            built, tuned = (a.get_policy().config for a in (algorithm, trial._algorithm))
-        assert (tuned.lr, tuned.grad_clip) == (built.lr, built.grad_clip) == (5e-4, 10.0)
-    finally:
-        trial.stop()

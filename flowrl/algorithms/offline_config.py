@@ -79,7 +79,8 @@ class OfflineConfig(AlgorithmConfig):
         for name in ("num_workers", "output"):  # evaluation has its own workers
             if getattr(self, name):
                 raise ConfigError(_not_offline(name))
-        if self.env is not None and (self.observation_space or self.action_space) is not None:
+        given = self.observation_space, self.action_space
+        if self.env is not None and any(space is not None for space in given):
             raise ConfigError(
                 "observation_space, action_space: the env defines them: leave them out"
             )

@@ -264,7 +264,9 @@ class _Flag:
         Raises:
             ConfigError: they do not fit the type of the setting.
         """
-        if bool in self._leaves:
+        if self._is_negated or self._annotation is bool:
+            return self._switch()
+        if bool in self._leaves and not set(map(str.lower, self.words)) - {"true", "false"}:
             return self._switch()
         words = [part for word in self.words for part in _flatten_list(word, self._annotation)]
         needs_value = get_origin(self._annotation) is not list
@@ -287,7 +289,8 @@ class _Flag:
 
     def _switch(self) -> bool:
         given = [word.lower() for word in self.words]
-        if given and (self._is_negated or given not in (["true"], ["false"])):
+        is_one = given in ([], ["true"], ["false"])
+        if bool not in self._leaves or not is_one or (given and self._is_negated):
             raise ConfigError(self._problem(self.words))
         return given == ["true"] or not (given or self._is_negated)
 

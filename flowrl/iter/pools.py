@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -10,6 +11,8 @@ from flowrl.iter import ray_health
 from flowrl.iter.recovery import original_error
 from flowrl.iter.shard_server import drop_stream, serve, serve_next, serve_remote
 from flowrl.iter.shard_stream import Reply, ShardRequest
+
+log = logging.getLogger("flowrl")
 
 STOP_TIMEOUT_S = 5.0  # limit for operators on actors to stop, before the actors are killed
 
@@ -233,7 +236,11 @@ class ActorPool(Pool):
             import ray
 
             if ray.is_initialized() and not ray_health.is_ray_lost():
-                ray_health.wait(self._dropped, len(self._dropped), STOP_TIMEOUT_S)
+                for ref in ray_health.wait(self._dropped, len(self._dropped), STOP_TIMEOUT_S):
+                    try:
+                        ray_health.get(ref)
+                    except Exception as error:
+                        log.warning("an operator on an actor raised %r while it stopped", error)
                 self._dropped.clear()
                 for index in self._owned:
                     ray.kill(self._handles[index])

@@ -242,7 +242,8 @@ class Shards:
         """Drop the streams and release the pools.
 
         Raises:
-            Exception: the first error of an operator; the other streams are dropped, too.
+            Exception: the first error of an operator in this process; the other streams are
+                dropped, too. Errors of operators on actors are logged.
         """
         errors: list[Exception] = []
         for index, is_present in enumerate(self.update_presence()):

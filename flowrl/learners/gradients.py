@@ -112,13 +112,22 @@ class Gradients:
 
 
 def _weighted_sum(gradients: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Return the weighted sum of gradients: vectors, or mappings in which a missing name and None
-    are zeros."""
-    if not isinstance(gradients[0], Mapping):
-        return sum(g * weight for g, weight in zip(gradients, weights, strict=True))
+    """Return the weighted sum of gradients: nests of equal structure, or mappings from names to
+    arrays, in which a missing name and None are zeros."""
+    if not all(_is_by_name(gradient) for gradient in gradients):
+        return optree.tree_map(
+            lambda *leaves: sum(g * weight for g, weight in zip(leaves, weights, strict=True)),
+            *gradients,
+        )
     sums: dict[str, Any] = {}
     for by_name, weight in zip(gradients, weights, strict=True):
         for name, gradient in by_name.items():
             if gradient is not None:
                 sums[name] = gradient * weight + sums.get(name, 0.0)
     return sums
+
+
+def _is_by_name(gradient: Any) -> bool:
+    return isinstance(gradient, Mapping) and all(
+        part is None or hasattr(part, "dtype") for part in gradient.values()
+    )

@@ -147,12 +147,11 @@ def _describe(
     kind, _, name = cause.partition(":")
     more = "Use more environments per worker (num_envs_per_worker)"
     workers = "add workers (num_workers)" if can_add_workers else "use a machine with more cores"
-    parallel = 'step environments in parallel (vectorization_mode="async"), '
+    parallel = ""
+    if waits_for_env and facts.steps_in_turn and facts.num_envs > 1:
+        parallel = 'step environments in parallel (vectorization_mode="async"), '
     return {
-        "env_step": (
-            "env.step",
-            f"Make it faster, {parallel if waits_for_env else ''}or {workers}.",
-        ),
+        "env_step": ("env.step", f"Make it faster, {parallel}or {workers}."),
         "reset": ("env.reset", f"Make it faster, use longer episodes, or {workers}."),
         "inference": ("computing actions", f"{more}, a smaller model, or {workers}."),
         "postprocessing": (

@@ -53,6 +53,7 @@ class PlanFacts:
         num_cores: processors of this machine, or of all machines of a cluster.
         num_workers: remote workers.
         num_envs: environments of each worker.
+        steps_in_turn: whether a worker steps them one after the other.
         num_threads: threads of numerical libraries in each process; None: as many as they choose.
         samples: whether the plan samples.
         horizon: maximum env steps of an episode; None: no limit.
@@ -69,6 +70,7 @@ class PlanFacts:
     num_cores: int
     num_workers: int
     num_envs: int
+    steps_in_turn: bool
     num_threads: int | None
     samples: bool
     horizon: int | None
@@ -108,6 +110,7 @@ def facts_of(plan: LocalIterator[Any], workers: WorkerSet, settings: Collection[
         num_cores=_cores_of_workers(),
         num_workers=workers.num_workers,
         num_envs=config.num_envs_per_worker,
+        steps_in_turn=config.vectorization_mode in ("flowrl", "sync"),
         num_threads=1
         if config.num_threads_per_process == "auto"
         else config.num_threads_per_process,

@@ -27,8 +27,8 @@ class StalenessLimit:
     Use the limit in plans with one source of fragments that train on each fragment once. If an
     operator raises an error on a fragment, the env steps of the fragment are counted as
     `num_env_steps_dropped`; an operator that drops fragments on purpose must add their env steps to
-    this counter itself. A restored plan does not know the policy lag of
-    fragments that were requested before.
+    this counter itself. A restored plan does not know the policy lag of fragments that were
+    requested before.
 
     Args:
         batch_size: minimum env steps of a train batch.

@@ -240,6 +240,10 @@ class BuiltTorchPolicy(TorchPolicy):
         hook = "make_model_and_action_dist"
         if hook not in self.hooks:
             return super().make_distribution()
+        try:  # the hook may read it
+            self.dist_class = super().make_distribution()
+        except ConfigError:  # the space has none
+            self.dist_class = ActionDistribution
         args = self.observation_space, self.action_space, self.config
         self._model_of_hook, dist_class = _unpack(
             hook, self.hooks[hook](self, *args), "model, dist_class"
@@ -250,7 +254,7 @@ class BuiltTorchPolicy(TorchPolicy):
         args = self.observation_space, self.action_space, self.config
         if "make_model_and_action_dist" in self.hooks:
             if self._model_of_hook is None:  # another network is needed
-                self.make_distribution()
+                self.dist_class = self.make_distribution()
             model, self._model_of_hook = self._model_of_hook, None
         elif "make_model" in self.hooks:
             model = self.hooks["make_model"](self, *args)

@@ -179,9 +179,10 @@ class Exploration:
         Raises:
             ValueError: the noise does not fit the action space.
         """
-        noise = {rows: np.array(values) for rows, values in state.items()}
+        # a subclass may add entries
+        noise = {rows: np.array(values) for rows, values in state.items() if rows.isdecimal()}
         for rows, values in noise.items():
-            shape = (int(rows) if rows.isdecimal() else -1, *(self._space.shape or ()))
+            shape = (int(rows), *(self._space.shape or ()))
             if values.shape != shape or values.dtype.kind != "f":
                 raise ValueError(
                     f"exploration: the noise for {rows} rows must be a float array of shape "

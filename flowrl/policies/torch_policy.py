@@ -348,8 +348,8 @@ class TorchPolicy(Policy):
             input_dict: every view that the model needs, [B, …] each; used instead of `obs_batch`.
 
         Raises:
-            ValueError: an action is outside of the space, or the numbers of actions and of
-                observations differ.
+            ValueError: actions have another form than the space, integers are outside of it, or the
+                numbers of actions and of observations differ.
         """
         inputs = {"obs": obs_batch} if input_dict is None else input_dict
         outputs, _, _ = self._computed(self.model.compute_outputs, inputs)

@@ -250,7 +250,8 @@ class FragmentBuilder:
                 if agent_inputs is not None:
                     inputs |= agent_inputs(cut)
                 found = self.policy.compute_values_from_input_dict(inputs)
-            check_values(self.policy, found, len(cut))
+            acts_on_views = not views.acts_on_obs_only
+            check_values(self.policy, found, len(cut), acts_on_views)
             next_values[ends[cut] - 1, lanes[cut]] = found
         return next_values
 
@@ -279,12 +280,20 @@ def values_of(policy: Policy, obs: Any, row_index: np.ndarray | None = None) -> 
     return values.reshape(shape)
 
 
-def check_values(policy: Policy, values: Any, count: int) -> None:
-    """Raise ValueError if a policy did not return one value for each of `count` observations."""
+def check_values(policy: Policy, values: Any, count: int, from_views: bool = False) -> None:
+    """Raise ValueError if a policy did not return one value for each of `count` observations.
+
+    Args:
+        policy: the policy.
+        values: what it returned.
+        count: number of observations.
+        from_views: whether `compute_values_from_input_dict` returned them.
+    """
     if np.shape(values) != (count,):
         what = "None" if values is None else f"values of shape {np.shape(values)}"
+        method = "compute_values_from_input_dict" if from_views else "compute_values"
         raise ValueError(
-            f"{type(policy).__name__}.compute_values() returned {what} for {count} observations"
+            f"{type(policy).__name__}.{method}() returned {what} for {count} observations"
         )
 
 

@@ -429,7 +429,7 @@ class SimpleListCollector(SampleCollector):
             if not rows["terminateds"][-1]:
                 inputs = self._inputs(views, [(trajectory, segment.end)])
                 last = policy.compute_values_from_input_dict(inputs)
-                check_values(policy, last, 1)
+                check_values(policy, last, 1, from_views=True)
             rows["next_values"] = np.concatenate([rows["vf_preds"][1:], last])
         each = [(trajectory, row, segment.end) for row in range(segment.begin, segment.end)]
         rows.update(self._shown(views, views.training, each, repeats=True))

@@ -222,10 +222,10 @@ class SegmentTracker:
 
         Args:
             row: the row of the step.
-            ended: environments [k] whose episode ended, as the next two.
+            ended: indices [k] of the environments whose episode ended.
             finals: their final observations [k, …].
-            skipped: environments that were reset instead of stepped.
-            failed: environments that failed.
+            skipped: indices of the environments that were reset instead of stepped.
+            failed: indices of the environments that failed.
         """
         soft: Any = ()
         if self._soft_horizon is not None:

@@ -263,7 +263,7 @@ class WorkerSet:
 
     # -- weights and global variables ----------------------------------------------------------
 
-    def set_total_timesteps(self, total_timesteps: int) -> None:
+    def set_total_timesteps(self, total_timesteps: int | None) -> None:
         """Replace the setting; remote workers get the number with their next request."""
         self.global_vars["total_timesteps"] = total_timesteps
         for policy in self.local_worker().policy_map.values():

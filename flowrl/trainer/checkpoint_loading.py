@@ -59,6 +59,8 @@ def algorithm_from_checkpoint(
     algorithm = cls_of_run(settings)
     try:
         checkpoint = _restore(algorithm, path, checkpoint)
+        if (total := canonical_names(dict(config or {})).get("total_timesteps")) is not None:
+            algorithm.workers.set_total_timesteps(total)  # also the value that was saved
     except BaseException:
         algorithm.stop()
         raise

@@ -278,7 +278,7 @@ class Checkpointing:
             iteration, time_total_s = int(state["iteration"]), float(state["time_total_s"])
             global_vars, run_ids = dict(state["global_vars"]), dict(state["loggers"])
             load_sampling_state(self.workers, plan, state)
-            total = self.workers.global_vars["total_timesteps"]
+            total = self.config.total_timesteps
             saved = manifest.get("config", {}).get("values", {}).get("total_timesteps")
             if total in (None, saved):  # the setting has not changed; the run may have extended it
                 total = global_vars["total_timesteps"] or total

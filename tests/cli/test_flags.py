@@ -317,3 +317,22 @@ def test_flags_of_policies_of_every_form():
     assert configs == {"a": {"lr": 0.1}, "b": {"tau": 0.5}, "c": {"lr": 0.5, "gamma": 0.9}}
     with pytest.raises(ConfigError, match=r"unknown flag --policies\.a\.config\.tau"):
         settings_from_flags(defaults, ["--policies.a.config.tau", "1"], {})
+
+
+@pytest.mark.parametrize(
+    "flag", ["no-lr 0.5", "model.no-fcnet-hiddens", "no-train-batch-size=4000", "no-use-gae true"]
+)
+def test_only_switches_are_negated(flag):
+    name, *words = f"--policies.p.config.{flag}".split()
+    defaults = PPOConfig(
+        env="CartPole-v1", policies={"p": PolicySpec(config=PPOConfig())},
+        policy_mapping_fn=lambda agent_id: "p",
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="expected"):
+        settings_from_flags(defaults, [name, *words], {})
+
+
+def test_switch_with_other_values():
+    for words, value in (([], True), (["true"], True), (["0.5"], 0.5), (["None"], None)):
+        settings = settings_from_flags(PPOConfig(), ["--clip-rewards", *words], {})
+        assert settings.clip_rewards == value

@@ -621,3 +621,19 @@ def test_item_that_a_transform_fails_on_is_reported_as_lost():
     with pytest.raises(ValueError, match="2"):
         next(plan)
     assert (list(plan), lost) == ([3], [2])
+
+
+def test_all_items_that_a_transform_loses_together_are_reported():
+    def threes(items):
+        while len(part := list(itertools.islice(items, 3))) == 3:
+            if part[0] == 3:
+                raise ValueError(part)
+            yield part
+
+    plan = LocalIterator(range(9), "source").transform(threes)
+    lost = []
+    plan.metrics.on_lost.append(lost.append)
+    assert next(plan) == [0, 1, 2]
+    with pytest.raises(ValueError, match="3, 4, 5"):
+        next(plan)
+    assert (next(plan), lost) == ([6, 7, 8], [3, 4, 5])

@@ -23,7 +23,7 @@ from tests.monitoring.fakes import SMALL, activity, stage, worker
 
 def facts(**values):
     defaults = {
-        "num_cores": 2, "num_workers": 2, "num_envs": 4, "num_threads": 1,
+        "num_cores": 2, "num_workers": 2, "num_envs": 4, "steps_in_turn": True, "num_threads": 1,
         "callbacks": "MyCallbacks", "samples": True, "horizon": None, "minibatch_size": 128,
         "num_passes": 1, "settings": (),
         "queue_size": None, "replay": None,

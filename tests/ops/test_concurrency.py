@@ -224,3 +224,11 @@ def test_errors_of_tasks_in_dropped_branches_are_raised_before_the_plan_ends(ray
 def test_message_names_the_module_of_another_queue():
     with pytest.raises(ValueError, match=r"got a multiprocessing\.queues\.Queue"):
         Enqueue(multiprocessing.Queue())
+
+
+def test_plan_ends_although_nothing_reads_a_queue(monkeypatch, caplog):
+    monkeypatch.setattr("flowrl.iter.stages.branches.DRAIN_TIMEOUT_S", 0.2)
+    first, second = LocalIterator(range(10)).duplicate(2, max_buffered=100)
+    branches = [first, second.for_each(Enqueue(queue.Queue(1)))]
+    assert list(Concurrently(branches, mode="async", output_indexes=[0])) == [*range(10)]
+    assert "are dropped at the end of the stream, because the stage has waited" in caplog.text

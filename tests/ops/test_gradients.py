@@ -1,6 +1,7 @@
 """Gradients that are computed separately and applied together equal one update on all rows."""
 
 import numpy as np
+import optree
 import pytest
 
 from flowrl.algorithms.a2c import A2CConfig, A2CTorchPolicy
@@ -268,3 +269,11 @@ def test_mean_of_gradients_by_name_counts_missing_ones_as_zeros():
     ]
     mean = AverageGradients()(parts).by_policy["p"]
     assert {name: part.tolist() for name, part in mean.items()} == {"w": [0.25] * 2, "b": [0.75]}
+
+
+@pytest.mark.parametrize("form", [list, tuple, lambda parts: {"a": {"w": parts[0]}}])
+def test_mean_of_nested_gradients(form):
+    parts = [form([np.full(2, value)]) for value in (1.0, 3.0)]
+    gradients = [Gradients({"p": part}, {"p": 1}, {"p": {}}, 1, ()) for part in parts]
+    (mean,) = optree.tree_leaves(AverageGradients()(gradients).by_policy["p"])
+    assert mean.tolist() == [2.0, 2.0]

@@ -380,6 +380,12 @@ def test_distribution_of_the_hook_may_be_for_a_space_that_has_none():
     policy = cls(gym.spaces.Box(-1, 1, (4,)), space, {})
     assert policy.dist_class is Integers
     assert len(calls) == 1
+    default = build_torch_policy(
+        "Default",
+        lambda *a: None,
+        make_model_and_action_dist=lambda p, *a: (torch.nn.Linear(4, 2), p.dist_class),
+    )
+    assert issubclass(default(BOX, TWO, {}).dist_class, Categorical)
     policy.new_model()
     assert len(calls) == 2
 

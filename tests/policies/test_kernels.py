@@ -11,6 +11,7 @@ from flowrl.algorithms.a2c import A2CTorchPolicy
 from flowrl.algorithms.ppo import PPOTorchPolicy
 from flowrl.data import SampleBatch
 from flowrl.policies import TorchPolicy
+from flowrl.policies.learning.kernels.policy_gradient import standardized
 from flowrl.policies.learning.kernels.registry import _KERNELS
 from flowrl.settings import import_object
 
@@ -180,3 +181,13 @@ def test_negative_actions_are_an_error():
     batch["actions"][3] = -1
     with pytest.raises(IndexError, match=r"actions: -1 is not in \[0, 3\)"):
         policy.learn_on_batch(batch)
+
+
+@pytest.mark.parametrize(
+    "values", [np.full(100, 3.3), np.array([2.0]), 1e25 * np.arange(8), np.arange(64.0) ** 2]
+)
+def test_advantages_are_standardized_like_those_of_other_losses(values):
+    values = values.astype(np.float32)
+    learner = PPOTorchPolicy(BOX, spaces.Discrete(2), {}).learner
+    expected = learner.standardize(torch.from_numpy(values).double()).numpy()
+    np.testing.assert_allclose(standardized(values), expected, rtol=1e-5, atol=1e-6)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl import PPO
+from flowrl.algorithms.ppo import PPOTorchPolicy
 from flowrl.data import SampleBatch
 from flowrl.policies import ConfigError, ModelConfig, PolicyConfig, TorchPolicy
 from flowrl.policies.filters import ObservationFilter, RewardScaler, RunningMeanStd
@@ -524,3 +525,17 @@ def test_restored_optimizers_of_torch_make_the_same_updates(options):
         one.learn_on_batch(batch)
     for name, weights in policy.get_weights().items():
         np.testing.assert_array_equal(restored.get_weights()[name], weights)
+
+
+def test_complex_buffers_are_weights():
+    class Filter(torch.nn.Module):
+        def __init__(self, obs_space, action_space, num_outputs):
+            super().__init__()
+            self.linear = torch.nn.Linear(3, num_outputs)
+            self.register_buffer("filt", torch.ones(4, dtype=torch.complex64))
+
+        def forward(self, obs):
+            return self.linear(obs), obs[:, 0]
+
+    policy = PPOTorchPolicy(BOX, spaces.Discrete(2), {"model": {"custom_model": Filter}})
+    policy.set_weights(policy.get_weights())

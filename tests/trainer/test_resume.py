@@ -854,12 +854,18 @@ def test_length_that_learn_has_extended_is_restored_unless_it_is_set_again(tmp_p
     with A2C.from_checkpoint(tmp_path) as resumed:
         resumed.train()
         assert_same(resumed.get_policy().get_weights(), weights)
-    with A2C.from_checkpoint(tmp_path, config={"total_timesteps": 512}) as changed:
-        assert changed.workers.global_vars["total_timesteps"] == 512
+    for total in (512, 256):
+        with A2C.from_checkpoint(tmp_path, config={"total_timesteps": total}) as changed:
+            assert changed.workers.global_vars["total_timesteps"] == total
+    with A2CConfig(env="CartPole-v1", total_timesteps=256, **settings).build() as other:
+        other.learn(2048, stop={"training_iteration": 1}, run_dir=None, progress=False)
+        other.restore(tmp_path)
+        assert other.workers.global_vars["total_timesteps"] == 1024
 
 
-def test_learning_on_without_a_run_directory_keeps_the_extended_length():
-    settings = {"train_batch_size": 64, "lr": [["0%", 1e-3], ["100%", 0.0]], "seed": 1}
+@pytest.mark.parametrize("lr", [1e-3, [["0%", 1e-3], ["100%", 0.0]]])
+def test_learning_on_without_a_run_directory_keeps_the_extended_length(lr):
+    settings = {"train_batch_size": 64, "lr": lr, "seed": 1}
     with A2CConfig(env="CartPole-v1", total_timesteps=64, **settings).build() as algorithm:
         for iterations in (1, 3):
             stop = {"training_iteration": iterations}

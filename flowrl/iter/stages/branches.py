@@ -5,6 +5,8 @@ They pull their branches with `block=False`; the end of the plan waits for all o
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from numbers import Real
@@ -19,8 +21,11 @@ from flowrl.setting_values import check_int
 from flowrl.source import Source, sources_from_list, sources_to_list
 from flowrl.state_schema import Fields, Integer, Natural
 
+log = logging.getLogger("flowrl")
+
 MAX_STAR_ITEMS = 100  # items of a "*" branch per turn
 MAX_FOREIGN_ITEMS = 100  # items of other sources in a row, after which a branch is ended
+DRAIN_TIMEOUT_S = 10.0  # without progress, after which items of dropped branches are given up
 MAX_DROPPED = 100  # items dropped in one pull, before the siblings of the union may run
 
 FULL_CREDIT = 1 - 1e-9  # a full credit: ten times 0.1 is less than 1 by rounding
@@ -100,6 +105,7 @@ class Union(Stage):
         self._yielded = False  # returned NOT_READY though a branch was ready
         # of a branch that is drained: items in a row that no child of a duplicate provided
         self._num_foreign = [0] * len(branches)
+        self._drain_until: float | None = None  # time.monotonic() until which a branch may wait
         self._last: Stage | None = None
 
     def _outputs_have_ended(self) -> bool:
@@ -177,20 +183,38 @@ class Union(Stage):
 
     def _drain(self, index: int) -> bool:
         """Pull a branch until it has no item of a duplicated stream that has ended; return whether
-        it waits for something with such an item."""
+        it waits for something with such an item, at most DRAIN_TIMEOUT_S."""
         children = self._children[index]
         if not children or not all(child.stream_has_ended for child in children):
             return False
+        now = time.monotonic()
         while self._num_foreign[index] < MAX_FOREIGN_ITEMS:
             try:
                 if self._pulls[index](False) is NOT_READY:
-                    holds = any(stage.holds_items() for stage in walk(self.parents[index]))
-                    return holds and bool(self.parents[index].waits())
+                    return self._waits_with_items(index, now)
             except StopIteration:
                 self._end_branch(index)
                 return False
+            self._drain_until = None
             is_foreign = not self._has_progressed(index)
             self._num_foreign[index] = self._num_foreign[index] + 1 if is_foreign else 0
+        return False
+
+    def _waits_with_items(self, index: int, now: float) -> bool:
+        """Return whether a branch that is drained holds items and waits for an event; warn, and
+        return False, when no branch has progressed for DRAIN_TIMEOUT_S."""
+        holding = [stage for stage in walk(self.parents[index]) if stage.holds_items()]
+        if not holding or not self.parents[index].waits():
+            return False
+        if self._drain_until is None:
+            self._drain_until = now + DRAIN_TIMEOUT_S
+        if now < self._drain_until:
+            return True
+        log.warning(
+            "%s: items in %s are dropped at the end of the stream, because the stage has waited "
+            "for %.0f s without progress: does something read its queue?",
+            self, ", ".join(map(str, holding)), DRAIN_TIMEOUT_S,
+        )  # fmt: skip
         return False
 
     def _next_turn(self, idle: set[int]) -> int:
@@ -252,7 +276,8 @@ class Union(Stage):
             return [AT_ONCE]
         if self._kept_turn is not None:
             return self.parents[self._kept_turn].waits()
-        return [
+        deadline = [] if self._drain_until is None else [self._drain_until]
+        return deadline + [
             wait
             for parent, done in zip(self.parents, self._done, strict=True)
             if not done

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 from flowrl.iter.errors import MANY_DROPPED, OnError, call_in_stage, note_origin
+from flowrl.iter.metrics import current_metrics
 from flowrl.iter.stage import (
     NOT_READY,
     Stage,
@@ -371,7 +372,8 @@ class Transform(Stage):
         self.title = f"transform({function_title(fn)})"
         self._iterator: Iterator[Any] | None = None
         self._has_raised = False  # in the last pull
-        self._last_item: Any = NOT_READY  # that the function has read in this pull
+        # items since the one returned last, if a StalenessLimit counts lost items
+        self._read: list[Any] = []
         self._input_ended = False
         self._waiter = Waiter()
 
@@ -386,7 +388,9 @@ class Transform(Stage):
                 self._input_ended = True
                 raise
             if item is not NOT_READY:
-                self._last_item = item
+                metrics = current_metrics()
+                if metrics is not None and metrics.on_lost:
+                    self._read.append(item)
                 return item
             journal: Any = self.journal
             replays = journal is not None and journal.replays
@@ -420,11 +424,11 @@ class Transform(Stage):
         except BaseException as error:
             note_origin(error, self, None)
             self._has_raised = True
-            if self._last_item is not NOT_READY:
-                report_lost(self._last_item)
+            for item in self._read:
+                report_lost(item)
+            self._read.clear()
             raise
-        finally:
-            self._last_item = NOT_READY
+        self._read.clear()
         self._has_raised = False
         self.items += 1
         return item

@@ -101,16 +101,16 @@ class CapturedUpdates:
                 num_updates, version = learner.num_updates, policy.version
                 self._done.zero_()
                 try:
-                    return self._one_pass(batch, size)
+                    return self._run_epoch(batch, size)
                 except BaseException:
                     done = int(self._done)
                     learner.num_updates, policy.version = num_updates + done, version + done
                     self._failed.zero_()
                     raise
-        passed: list[Stats] = learner.run_epoch(batch, size)
-        return passed
+        stats: list[Stats] = learner.run_epoch(batch, size)
+        return stats
 
-    def _one_pass(self, batch: SampleBatch, size: int) -> list[Stats]:
+    def _run_epoch(self, batch: SampleBatch, size: int) -> list[Stats]:
         learner, policy = self._learner, self._policy
         order = None
         if size < batch.count:

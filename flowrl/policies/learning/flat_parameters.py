@@ -173,12 +173,11 @@ def with_layout_of(
 
 
 def as_tensor_like(value: Any, tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return numbers as a tensor of the dtype of another one, on the CPU; None if they are no real
-    numbers."""
+    """Return numbers as a tensor of the dtype of another one, on the CPU; None if they are no
+    numbers, or complex ones for a real tensor."""
     array = np.asarray(value)
-    return (
-        torch.from_numpy(np.array(array)).to(tensor.dtype) if array.dtype.kind in "biuf" else None
-    )
+    is_number = array.dtype.kind in ("biufc" if tensor.is_complex() else "biuf")
+    return torch.from_numpy(np.array(array)).to(tensor.dtype) if is_number else None
 
 
 class FlatAdam:

@@ -228,7 +228,7 @@ class TorchLearner:
             assert batch is not None
             stats = self.gradient.compute(batch)
         else:
-            self._row_noise = self._noise_ofshare_of_process(batch)
+            self._row_noise = self._noise_of_share(batch)
             try:
                 stats = self.gradient.compute_over_group(
                     batch, self.process_group, self.rows_of_process
@@ -245,7 +245,7 @@ class TorchLearner:
             self._epoch_row_stats += self.gradient.row_stats
         return stats
 
-    def _noise_ofshare_of_process(self, batch: SampleBatch | None) -> RowNoise | None:
+    def _noise_of_share(self, batch: SampleBatch | None) -> RowNoise | None:
         """Return the noise of this process's rows, if the group shares out the rows of a batch."""
         group = self.process_group
         if batch is None or group is None or not group.splits_rows or "seq_lens" in batch:

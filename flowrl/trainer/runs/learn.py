@@ -67,7 +67,7 @@ def learn(
         continues = rules.is_set() and so_far is not None
         of_run = config.updated(total_timesteps=so_far) if continues else config
         given, rules = rules, rules.with_defaults(of_run)
-    total = total or rules.env_steps or config.total_timesteps
+    total = total or rules.env_steps or of_run.total_timesteps
     algorithm.workers.local_worker()  # raises errors of environments before files are written
     previous = algorithm.workers.global_vars["total_timesteps"]
     if total is not None:

@@ -247,12 +247,13 @@ def mean(values: np.ndarray) -> float:
 
 def standardized(values: np.ndarray) -> np.ndarray:
     """Scale values [B] to mean 0 and standard deviation 1; see TorchLearner.standardize."""
-    centered = values - np.float32(mean(values))
+    # in float64: rounding errors of constant values would be scaled to 1
+    centered = values - np.add.reduce(values, dtype=np.float64) / len(values)
     if len(values) < 2:
-        return centered
+        return np.zeros(len(values), np.float32)
     std = math.sqrt(float(centered @ centered) / (len(values) - 1))
-    centered *= np.float32(1 / (std + 1e-8))
-    return centered
+    scaled: np.ndarray = (centered / (std + 1e-8)).astype(np.float32)
+    return scaled
 
 
 def float32(batch: TensorBatch, name: str) -> np.ndarray:
