@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from flowrl.setting_values import check_int
 from flowrl.state_schema import Fields, Natural, check_state
 
 
@@ -26,7 +27,13 @@ def derive_seed(seed: int | None, *purpose: str | int) -> int | None:
 
 
 def random_stream(seed: int | None, *purpose: str | int) -> np.random.Generator:
-    """Create a random generator for a purpose; None seeds it from the operating system."""
+    """Create a random generator for a purpose; None seeds it from the operating system.
+
+    Raises:
+        ValueError: the seed is neither None nor an int of at least 0.
+    """
+    if seed is not None:
+        check_int("seed", seed, 0)
     return np.random.default_rng(derive_seed(seed, *purpose))
 
 

@@ -48,6 +48,14 @@ def check_int(name: str, value: Any, minimum: int = 1) -> None:
         raise ValueError(f"{name} must be an int of at least {minimum}, got {value!r}")
 
 
+def check_number(name: str, value: Any, minimum: float, maximum: float = math.inf) -> None:
+    """Raise ValueError unless an argument is a number, not a bool, and in a range."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not minimum <= value <= maximum:
+        limits = f"from {minimum} to {maximum}" if maximum < math.inf else f"of at least {minimum}"
+        raise ValueError(f"{name} must be a number {limits}, got {value!r}")
+
+
 def nearest_name(name: str, known: list[str], similarity: float = 0.6) -> str | None:
     """Return the known name that is most similar, or None if none is similar.
 
@@ -63,7 +71,7 @@ def nearest_name(name: str, known: list[str], similarity: float = 0.6) -> str | 
 
 def nearest(name: str, known: list[str]) -> str:
     """Return ` Did you mean 'x'?`, or an empty string if no known name is similar."""
-    similar = nearest_name(name, known)
+    similar = nearest_name(name, known) if isinstance(name, str) else None
     return "" if similar is None else f" Did you mean {similar!r}?"
 
 

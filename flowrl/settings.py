@@ -556,7 +556,7 @@ def _copied(value: Any) -> Any:
 
 
 def _not_bool(value: Any) -> Any:
-    if isinstance(value, bool):
+    if isinstance(value, bool) or type(value).__name__ in ("bool", "bool_"):  # also numpy's
         raise ValueError("input should be a number, not true or false")
     return value
 

@@ -25,6 +25,7 @@ from flowrl.data.columns import (
     readonly_view,
     restore_duplicates,
 )
+from flowrl.setting_values import check_int
 
 DEFAULT_POLICY_ID = "default_policy"
 
@@ -315,8 +316,12 @@ class SampleBatch(Columns):
         Raises:
             ValueError: the batches differ in padding, or only some have sequences.
         """
-        batches = list(batches)
+        batches = [batches] if isinstance(batches, (SampleBatch, Mapping)) else list(batches)
         for batch in batches:
+            if not hasattr(batch, "concat_samples"):
+                raise TypeError(
+                    f"concat_samples takes a list of batches, got a {type(batch).__name__} in it"
+                )
             if not isinstance(batch, SampleBatch):
                 return batch.concat_samples(batches)
         batches = [batch for batch in batches if batch.count]
@@ -368,9 +373,16 @@ class MultiAgentBatch:
     """
 
     def __init__(self, policy_batches: Mapping[str, SampleBatch], env_steps: int):
+        check_int("MultiAgentBatch: env_steps", env_steps, 0)
         self.policy_batches = dict(policy_batches)
+        for policy_id, batch in self.policy_batches.items():
+            if not isinstance(batch, SampleBatch):
+                raise TypeError(
+                    "MultiAgentBatch takes policy id -> SampleBatch, got a "
+                    f"{type(batch).__name__} for {policy_id!r}"
+                )
         self.sources: tuple[Any, ...] = ()
-        self._env_steps = env_steps
+        self._env_steps = int(env_steps)
 
     @property
     def count(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import gymnasium as gym
@@ -141,9 +142,11 @@ class IndependentAgents(MultiAgentEnv):
         self._episode_steps = env_config.pop("episode_steps", None)
         steps = 1 if self._episode_steps is None else self._episode_steps
         for name, value in (("num_agents", count), ("episode_steps", steps)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
                 raise ConfigError(f"env_config: {name} must be a positive integer, got {value!r}")
         self._envs = [creator(EnvContext(dict(env_config), **attributes)) for _ in range(count)]
+        if None in self._envs:
+            raise ConfigError("env: the creator returned None: does it return the environment?")
         self.possible_agents = list(range(count))
         self.observation_space = self._envs[0].observation_space
         self.action_space = self._envs[0].action_space

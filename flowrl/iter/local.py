@@ -426,10 +426,12 @@ class LocalIterator(Generic[T]):
         the state, without copying.
         """
         by_name = stages_by_name(self.stage)
+        stages = {name: stage.state_dict() for name, stage in by_name.items()}
+        shared = {name: part.state_dict() for name, part in _shared_states(by_name).items()}
         return {
-            "metrics": self.metrics.state_dict(),
-            "stages": {name: stage.state_dict() for name, stage in by_name.items()},
-            "shared": {name: part.state_dict() for name, part in _shared_states(by_name).items()},
+            "metrics": self.metrics.state_dict(),  # last: the other parts may count what they lost
+            "stages": stages,
+            "shared": shared,
             "restarts": [name for name, stage in by_name.items() if not stage.resumable],
         }
 

@@ -17,6 +17,7 @@ from flowrl.iter import Source
 from flowrl.learners.gradients import Gradients
 from flowrl.policies.learning.epochs import checked_numbers
 from flowrl.policies.policy import Policy
+from flowrl.policies.policy_spec import check_policies_exist
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.setting_values import check_int
@@ -182,7 +183,7 @@ class LocalLearner(Learner):
             KeyError: `gradients` names a policy that does not exist.
         """
         worker = self.workers.local_worker()
-        check_policies_exist(worker, gradients.by_policy)
+        check_policies_exist(worker.policy_map, gradients.by_policy)
         updates: Updates = {}
         with worker.lock:
             for policy_id, gradient in gradients.by_policy.items():
@@ -302,7 +303,8 @@ def select_rows(
             have.
     """
     check_batch(batch, "a learner")
-    check_policies_exist(worker, batch.policy_batches if policies is None else policies)
+    named = batch.policy_batches if policies is None else policies
+    check_policies_exist(worker.policy_map, named)
     return {
         policy_id: rows
         for policy_id, rows in batch.policy_batches.items()
@@ -385,12 +387,7 @@ def check_policy_ids(policies: Any) -> None:
     """
     if isinstance(policies, str):
         raise TypeError(f"policies is a collection of ids: [{policies!r}]")
+    if policies is not None and not isinstance(policies, Collection):
+        raise TypeError(f"policies must be a collection of policy ids or None, got {policies!r}")
     if policies is not None and not len(policies):
         raise ValueError("policies is empty, so nothing would be trained: None trains all policies")
-
-
-def check_policies_exist(worker: RolloutWorker, policy_ids: Iterable[str]) -> None:
-    """Raise KeyError for ids of policies that the worker does not have."""
-    unknown = sorted(set(policy_ids) - set(worker.policy_map))
-    if unknown:
-        raise KeyError(f"unknown policies {unknown}: there are {sorted(worker.policy_map)}")

@@ -207,7 +207,10 @@ def _flush_all_at_exit() -> None:
         try:
             writer.flush_at_exit()
         except Exception as error:  # an exit handler has no caller to raise to
-            log.error("%s: the rows recorded last are lost: %s", writer.folder, error)
+            log.error(
+                "%s: the rows recorded last are not written: %s. If the run has a newer "
+                "checkpoint, it contains them: free space and resume the run", writer.folder, error,
+            )  # fmt: skip
 
 
 def _is_of_run(path: Path, run: str) -> bool:

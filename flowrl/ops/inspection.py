@@ -123,7 +123,7 @@ class Record:
 
     def __init__(self, n: int):
         check_int("Record: n", n)
-        self.items: deque[Any] = deque(maxlen=n)
+        self.items: deque[Any] = deque(maxlen=int(n))
 
     def __call__(self, item: T) -> T:
         self.items.append(item)

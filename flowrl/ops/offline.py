@@ -207,8 +207,10 @@ class ReadStage(Stage):
         super().__init__()
         self.name = name
         self.source, self.workers, self.batch_size = source, workers, batch_size
-        if isinstance(columns, str):
+        if isinstance(columns, str) or not isinstance(columns, Collection):
             raise TypeError(f"columns must be a list of names, got {columns!r}")
+        if prepare is not None and not callable(prepare):
+            raise TypeError(f"prepare must be a function or None, got {prepare!r}")
         self.columns, self._prepare = columns, prepare
         self.rng = random_stream(seed, "offline")
         self._pass_rng_state: dict[str, Any] = stream_state(self.rng)  # at the start of the pass

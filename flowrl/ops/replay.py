@@ -17,7 +17,7 @@ from flowrl.ops.train import TrainedItem, check_trained
 from flowrl.replay import MultiAgentReplayBuffer
 from flowrl.replay.replay_ratio import EMPTY
 from flowrl.seeding import random_stream, restore_stream, stream_state
-from flowrl.setting_values import check_int
+from flowrl.setting_values import check_int, check_number
 from flowrl.state_schema import Fields, StateError, check_own_state
 
 
@@ -327,7 +327,7 @@ class SimpleReplayBuffer:
         check_int("num_slots", num_slots)
         self.num_slots = num_slots
         self.rng = random_stream(seed, "replay")
-        self._batches: deque[Batch] = deque(maxlen=num_slots)
+        self._batches: deque[Batch] = deque(maxlen=int(num_slots))
 
     def add(self, batch: Batch) -> None:
         """Store a batch without copying it; do not change it afterwards.
@@ -399,8 +399,10 @@ class MixInReplay:
     chained_with: ClassVar[str] = "combine"
 
     def __init__(self, num_slots: int, replay_proportion: float, seed: int | None = None):
-        if not 0 <= replay_proportion < float("inf"):
-            raise ValueError(f"replay_proportion must be at least 0, got {replay_proportion!r}")
+        check_number("replay_proportion", replay_proportion, 0)
+        if replay_proportion == float("inf"):
+            raise ValueError("replay_proportion must be at least 0 and finite")
+        check_int("num_slots", num_slots, 0)
         if replay_proportion and num_slots < 1:
             raise ValueError("a replay_proportion above 0 needs num_slots of at least 1")
         self.replay_proportion = replay_proportion

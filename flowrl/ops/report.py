@@ -25,9 +25,9 @@ from flowrl.ops.plan_metrics import (
 )
 from flowrl.sampling.episode import EpisodeMetrics, returns_by_policy
 from flowrl.sampling.worker_config import WorkerConfig
-from flowrl.sampling.worker_set import WorkerSet
+from flowrl.sampling.worker_set import WorkerSet, check_workers
 from flowrl.setting_aliases import INFO_COUNTERS
-from flowrl.setting_values import nearest
+from flowrl.setting_values import check_int, nearest
 from flowrl.settings import NonNegative, NonNegativeInt, Positive, Settings, setting
 from flowrl.state_schema import Fields, Natural, check_state
 
@@ -259,6 +259,8 @@ class CollectMetrics:
     def __init__(
         self, workers: WorkerSet, window: int = 100, selected_workers: SelectedWorkers = None
     ):
+        check_workers(workers, "CollectMetrics")
+        check_int("window", window)
         self._select, self._workers = selected_workers, workers
         if isinstance(selected_workers, int):
             raise TypeError(
@@ -269,9 +271,9 @@ class CollectMetrics:
         unknown = sorted(set(self._selected_workers() or ()) - set(indices))
         if unknown:
             raise ValueError(
-                f"selected_workers: there is no worker {unknown[0]}, only {[*indices]}"
+                f"selected_workers: there is no worker {unknown[0]!r}, only {[*indices]}"
             )
-        self._window: deque[Sequence[Any]] = deque(maxlen=window)
+        self._window: deque[Sequence[Any]] = deque(maxlen=int(window))
         self._episodes_total = 0
         self._env_steps_reported = 0
         self._agents: dict[str, None] = {}  # ids whose returns are reported

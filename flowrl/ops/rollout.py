@@ -117,6 +117,11 @@ def ParallelRollouts(
     if mode == "raw":
         return shards
     if limit is not None:
+        if not isinstance(limit, StalenessLimit):
+            raise TypeError(
+                f"limit must be a StalenessLimit, got {limit!r}: StalenessLimit(batch_size, "
+                "max_batches)"
+            )
         limit.steps_per_fragment = workers.steps_per_fragment()
     if by_reference and workers.num_workers:
         shards = shards.for_each(leave_in_store)
@@ -295,7 +300,7 @@ class ConcatBatches:
 
     def __call__(self, batch: AnyBatch) -> list[AnyBatch]:
         check_batch(batch, "ConcatBatches", by_reference=True)
-        if batch.count:
+        if batch.agent_steps():
             self._pending.append(batch)
             by_agent = self.count_steps_by == "agent_steps"
             self._steps += batch.agent_steps() if by_agent else batch.env_steps()

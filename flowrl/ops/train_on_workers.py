@@ -19,6 +19,7 @@ from flowrl.learners.learner import (
 from flowrl.ops.plan_metrics import Info, record_updates
 from flowrl.ops.rollout import CountRollouts
 from flowrl.sampling.worker_set import WorkerSet, check_workers
+from flowrl.setting_values import check_number
 
 log = logging.getLogger("flowrl")
 
@@ -64,8 +65,7 @@ class TrainOnWorkers(LocalIterator[Any]):
     ):
         check_workers(workers, "TrainOnWorkers")
         check_learning_arguments(policies, num_sgd_iter, sgd_minibatch_size)
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s must be above 0, got {timeout_s!r}")
+        check_number("timeout_s", timeout_s, 0)
         if workers.config.output is not None:
             raise ValueError(
                 "output: TrainOnWorkers keeps fragments on their workers, so nothing can be "

@@ -21,6 +21,8 @@ def to_env(space: spaces.Space, actions: Any, normalize: bool, clip: bool) -> An
         normalize: scale continuous actions from [-1, 1] to the bounds.
         clip: clip continuous actions to the bounds.
     """
+    if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
+        actions = np.asarray(actions)
     if isinstance(space, spaces.Discrete):
         return (actions + space.start if space.start else actions).astype(space.dtype, copy=False)
     if isinstance(space, spaces.MultiDiscrete):

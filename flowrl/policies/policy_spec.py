@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -246,3 +246,21 @@ def is_policy_to_train(policies_to_train: Any, policy_id: str, batch: Any = None
     if callable(policies_to_train):
         return bool(policies_to_train(policy_id, batch))
     return policy_id in policies_to_train
+
+
+def check_policies_exist(known: Collection[str], policy_ids: Any) -> None:
+    """Check ids of policies.
+
+    Args:
+        known: ids of the policies that exist.
+        policy_ids: a collection of ids, or a mapping by id.
+
+    Raises:
+        TypeError: it is something else, or an id is not a string.
+        KeyError: there is no such policy.
+    """
+    if not isinstance(policy_ids, Collection) or not all(isinstance(i, str) for i in policy_ids):
+        raise TypeError(f"a mapping or list by policy id is needed, got {policy_ids!r:.200}")
+    unknown = sorted(set(policy_ids) - set(known))
+    if unknown:
+        raise KeyError(f"unknown policies {unknown}: there are {sorted(known)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -66,8 +67,14 @@ class ViewRequirement:
         self.data_col = data_col
         self.space = space
         self.shifts = _offsets(shift)
-        self.shift = shift if isinstance(shift, (int, str)) else list(shift)
-        if not isinstance(batch_repeat_value, int) or batch_repeat_value < 1:
+        self.shift: int | str | list[int] = list(self.shifts)
+        given: Any = shift
+        if isinstance(given, Integral):
+            self.shift = self.shifts[0]
+        elif isinstance(given, str):
+            self.shift = given
+        count: Any = batch_repeat_value
+        if not isinstance(count, Integral) or count < 1:
             raise ConfigError(
                 "ViewRequirement: batch_repeat_value must be an int >= 1, got "
                 f"{batch_repeat_value!r}"
@@ -142,11 +149,6 @@ def forward_views(views: Mapping[str, ViewRequirement]) -> dict[str, ViewRequire
 
 def _offsets(shift: Any) -> tuple[int, ...]:
     """Return the offsets of a `shift` argument."""
-    message = f"ViewRequirement: shift must be an int, a list of ints or a range, got {shift!r}"
-    if isinstance(shift, bool):
-        raise ConfigError(message)
-    if isinstance(shift, int):
-        return (shift,)
     if isinstance(shift, str):
         match = _RANGE.fullmatch(shift)
         first, last, step = (int(g) if g else 1 for g in match.groups()) if match else (0, -1, 1)
@@ -156,10 +158,13 @@ def _offsets(shift: Any) -> tuple[int, ...]:
                 f"included and in order, got {shift!r}"
             )
         return tuple(range(first, last + 1, step))
-    offsets = list(shift) if isinstance(shift, (list, tuple)) else []
-    if not offsets or not all(isinstance(o, int) and not isinstance(o, bool) for o in offsets):
-        raise ConfigError(message)
-    return tuple(offsets)
+    offsets = list(shift) if isinstance(shift, (list, tuple, range, np.ndarray)) else [shift]
+    if not offsets or not all(isinstance(o, Integral) and not isinstance(o, bool) for o in offsets):
+        raise ConfigError(
+            'ViewRequirement: shift must be an int, a list of ints or text such as "-3:0", got '
+            f"{shift!r}"
+        )
+    return tuple(map(int, offsets))
 
 
 def find_mismatch(space: spaces.Space, values: Any, name: str) -> str | None:

@@ -18,7 +18,7 @@ from flowrl.replay.schema import DONE_FLAGS
 from flowrl.replay.sequence_index import STATE, SequenceIndex
 from flowrl.replay.trajectories import LinkRule, sort_rows
 from flowrl.seeding import random_stream, restore_stream, stream_state
-from flowrl.setting_values import check_int
+from flowrl.setting_values import check_int, check_number
 from flowrl.state_schema import Fields, Natural, check_own_state, check_state
 
 MAX_PENDING_BATCHES = 128
@@ -105,8 +105,7 @@ class ReplayBuffer:
         integers = (("capacity", capacity), ("n_step", n_step), ("max_seq_len", max_seq_len))
         for name, value in integers:
             check_int(name, value)
-        if not 0 <= gamma <= 1:
-            raise ValueError(f"gamma must be between 0 and 1, got {gamma!r}")
+        check_number("gamma", gamma, 0, 1)
         if storage_unit not in STORAGE_UNITS:
             raise ValueError(
                 f"storage_unit must be one of {', '.join(STORAGE_UNITS)}, got {storage_unit!r}"

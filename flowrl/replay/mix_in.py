@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Unpack
 import numpy as np
 
 from flowrl.replay.buffers import BufferSettings, ReplayBuffer
+from flowrl.setting_values import check_number
 from flowrl.state_schema import Fields, Natural
 
 
@@ -36,8 +37,7 @@ class MixInReplayBuffer(ReplayBuffer):
     def __init__(
         self, capacity: int, *, replay_ratio: float = 0.5, **settings: Unpack[BufferSettings]
     ):
-        if not 0 <= replay_ratio <= 1:
-            raise ValueError(f"replay_ratio must be between 0 and 1, got {replay_ratio!r}")
+        check_number("replay_ratio", replay_ratio, 0, 1)
         super().__init__(capacity, **settings)
         self.replay_ratio = float(replay_ratio)
         self._next_new = 0  # id of the oldest item not drawn yet

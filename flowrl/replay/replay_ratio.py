@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any, ClassVar
 
 import numpy as np
@@ -46,7 +47,9 @@ class ReplayRatio:
 
     def __init__(self, learning_starts: int = 0, training_intensity: float | None = None):
         check_int("learning_starts", learning_starts, 0)
-        if training_intensity is not None and not 0 < training_intensity < np.inf:
+        if training_intensity is not None and not (
+            isinstance(training_intensity, Real) and 0 < training_intensity < np.inf
+        ):
             raise ValueError(f"training_intensity must be above 0, got {training_intensity!r}")
         self.learning_starts = learning_starts
         self.training_intensity = training_intensity

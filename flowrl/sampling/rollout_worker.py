@@ -21,6 +21,7 @@ from flowrl.policies.learning.epochs import checked_numbers
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import (
     PolicyMapping,
+    check_policies_exist,
     is_policy_to_train,
     specs_of,
 )
@@ -195,6 +196,7 @@ class RolloutWorker:
         Raises:
             KeyError: there is no such policy.
         """
+        check_policies_exist(self.policy_map, [policy_id])
         return self.policy_map[policy_id]
 
     def is_policy_to_train(self, policy_id: str, batch: Any = None) -> bool:
@@ -306,7 +308,12 @@ class RolloutWorker:
 
     def learn_on_batch(self, batch: SampleBatch | MultiAgentBatch) -> dict[str, dict[str, float]]:
         """Update every policy in the batch, regardless of `policies_to_train`; return statistics by
-        policy id."""
+        policy id.
+
+        Raises:
+            KeyError: there is no such policy; no policy is updated.
+        """
+        check_policies_exist(self.policy_map, batch.policy_batches)
         with self.lock:
             return {
                 policy_id: self.policy_map[policy_id].learn_on_batch(rows)
@@ -338,7 +345,11 @@ class RolloutWorker:
         depend on (see Policy.on_global_var_update).
 
         An asynchronous sampler finishes its item first: one item has one version.
+
+        Raises:
+            KeyError: there is no such policy; no policy changes.
         """
+        check_policies_exist(self.policy_map, weights)
         started = time.perf_counter()
         with self.lock:
             for policy_id, policy_weights in weights.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, TypeVar
 
 from flowrl.iter import ray_health
@@ -23,8 +23,9 @@ class WorkerCalls:
     """Calls functions on all remote workers, and does not wait long for one that hangs.
 
     Workers answer in order, after the fragments that were requested before. A worker that is late
-    is not called again until it has answered; from then on it has SLOW_TIMEOUT_S. So has a worker
-    that has never answered, because its process may be starting.
+    is not called again until it has answered; from then on it has SLOW_TIMEOUT_S. A worker that has
+    neither answered nor returned a fragment has STARTING_S more, because its process may be
+    starting.
 
     Args:
         timeout_s: limit for all workers to answer; at most 60.
@@ -36,8 +37,18 @@ class WorkerCalls:
         self._slow: list[Any] = []  # actors that have answered late
         self._started: list[Any] = []  # actors that have answered
 
-    def get_states(self, actors: Sequence[Any]) -> list[dict[str, Any] | None]:
-        """Return the sampling state of each worker; None for one without an answer."""
+    def get_states(
+        self, actors: Sequence[Any], sampled: Container[int]
+    ) -> list[dict[str, Any] | None]:
+        """Return the sampling state of each worker; None for one without an answer.
+
+        Args:
+            actors: the workers.
+            sampled: indices of those that have returned a fragment, so their processes have
+                started.
+        """
+        started = [actor for index, actor in enumerate(actors) if index in sampled]
+        self._started += [actor for actor in started if not _is_in(actor, self._started)]
         warning = "returned no state; resuming from this checkpoint starts new episodes there"
         return self._call(actors, RolloutWorker.sampling_state_dict, warning, raises=False)
 

@@ -29,7 +29,7 @@ from flowrl.sampling.weight_sync import WeightSync, load_weights
 from flowrl.sampling.worker_calls import CALL_TIMEOUT_S, WorkerCalls, stop_workers
 from flowrl.sampling.worker_config import WorkerConfig, unsendable_setting_named
 from flowrl.sampling.worker_states import check_worker_states, highest, send_states
-from flowrl.settings import Settings
+from flowrl.setting_values import check_int
 
 T = TypeVar("T")
 
@@ -301,7 +301,8 @@ class WorkerSet:
         if self._remote is None and self._loaded is not None:
             remote = self._loaded
         elif self._remote and not ray_health.is_ray_lost():
-            remote[: len(self._remote)] = self._calls.get_states(self._remote)
+            states = self._calls.get_states(self._remote, self.env_steps_by_worker)
+            remote[: len(self._remote)] = states
         return {
             "local": self.local_worker().sampling_state_dict(),
             "remote": remote,
@@ -436,8 +437,7 @@ class WorkerSet:
 
 
 def _check_resize(number: Any, num_workers: int) -> None:
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ValueError(f"num_workers to add or remove must be at least 1, got {number!r}")
+    check_int("num_workers to add or remove", number)
     if not num_workers:
         raise ValueError("cannot add or remove workers: num_workers=0 samples in this process")
 
@@ -452,15 +452,16 @@ def check_workers(workers: Any, operator: str) -> None:
     """Check the argument `workers` of an operator.
 
     Raises:
-        TypeError: it is the config, the other argument of a plan, or one worker.
+        TypeError: it is not a WorkerSet, but for example the config, the other argument of a plan.
     """
-    if isinstance(workers, Settings):
-        raise TypeError(
-            f"{operator} takes the WorkerSet, the first argument of a plan, got a "
-            f"{type(workers).__name__}"
-        )
     if isinstance(workers, RolloutWorker):
         raise TypeError(
             f"{operator} takes the WorkerSet, got a RolloutWorker: pass workers instead of "
             "workers.local_worker()"
+        )
+    if workers is None or not hasattr(workers, "local_worker"):
+        hint = ": pass algorithm.workers" if hasattr(workers, "training_step") else ""
+        raise TypeError(
+            f"{operator} takes the WorkerSet, the first argument of a plan, got a "
+            f"{type(workers).__name__}{hint}"
         )

@@ -57,6 +57,8 @@ def _plan(value: Any) -> Any:
     """Convert an imported plan file to its path or name."""
     if isinstance(value, ModuleType):
         return plan_of_module(value)
+    if isinstance(value, Path):
+        return str(value)
     if value is None or isinstance(value, str) or callable(value):
         return value
     raise ValueError("must be a name, the path of a plan file, a module or a function")

@@ -569,3 +569,16 @@ def test_missing_infos_are_dicts_of_their_own():
 def test_lengths_of_sequences_are_not_negative():
     with pytest.raises(ValueError, match="seq_lens must not be negative, got"):
         SampleBatch(obs=np.zeros(5), seq_lens=np.array([6, -1]))
+
+
+@pytest.mark.parametrize("env_steps", [None, -1, "3", True])
+def test_env_steps_of_a_multi_agent_batch_are_an_int(env_steps):
+    with pytest.raises(ValueError, match="MultiAgentBatch: env_steps must be an int"):
+        MultiAgentBatch({}, env_steps)
+
+
+def test_rows_of_a_multi_agent_batch_are_batches():
+    with pytest.raises(TypeError, match="takes policy id -> SampleBatch, got a dict for 'a'"):
+        MultiAgentBatch({"a": {"obs": np.zeros(2)}}, 2)
+    with pytest.raises(TypeError, match="concat_samples takes a list of batches, got a NoneType"):
+        SampleBatch.concat_samples([SampleBatch(obs=np.zeros(2)), None])

@@ -637,3 +637,32 @@ def test_all_items_that_a_transform_loses_together_are_reported():
     with pytest.raises(ValueError, match="3, 4, 5"):
         next(plan)
     assert (next(plan), lost) == ([6, 7, 8], [3, 4, 5])
+
+
+def test_what_states_of_operators_count_is_saved():
+    class CountsInState:
+        def __call__(self, item):
+            return item
+
+        def state_dict(self):
+            plan.metrics.counters["lost"] += 1
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    plan = LocalIterator([1], "source").for_each(CountsInState())
+    next(plan)
+    assert plan.state_dict()["metrics"]["counters"]["lost"] == 1
+
+
+@pytest.mark.parametrize("seed", [-1, "abc", float("nan")])
+def test_seed_of_shuffle_is_an_int(seed):
+    with pytest.raises(ValueError, match="seed must be an int of at least 0"):
+        stream(1).shuffle(2, seed)
+    assert list(stream(1, 2).shuffle(2, np.int64(3))) == list(stream(1, 2).shuffle(2, 3))
+
+
+def test_function_of_transform_returns_an_iterable():
+    with pytest.raises(TypeError, match="must return an iterable, it returned None"):
+        next(stream(1).transform(lambda items: None))

@@ -207,7 +207,7 @@ raise RuntimeError("the process fails")
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
     )
     assert "RuntimeError: the process fails" in process.stderr
-    assert "removed: the rows recorded last are lost: /" in process.stderr
+    assert "removed: the rows recorded last are not written: /" in process.stderr
     assert not (tmp_path / "removed").exists()
     for folder, rows in (("open", 201), ("dropped", 200)):
         (path,) = parquet_files(tmp_path / folder)

@@ -38,6 +38,7 @@ from flowrl.ops import (
     LearnerThread,
     MixInReplay,
     ParallelRollouts,
+    Record,
     SelectExperiences,
     StandardizeFields,
     StandardMetricsReporting,
@@ -834,3 +835,44 @@ def test_standardizing_a_batch_without_rows_warns_of_nothing(recwarn):
 def test_config_in_place_of_the_workers_is_named(operator):
     with pytest.raises(TypeError, match="takes the WorkerSet, the first argument of a plan, got a"):
         operator(A2CConfig())
+
+
+@pytest.mark.parametrize("workers", [None, "workers", [1]])
+@pytest.mark.parametrize(
+    "operator",
+    [
+        TrainOneStep,
+        CountRollouts,
+        CollectMetrics,
+        ComputeGradients,
+        lambda workers: UpdateTargetNetwork(workers, 64),
+        lambda workers: BroadcastUpdateLearnerWeights(workers, 1),
+    ],
+)
+def test_argument_that_is_no_worker_set_is_rejected_at_once(operator, workers):
+    with pytest.raises(TypeError, match="takes the WorkerSet, the first argument of a plan, got a"):
+        operator(workers)
+
+
+def test_numpy_ints_are_counts():
+    assert MixInReplay(np.int64(3), 0.5).buffer.num_slots == 3
+    assert Record(np.int64(3)).items.maxlen == 3
+    for arguments in ((None, 0.5), (3, None), (3, "x")):
+        with pytest.raises(ValueError, match="must be"):
+            MixInReplay(*arguments)
+
+
+def test_policies_of_operators_are_a_collection():
+    with pytest.raises(TypeError, match="policies must be a collection of policy ids or None"):
+        TrainOneStep(make_workers(0), policies=3)
+
+
+def test_limit_of_rollouts_is_a_staleness_limit():
+    with pytest.raises(TypeError, match="limit must be a StalenessLimit, got 3"):
+        ParallelRollouts(make_workers(0), mode="async", limit=3)
+
+
+def test_batch_whose_env_steps_are_0_is_not_dropped():
+    batch = MultiAgentBatch({"a": SampleBatch(obs=np.zeros(4))}, 0)
+    concat = ConcatBatches(4, count_steps_by="agent_steps")
+    assert [b.agent_steps() for b in concat(batch)] == [4]

@@ -15,6 +15,7 @@ from flowrl.policies import (
     build_torch_policy,
 )
 from flowrl.policies.distributions import ActionDistribution
+from flowrl.policies.models.catalog import register_model
 
 from .fakes import BOX, TWO, rows
 
@@ -300,3 +301,32 @@ def test_missing_method_of_a_distribution_is_named():
         Mine(None).kl(None)
     with pytest.raises(NotImplementedError, match=r"Mine has no num_inputs\(\): implement it"):
         Mine.num_inputs(TWO)
+
+
+@pytest.mark.parametrize(
+    ("passes", "size", "message"),
+    [
+        (0, 4, "num_sgd_iter must be an int of at least 1"),
+        (1.5, 4, "num_sgd_iter must be an int of at least 1"),
+        (1, -1, "sgd_minibatch_size must be an int of at least 0"),
+        (1, None, "sgd_minibatch_size must be an int of at least 0"),
+    ],
+)
+def test_numbers_of_passes_and_rows_are_checked(passes, size, message):
+    with pytest.raises(ValueError, match=message):
+        PPOTorchPolicy(BOX, TWO, {}).learn_on_minibatches(rows(), passes, size)
+
+
+@pytest.mark.parametrize("shift", [range(-2, 1), np.arange(-2, 1), [-2, -1, 0], "-2:0"])
+def test_shift_of_a_view_in_every_form(shift):
+    assert ViewRequirement("obs", shift=shift).shifts == (-2, -1, 0)
+    assert ViewRequirement("obs", shift=np.int64(-1)).shift == -1
+    with pytest.raises(ConfigError, match='text such as "-3:0"'):
+        ViewRequirement("obs", shift=1.5)
+
+
+def test_registered_models_have_names():
+    with pytest.raises(TypeError, match="the name must be a string, got None"):
+        register_model(None, lambda *a: None)
+    with pytest.raises(TypeError, match="the model must be a class or a function, got 3"):
+        register_model("x", 3)

@@ -421,7 +421,7 @@ def test_states_are_copies_and_need_equal_capacity():
         ({"capacity": 0}, "capacity must be an int of at least 1"),
         ({"capacity": 2.5}, "capacity must be an int"),
         ({"capacity": 5, "n_step": 0}, "n_step must be an int of at least 1"),
-        ({"capacity": 5, "gamma": 1.5}, "gamma must be between 0 and 1"),
+        ({"capacity": 5, "gamma": 1.5}, "gamma must be a number from 0 to 1"),
         ({"capacity": 5, "alpha": -1.0}, "alpha, beta and eps must be finite"),
         ({"capacity": 5, "beta": []}, "alpha, beta and eps must be finite"),
         ({"capacity": 5, "alpha": "x"}, "alpha, beta and eps must be finite numbers"),

@@ -65,5 +65,5 @@ def test_restored_buffer_continues_identically():
     original.sample(7)
     restored.load_state_dict(original.state_dict())
     np.testing.assert_array_equal(original.sample(9)["rewards"], restored.sample(9)["rewards"])
-    with pytest.raises(ValueError, match="replay_ratio must be between 0 and 1"):
+    with pytest.raises(ValueError, match="replay_ratio must be a number from 0 to 1"):
         MixInReplayBuffer(10, replay_ratio=1.5)

@@ -666,3 +666,18 @@ def test_infos_of_waiting_episodes_are_saved(agents):
     expected, resumed = before.sample(), after.sample()
     for policy_id, rows in expected.policy_batches.items():
         assert list(resumed.policy_batches[policy_id]["infos"]) == list(rows["infos"])
+
+
+def test_unknown_policies_change_nothing():
+    worker = RolloutWorker("CartPole-v1", PPOTorchPolicy, {"rollout_fragment_length": 4})
+    weights = worker.get_weights()
+    zeros = {name: np.zeros_like(array) for name, array in weights["default_policy"].items()}
+    with pytest.raises(KeyError, match="unknown policies"):
+        worker.set_weights({"default_policy": zeros, "nope": zeros})
+    with pytest.raises(KeyError, match="unknown policies"):
+        worker.get_policy("nope")
+    batch = worker.sample()
+    with pytest.raises(KeyError, match="unknown policies"):
+        worker.learn_on_batch(MultiAgentBatch({"default_policy": batch, "nope": batch}, 4))
+    for name, array in worker.get_weights()["default_policy"].items():
+        np.testing.assert_array_equal(array, weights["default_policy"][name])

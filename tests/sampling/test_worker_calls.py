@@ -3,11 +3,13 @@
 import logging
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import ray
 
 from flowrl.sampling import WorkerSet
+from flowrl.sampling.worker_calls import WorkerCalls
 
 from .fakes import CountEnv, Idle
 
@@ -32,3 +34,21 @@ def test_state_of_a_hanging_worker_is_left_out_and_not_waited_for_again(ray_sess
             os.kill(pids[0], signal.SIGCONT)
         ray.get(workers.remote_workers()[0].apply.remote(id))  # it has answered
         assert all(workers.state_dict()["remote"])
+
+
+def test_worker_that_has_returned_a_fragment_is_not_starting(monkeypatch):
+    limits = []
+
+    class Actor:
+        def __init__(self):
+            self.apply = SimpleNamespace(remote=lambda fn: self)
+
+    def get(ref, timeout):
+        limits.append(round(timeout))
+        raise ray.exceptions.GetTimeoutError
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "wait", lambda refs, timeout: ([], refs))
+    actors = [Actor(), Actor()]
+    assert WorkerCalls(15.0).get_states(actors, {1: 100}) == [None, None]
+    assert limits == [75, 15]

@@ -5,6 +5,7 @@ import inspect
 import json
 import re
 import sys
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -656,3 +657,12 @@ def test_message_of_a_number_says_that_none_is_possible():
         PPOConfig(evaluation_interval=0)
     with pytest.raises(ConfigError, match=r"greater than or equal to 0 \(got -1\)"):
         PPOConfig(num_workers=-1)
+
+
+def test_plan_may_be_a_path():
+    assert PPOConfig(plan=Path("my_plan.py")).plan == "my_plan.py"
+
+
+def test_bools_of_numpy_are_no_numbers():
+    with pytest.raises(ConfigError, match="should be a number, not true or false"):
+        PPOConfig(num_workers=np.True_)

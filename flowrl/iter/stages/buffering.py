@@ -73,11 +73,13 @@ class Shuffle(Stage):
 
     def __init__(self, parent: Stage, size: int, seed: int | None):
         check_int("shuffle_buffer_size", size)
+        if seed is not None:
+            check_int("shuffle: seed", seed, 0)
         super().__init__(parent)
         self.title = f"shuffle({size}, seed={seed})"
         self.size = size
         self.seed = seed
-        self._random = random.Random(os.urandom(16) if seed is None else seed)
+        self._random = random.Random(os.urandom(16) if seed is None else int(seed))
         self._window: list[tuple[Any, tuple[Source, ...]]] = []
         self._loaded = False
         self._ended = False

@@ -438,7 +438,12 @@ class Transform(Stage):
 
     def _new_iterator(self) -> Iterator[Any]:
         try:
-            return iter(self.fn(_Upstream(self)))
+            returned = self.fn(_Upstream(self))
+            if not hasattr(returned, "__iter__"):
+                raise TypeError(
+                    f"the function must return an iterable, it returned {describe(returned)}"
+                )
+            return iter(returned)
         except StopIteration as error:
             raise RuntimeError(
                 "the function raised StopIteration: let it return an iterator"

@@ -11,6 +11,7 @@ import numpy as np
 
 from flowrl.data import SampleBatch
 from flowrl.data.sequences import LOSS_MASK, count_loss_rows, sequence_minibatches
+from flowrl.setting_values import check_int
 
 Stats = dict[str, float]
 
@@ -76,8 +77,10 @@ def run_epochs(
         the means of the last pass's statistics (see `mean_stats`), and those of `end_learning`.
 
     Raises:
-        ValueError: the minibatch is larger than the batch.
+        ValueError: the minibatch is larger than the batch, or a number is out of range.
     """
+    check_int("num_sgd_iter", num_sgd_iter)
+    check_int("sgd_minibatch_size", sgd_minibatch_size, 0)
     size = sgd_minibatch_size or batch.count
     if size > batch.count:
         raise ValueError(

@@ -38,7 +38,14 @@ def register_model(name: str, model: Callable[..., Any]) -> None:
     Args:
         name: value of `custom_model` that selects the model.
         model: a model class, or a function that returns a model.
+
+    Raises:
+        TypeError: the name is not a string, or the model not callable.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"register_model: the name must be a string, got {name!r}")
+    if not callable(model):
+        raise TypeError(f"register_model: the model must be a class or a function, got {model!r}")
     _CUSTOM_MODELS[name] = model
 
 

@@ -194,10 +194,11 @@ class RunDirectory:
         try:
             algorithm.save(path, metadata={"score": score})
         except OSError as error:
+            is_first = not list_checkpoints(self.path)
+            kept = "the run has none yet" if is_first else "the previous one is kept"
             self._warnings.failed(
                 "save",
-                f"NO CHECKPOINT: cannot write {path}: {error}. Training continues and the previous "
-                "checkpoint is kept",
+                f"NO CHECKPOINT: cannot write {path}: {error}. Training continues; {kept}",
             )
             return None
         self._warnings.succeeded("save", f"checkpoints can be written again: {path}")

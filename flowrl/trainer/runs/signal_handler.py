@@ -58,6 +58,8 @@ class SignalHandler:
         self._received: list[tuple[int, float]] = []  # signal number, time [s]
         self._previous: dict[int, Any] = {}
         self._grace: threading.Timer | None = None
+        self._grace_has_ended = False
+        self.is_repeated = False  # the user has pressed Ctrl-C again to stop at once
 
     def _handle(self, number: int, _: Any) -> None:
         now = time.monotonic()
@@ -65,6 +67,7 @@ class SignalHandler:
             return
         self._received.append((number, now))
         if len(self._received) > 1:
+            self.is_repeated = number == signal.SIGINT and not self._grace_has_ended
             delayed_interrupts.call(self.raise_pending)
             return
         if number == signal.SIGINT:
@@ -77,6 +80,7 @@ class SignalHandler:
 
     def _end_grace(self) -> None:
         """Interrupt the iteration, in a thread of its own."""
+        self._grace_has_ended = True
         main = threading.main_thread().ident
         if self.armed and main is not None:
             signal.pthread_kill(main, self._received[0][0])

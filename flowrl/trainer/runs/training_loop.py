@@ -81,6 +81,8 @@ def train_until(
             discard_closed_output()
         with _end_noted(run, signals):
             loop.close(exit_code)
+            if signals.is_repeated:
+                raise KeyboardInterrupt  # without the last checkpoint, for which workers may wait
             result = loop.result
             if exit_code:
                 result = _write_last_result(algorithm, run, loop.written, previous)

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import ray
 
 from flowrl.algorithms.a2c import A2C
 from flowrl.algorithms.ppo import PPO
@@ -83,7 +84,7 @@ def fake_ray(monkeypatch):
     """Ray whose `init` replaces the handler of SIGTERM, then calls `fake_ray.during_init`."""
 
     def init(*args, **options):
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+        ray._private.utils.set_sigterm_handler(lambda number, frame: sys.exit(number))
         fake.during_init()
 
     fake = SimpleNamespace(during_init=lambda: None)
@@ -141,8 +142,9 @@ def test_signal_while_ray_starts_is_a_termination(fake_ray):
 
     fake_ray.during_init = during_init
     with SignalHandler() as signals:
+        ray_runtime.start_ray()
         with pytest.raises(SystemExit) as caught:
-            ray_runtime.start_ray()
+            signals.raise_pending()
         assert signals.is_termination(caught.value)
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
@@ -362,3 +364,19 @@ def test_interrupted_run_continues_like_an_uninterrupted_one(tmp_path, monkeypat
         assert algorithm.last_result["num_env_steps_trained"] == 320
         for name, weights in algorithm.get_policy().get_weights().items():
             np.testing.assert_array_equal(weights, expected[name])
+
+
+def test_second_ctrl_c_ends_the_run_without_the_last_checkpoint(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(signal_handler, "DUPLICATE_SIGNAL_S", 0.0)
+
+    def signalled(self):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(PPO, "train", signalled)
+    flags = ["--train-batch-size=64", "--sgd-minibatch-size=32", "--display=none"]
+    assert main(["train", "ppo", *flags, "--run-dir", str(tmp_path / "r")]) == 130
+    assert "stopped at once: the last checkpoint may be missing" in capsys.readouterr().err
+    assert not list((tmp_path / "r").glob("checkpoints/*"))
+    last = (tmp_path / "r/events.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["text"] == "interrupted"
