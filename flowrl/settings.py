@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -561,6 +562,13 @@ def _not_bool(value: Any) -> Any:
     return value
 
 
+def _folder(value: Any) -> Any:
+    if isinstance(value, bytes) or value == "":
+        raise ValueError("input should be the path of a folder")
+    return str(value) if isinstance(value, os.PathLike) else value
+
+
+Folder = Annotated[str, BeforeValidator(_folder)]
 MAX_INT = 2**63 - 1  # of a signed 64-bit integer
 _NUMBER = BeforeValidator(_not_bool)
 Finite = Annotated[float, _NUMBER, Field(allow_inf_nan=False)]

@@ -18,6 +18,7 @@ from flowrl.replay.multi_agent import check_collection
 from flowrl.seeding import derive_seed
 from flowrl.settings import (
     Count,
+    Folder,
     NonNegative,
     NonNegativeInt,
     Positive,
@@ -37,7 +38,7 @@ class OffPolicyConfig(AlgorithmConfig):
     rollout_fragment_length: Count | Literal["auto"] = 4
     replay_buffer_capacity: Count = 50_000
     """Capacity of the replay buffer, in rows per policy."""
-    replay_buffer_dir: str | None = None
+    replay_buffer_dir: Folder | None = None
     """Folder for memory-mapped files with the rows of the buffer, on a local disk of the machine
     that has the buffer; for buffers larger than memory. None keeps the rows in memory."""
     replay_mode: Literal["independent", "lockstep"] = "independent"

@@ -18,7 +18,7 @@ from flowrl.offline.parquet import parquet_files, read_policy_id
 from flowrl.offline.sources import ParquetSource
 from flowrl.ops import ReadMinari, ReadParquet
 from flowrl.sampling.worker_set import WorkerSet
-from flowrl.settings import check_of_settings, setting
+from flowrl.settings import Folder, check_of_settings, setting
 from flowrl.trainer.config import AlgorithmConfig
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class OfflineConfig(AlgorithmConfig):
 
     samples: ClassVar[bool] = False
 
-    input_: str | None = setting(None, group="offline_data")
+    input_: Folder | None = setting(None, group="offline_data")
     """Folder of experience that was recorded with the setting `output` or with WriteParquet; or
     "minari:" and the id of a Minari dataset (extra minari)."""
     input_policy_id: str = setting(DEFAULT_POLICY_ID, group="offline_data")

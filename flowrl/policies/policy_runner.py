@@ -37,6 +37,16 @@ class ActingPolicy(Protocol):
     def actions_for_env(self, actions: Any) -> Any: ...
 
 
+def check_explore(explore: Any) -> None:
+    """Raise ConfigError if `explore` is not a bool, but for example a recurrent state, which is the
+    second argument in RLlib."""
+    if not isinstance(explore, (bool, np.bool_)):
+        raise ConfigError(
+            f"explore must be True or False, got {explore!r:.80}: pass policy_id by its name, and "
+            "a recurrent state to predict(obs, state)"
+        )
+
+
 class PolicyRunner:
     """Act step by step in one episode, and remember what the policy's views need: recurrent states,
     earlier observations, actions and rewards.
@@ -79,6 +89,7 @@ class PolicyRunner:
             ConfigError: the observation is not in the observation space, or the reward is not
                 finite.
         """
+        check_explore(explore)
         policy, columns = self.policy, self._columns
         self._store("obs", optree.tree_map(lambda a: np.asarray(a)[None], preprocess(policy, obs)))
         _check_reward(prev_reward)

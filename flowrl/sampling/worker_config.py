@@ -20,6 +20,7 @@ from flowrl.sampling.sample_collector import SampleCollector
 from flowrl.setting_aliases import canonical_names
 from flowrl.settings import (
     Count,
+    Folder,
     NonNegative,
     NonNegativeInt,
     Positive,
@@ -119,7 +120,7 @@ class WorkerConfig(PolicyConfig):
     )
     """A subclass of DefaultCallbacks."""
 
-    output: str | None = setting(None, group="offline_data")
+    output: Folder | None = setting(None, group="offline_data")
     """Folder where sampled experience is written as Parquet files. Rewards are recorded as policies
     learn from them (`clip_rewards`). Not with normalize_observations or normalize_rewards."""
     output_rows_per_file: Count = setting(50_000, group="offline_data")

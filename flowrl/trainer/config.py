@@ -25,6 +25,7 @@ from flowrl.setting_aliases import canonical_names
 from flowrl.setting_values import equal, is_search, nearest
 from flowrl.settings import (
     Count,
+    Folder,
     NonNegativeInt,
     Positive,
     check_of_settings,
@@ -135,7 +136,7 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
     """Settings that differ in evaluations, such as env, env_config or explore (False by default);
     settings that evaluations do not use are rejected."""
 
-    evaluation_video_dir: str | None = setting(None, group="evaluation")
+    evaluation_video_dir: Folder | None = setting(None, group="evaluation")
     """Folder for mp4 videos of the first episodes of each evaluation, on the machine that
     evaluates; needs the extra `video`."""
     evaluation_video_episodes: Count = setting(1, group="evaluation")

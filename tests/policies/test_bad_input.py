@@ -330,3 +330,10 @@ def test_registered_models_have_names():
         register_model(None, lambda *a: None)
     with pytest.raises(TypeError, match="the model must be a class or a function, got 3"):
         register_model("x", 3)
+
+
+@pytest.mark.parametrize("explore", ["default_policy", [np.zeros(2)], None])
+def test_explore_is_a_bool(explore):
+    policy = PPOTorchPolicy(BOX, TWO, {})
+    with pytest.raises(ConfigError, match="explore must be True or False, got"):
+        policy.compute_single_action(rows()["obs"][0], explore)

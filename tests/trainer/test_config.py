@@ -666,3 +666,11 @@ def test_plan_may_be_a_path():
 def test_bools_of_numpy_are_no_numbers():
     with pytest.raises(ConfigError, match="should be a number, not true or false"):
         PPOConfig(num_workers=np.True_)
+
+
+@pytest.mark.parametrize("name", ["output", "evaluation_video_dir"])
+def test_folders_are_paths(name):
+    assert PPOConfig(**{name: Path("a/b")})[name] == "a/b"
+    for value in ("", b"a", 3):
+        with pytest.raises(ConfigError, match=name):
+            PPOConfig(**{name: value})
