@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, get_args
 from flowrl.iter.errors import call_in_stage
 from flowrl.iter.readonly import read_only_copy
 from flowrl.iter.stage import NOT_READY, Stage, walk
+from flowrl.iter.stages.tasks import ForEachConcurrent
 from flowrl.iter.stages.unary import Transform
 from flowrl.iter.waiting import Signal
 from flowrl.setting_values import check_int
@@ -206,6 +207,8 @@ class Union(Stage):
         holding = [stage for stage in walk(self.parents[index]) if stage.holds_items()]
         if not holding or not self.parents[index].waits():
             return False
+        if any(isinstance(stage, ForEachConcurrent) for stage in holding):
+            return True  # its Ray tasks end by themselves
         if self._drain_until is None:
             self._drain_until = now + DRAIN_TIMEOUT_S
         if now < self._drain_until:

@@ -59,9 +59,7 @@ class ActionDistribution:
 
     def deterministic_sample(self) -> Any:
         """Return the modes [B, …]."""
-        raise NotImplementedError(
-            f"{type(self).__name__} has no deterministic_sample(): implement it"
-        )
+        raise _not_implemented(type(self), "deterministic_sample")
 
     def logp(self, actions: Any) -> torch.Tensor:
         """Return the log-probabilities [B] of actions [B, …]."""
