@@ -123,8 +123,9 @@ class ParallelIterator(Generic[T]):
         and `get_shard()` reads all shards again, which must return the same items. A partition that
         dies loses the items it has received and continues; a shard under it that dies is not
         recreated. Read the partitions at about the same pace: a shard buffers at most 10,000 items
-        for each of them. It also buffers those of partitions that a stream does not read, so
-        streams of `get_shard()`, `shards()` and `select_shards()` end with an error after so many.
+        for each of them. It also buffers the items of partitions that no stream reads, so a stream
+        of `get_shard()`, `shards()` or `select_shards()` ends with an error once 10,000 items are
+        buffered for another partition.
 
         Args:
             num_partitions: number of shards afterwards.

@@ -73,7 +73,7 @@ class ParquetWriter:
         self._used = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy, such as the one on a worker; its files have names of their own."""
+        """Restore a copy, for example on a worker. Each copy writes files with its own names."""
         self.__dict__.update(state)
         self._tag, self._next_number = _new_tag(), {}
 
