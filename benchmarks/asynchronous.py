@@ -47,16 +47,21 @@ def flowrl_plan(plan: str, seconds: float, **changes: Any) -> dict[str, float]:
         started = time.perf_counter()
         while time.perf_counter() - started < WARM_UP_S:
             before = algorithm.train()
-        workers, learner = [busy_s(algorithm)], idle_s_of_learner(algorithm)
         started = time.perf_counter()
+        # the workers and the learner continue while they are asked, so idle times have their own
+        # start
+        workers, learner = [busy_s(algorithm)], idle_s_of_learner(algorithm)
+        busy_since = time.perf_counter()
         while time.perf_counter() - started < seconds:
             after = algorithm.train()
-        elapsed = time.perf_counter() - started
+        ended = time.perf_counter()
         workers.append(busy_s(algorithm))
         rates = {
-            name: (after[f"num_env_steps_{name}"] - before[f"num_env_steps_{name}"]) / elapsed
+            name: (after[f"num_env_steps_{name}"] - before[f"num_env_steps_{name}"])
+            / (ended - started)
             for name in ("sampled", "trained")
         }
+        elapsed = time.perf_counter() - busy_since
         rates["workers_idle"] = 1 - (workers[1] - workers[0]) / (WORKERS * elapsed)
         for before_s, after_s in zip(learner, idle_s_of_learner(algorithm), strict=True):
             rates["learner_idle"] = (after_s - before_s) / elapsed

@@ -88,7 +88,7 @@ def single_file_run(seed: int, batches: int | None) -> dict[str, float]:
 
     actor, critic = network(2, 0.01), network(1, 1.0)
     parameters = [*actor.parameters(), *critic.parameters()]
-    adam = torch.optim.Adam(parameters, lr=LR, eps=1e-5)
+    adam = torch.optim.Adam(parameters, lr=LR, eps=1e-5, fused=True)
     make = lambda: gym.make("CartPole-v1", disable_env_checker=True)  # noqa: E731
     mode = gym.vector.AutoresetMode.SAME_STEP
     env = gym.vector.SyncVectorEnv([make] * ENVS, autoreset_mode=mode)
