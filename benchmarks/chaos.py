@@ -16,6 +16,8 @@ row per plan, to results/chaos.md:
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import os
 import random
@@ -52,9 +54,11 @@ class CountedCartPole(CartPoleEnv):
         worker_index: number of the worker, from 1.
     """
 
+    _numbers = itertools.count()  # of the environments of this process
+
     def __init__(self, folder: str, worker_index: int):
         super().__init__()
-        path = Path(folder) / f"{worker_index}-{os.getpid()}-{id(self)}"
+        path = Path(folder) / f"{worker_index}-{os.getpid()}-{next(self._numbers)}"
         self._record = np.memmap(path, np.float64, "w+", shape=2)
 
     def step(self, action: Any) -> Any:
@@ -95,8 +99,10 @@ def kill_workers(
         live = processes.live()
         if live:
             worker, pid = rng.choice(live)
-            kills.append((worker, time.time()))
-            os.kill(pid, signal.SIGKILL)
+            killed_at = time.time()
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(pid, signal.SIGKILL)
+                kills.append((worker, killed_at))
 
 
 def train_for(algorithm: Any, seconds: float) -> tuple[float, list[float]]:

@@ -29,15 +29,11 @@ def peer_python(name: str, *requirements: str) -> Path:
 
 
 def sb3_python() -> str:
-    """Return the interpreter of Stable-Baselines3, with flowrl's version of Gymnasium."""
-    import gymnasium
+    """Return the interpreter of Stable-Baselines3, with flowrl's versions of the packages of
+    environments."""
+    from flowrl.benchmark.sb3 import requirements
 
-    packages = (
-        "stable-baselines3==2.9.2", "sb3-contrib==2.9.2",
-        f"gymnasium[mujoco,atari]=={gymnasium.__version__}", "Box2D==2.3.10", "pygame",
-        "opencv-python-headless",
-    )  # fmt: skip
-    return str(peer_python("stable-baselines3", *packages))
+    return str(peer_python("stable-baselines3", *requirements()))
 
 
 def rllib_python() -> str:

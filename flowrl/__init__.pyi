@@ -200,7 +200,7 @@ class _AlgorithmConfigRollouts(TypedDict, total=False):
 
 class _AlgorithmConfigTraining(TypedDict, total=False):
     gamma: float
-    """Discount per env step."""
+    """Discount per row: per env step, or per action of an agent that does not act in every env step."""
     lr: float | collections.abc.Sequence[list[Any] | tuple[Any, ...]] | dict[str, float | str]
     """Learning rate: a number, or a schedule [[step, value], …], linear in between. Steps are env steps, or percentages of `total_timesteps`: [["0%", 1e-3], ["100%", 0]] (as a flag: step, value, step, value …). {"initial": 1e-3, "decay": 0.9, "steps": 10_000} multiplies by 0.9 every 10,000 env steps."""
     total_timesteps: int | None
@@ -384,7 +384,7 @@ class _A3CConfigTraining(_OnPolicyConfigTraining, total=False):
     max_policy_lag: int | None
     """Maximum policy lag of a gradient, in updates (optimizer steps); None for no limit."""
     stale_policy: Literal["drop", "wait"]
-    """Drop gradients that exceed `max_policy_lag`, or make workers wait so that none does."""
+    """"drop" drops gradients that exceed `max_policy_lag`; "wait" delays sampling, so that no gradient exceeds it."""
 
 class _AsyncLearnerConfigTraining(_AlgorithmConfigTraining, total=False):
     max_requests_in_flight_per_worker: int
@@ -406,7 +406,7 @@ class _OffPolicyConfigTraining(_AlgorithmConfigTraining, total=False):
     replay_buffer_dir: str | None
     """Folder for memory-mapped files with the rows of the buffer, on a local disk of the machine that has the buffer; for buffers larger than memory. None keeps the rows in memory."""
     replay_mode: Literal["independent", "lockstep"]
-    """Draw the rows of each policy independently, or draw env steps with the rows of all policies. A row of an agent that did not act in every step belongs to the step that completed it."""
+    """Draw the rows of each policy independently, or draw env steps with the rows of all policies. If an action of an agent lasts several env steps, its row belongs to the last of them."""
     num_replay_shards: int
     """Number of Ray actors that share the replay buffer, in plans with replay actors; 0 keeps the buffer in the process of the plan."""
     replay_buffer_shards_colocated_with_driver: bool
@@ -448,7 +448,7 @@ class _DQNConfigTraining(_OffPolicyConfigTraining, total=False):
 
 class _APEXConfigTraining(_DQNConfigTraining, _AsyncLearnerConfigTraining, total=False):
     target_network_update_freq: int
-    """Rows trained on between updates of the target network; 0 updates it after every train batch, as a `tau` below 1 needs."""
+    """Rows trained on between updates of the target network; 0 updates it after every train batch: use 0 with a `tau` below 1."""
     max_weight_sync_delay: int
     """Env steps that a worker samples between two updates of its weights."""
 
@@ -472,7 +472,7 @@ class _VTraceConfigTraining(_AsyncLearnerConfigTraining, total=False):
     max_policy_lag: int | None
     """Maximum policy lag of a fragment, in updates (optimizer steps); None for no limit."""
     stale_policy: Literal["drop", "wait"]
-    """Drop fragments that exceed `max_policy_lag` when they arrive (they can exceed it later, in the learner's queue), or make workers wait so that no fragment does when its first update begins."""
+    """"drop" drops fragments that exceed `max_policy_lag` when they arrive; fragments can exceed it later, in the learner's queue. "wait" delays sampling, so that no fragment exceeds it when its first update begins."""
     broadcast_interval: int
     """Number of fragments after which the workers that sampled them get new weights."""
     num_aggregation_workers: int
@@ -518,7 +518,7 @@ class _MARWILConfigTraining(_AlgorithmConfigTraining, total=False):
     moving_average_sqd_adv_norm_start: float
     """Initial value of the moving average of squared advantages, which normalizes advantages."""
     moving_average_sqd_adv_norm_update_rate: float
-    """Weight of each train batch in the moving average of squared advantages."""
+    """Weight of the rows of each update in the moving average of squared advantages."""
 
 class _BCConfigTraining(_MARWILConfigTraining, total=False):
     beta: float
@@ -598,11 +598,11 @@ class _PPOConfigTraining(_OnPolicyConfigTraining, total=False):
     vf_clip_param: float | None
     """Clip new values to the old values ± this; None does not clip."""
     kl_coeff: float
-    """Initial weight of the KL penalty; it adapts to `kl_target`. 0 disables the penalty."""
+    """Initial weight of the KL penalty; it adapts to `kl_target`, but not in plans that apply gradients (ApplyGradients). 0 disables the penalty."""
     kl_target: float
     """Target KL divergence in nats between the policies before and after training on a batch, to which the weight of the penalty adapts."""
     kl_stop: float | None
-    """Stop training on a batch after a pass whose mean KL divergence in nats exceeds this; None never stops early."""
+    """After each pass, stop training on the batch if the mean KL divergence from the sampling policy, in nats, exceeds this; None makes all passes."""
 
 class _DDPPOConfigRollouts(_AlgorithmConfigRollouts, total=False):
     rollout_fragment_length: int | Literal["auto"]

@@ -50,6 +50,14 @@ def check_installed(module: str, feature: str, extra: str) -> None:
         raise ConfigError(install_hint(feature, extra))
 
 
+def with_message(error: ConfigError, message: str) -> ConfigError:
+    """Return a ConfigError with another message, and the notes of an error."""
+    changed = ConfigError(message)
+    for note in getattr(error, "__notes__", ()):
+        add_note(changed, note)
+    return changed
+
+
 def add_note(error: BaseException, text: str) -> None:
     """Add a note to an error, also to one that is a frozen dataclass."""
     vars(error).setdefault("__notes__", []).append(text)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import difflib
 import logging
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Collection
 from dataclasses import fields, is_dataclass
 from functools import partial
 from inspect import formatannotation
 from numbers import Integral, Real
+from pathlib import Path
 from types import CellType, FunctionType, MethodType, NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -54,6 +56,38 @@ def check_number(name: str, value: Any, minimum: float, maximum: float = math.in
     if not is_number or not minimum <= value <= maximum:
         limits = f"from {minimum} to {maximum}" if maximum < math.inf else f"of at least {minimum}"
         raise ValueError(f"{name} must be a number {limits}, got {value!r}")
+
+
+def check_path(name: str, value: Any) -> None:
+    """Raise TypeError unless an argument is a path, and ValueError if it is empty."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"{name} must be a path, got {value!r}")
+    if not os.fspath(value):
+        raise ValueError(f"{name} is empty: pass '.' for the current folder")
+
+
+def expanded_path(path: Path | str) -> Path:
+    """Return a path with `~` replaced by the home folder; `~name` of an unknown user stays."""
+    return Path(os.path.expanduser(path))
+
+
+def check_names(name: str, value: Any, consequence: str) -> None:
+    """Check an argument that is a collection of names, such as policy ids.
+
+    Args:
+        name: the argument.
+        value: its value.
+        consequence: what an empty collection would mean, for the message.
+
+    Raises:
+        TypeError: it is not a collection, or a single name.
+        ValueError: it is empty.
+    """
+    if isinstance(value, str) or not isinstance(value, Collection):
+        example = f", such as [{value!r}]" if isinstance(value, str) else ""
+        raise TypeError(f"{name} must be a collection of names{example}, got {value!r}")
+    if not len(value):
+        raise ValueError(f"{name} is empty, so {consequence}")
 
 
 def nearest_name(name: str, known: list[str], similarity: float = 0.6) -> str | None:

@@ -1,4 +1,4 @@
-"""Write a file completely or not at all."""
+"""Write a file, or append a record, completely or not at all."""
 
 from __future__ import annotations
 
@@ -20,6 +20,22 @@ def sync(file: int) -> None:
         os.fsync(file)
     except OSError as error:
         if error.errno in _LOSSES:
+            raise
+
+
+def append_whole(path: Path, data: bytes) -> None:
+    """Append a record to a file; if that fails, the file keeps its earlier length.
+
+    Raises:
+        OSError: the record cannot be written.
+    """
+    with open(path, "ab", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except BaseException:
+            file.truncate(size)
             raise
 
 

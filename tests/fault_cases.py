@@ -33,7 +33,7 @@ FAULTS = (
         (
             "sampling/test_failures.py::test_remaining_rows_are_complete_after_any_failure",
             "sampling/test_failures.py::test_permanent_failure_raises_with_its_traceback",
-            "sampling/test_permanent_errors.py::test_error_is_raised_once_before_actors_start",
+            "envs/test_permanent_errors.py::test_error_is_raised_once_before_actors_start",
         ),
     ),
     FaultCase(
@@ -46,7 +46,7 @@ FAULTS = (
         "it is created again after `env_step_timeout_s`; or its worker is killed after "
         "`sample_timeout_s` and replaced; the others continue",
         (
-            "sampling/test_call_limits.py::test_environment_that_hangs_is_created_again",
+            "envs/test_call_limits.py::test_environment_that_hangs_is_created_again",
             "algorithms/test_faults.py::test_hanging_worker_is_replaced",
             "iter/test_failures.py::test_hanging_shard_is_detected_if_another_is_always_ready",
         ),

@@ -65,7 +65,7 @@ TESTS = {
     "policies/learning/flat_parameters.py": ["policies/test_torch_policy.py"],
     SUM_TREE: ["replay/test_prioritized.py"],
     RING: ["replay/test_buffers.py"],
-    TRAJECTORIES: ["replay/test_buffers.py", "sampling/test_atari.py"],
+    TRAJECTORIES: ["replay/test_buffers.py", "envs/test_atari.py"],
     RATIO: ["replay", "ops/test_replay.py"],
     PRIORITIZED: ["replay/test_prioritized.py"],
     BUFFERS: ["replay/test_buffers.py"],

@@ -9,7 +9,7 @@ from flowrl.ops import ParallelRollouts, WriteParquet
 from flowrl.trainer.plan_settings import plan_config
 from tests.extras import require_extra
 
-from .envs import Catch, HiddenVelocities, RepeatPast
+from .learning_envs import Catch, HiddenVelocities, RepeatPast
 
 pytestmark = pytest.mark.timeout(900)
 

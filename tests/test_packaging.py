@@ -45,6 +45,7 @@ NOT_IMPORTED = {
     "optuna": "ray.tune.search.optuna imports it",
     "pettingzoo": "users pass its environments",
     "pygame": "environments of gymnasium and PettingZoo render with it",
+    "scipy": "the tests compare statistics with it",
     "tensorboard": "a program that `flowrl tensorboard` runs",
     "pytest": "the tests import it",
     "pytest-timeout": "a plugin of pytest",

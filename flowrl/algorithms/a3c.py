@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field
 
 from flowrl.algorithms.a2c import A2C, A2CConfig, A2CTorchPolicy
+from flowrl.ops.staleness import check_waiting
 from flowrl.settings import Count, NonNegativeInt, check_of_settings
 from flowrl.trainer.algorithm import PolicyClass
 from flowrl.trainer.config import PlanSetting, PlanSource, check_device_of_workers
@@ -35,7 +36,8 @@ class A3CConfig(A2CConfig):
     max_policy_lag: NonNegativeInt | None = None
     """Maximum policy lag of a gradient, in updates (optimizer steps); None for no limit."""
     stale_policy: Literal["drop", "wait"] = "drop"
-    """Drop gradients that exceed `max_policy_lag`, or make workers wait so that none does."""
+    """"drop" drops gradients that exceed `max_policy_lag`; "wait" delays sampling, so that no
+    gradient exceeds it."""
     min_sample_timesteps_per_iteration: NonNegativeInt = 1000
 
     def staleness(self) -> dict[str, Any]:
@@ -49,8 +51,8 @@ class A3CConfig(A2CConfig):
                 "num_sgd_iter and sgd_minibatch_size: A3C computes one gradient per fragment: "
                 "leave them out"
             )
-        if self.stale_policy == "wait" and self.max_policy_lag is None:
-            raise ValueError('stale_policy="wait" needs a max_policy_lag')
+        if self.stale_policy == "wait":
+            check_waiting(self.max_policy_lag, self.count_steps_by)
         requests, max_lag = self.max_requests_in_flight_per_worker, self.max_policy_lag
         in_flight = self.num_workers * requests
         if self.stale_policy != "drop" or max_lag is None or not self.num_workers:

@@ -25,7 +25,7 @@ from flowrl.seeding import random_stream
 from flowrl.settings import Count, Fraction, NonNegativeInt, Positive
 from flowrl.trainer.config import AlgorithmConfig
 
-ACTOR = 0  # index of the actor's parameter group in the optimizer
+ACTOR, EXTRA = 0, 2  # indexes of parameter groups in the optimizer
 
 
 class ActorCriticSettings(AlgorithmConfig):
@@ -64,6 +64,8 @@ class ActorCriticSettings(AlgorithmConfig):
                 model = cls.model_fields["model"].default.updated(**model)
             except ConfigError:
                 return values  # `model` is invalid
+        if not isinstance(model, ModelConfig):
+            return values  # the error names `model`
         if changes.get("custom_model", "") is None:
             changes = {"custom_model_config": {}, **changes}
         return {**values, "q_model": {**dict(model.items()), **changes}}
@@ -80,19 +82,28 @@ class ActorCriticConfig(ActorCriticSettings, OffPolicyConfig):
 class ActorCriticLearner(TorchLearner):
     """Optimizes the actor, the critics and further parameters with separate learning rates.
 
-    The actor's parameters only change if ActorCriticPolicy.updates_actor() returns True.
+    The actor's parameters change only if ActorCriticPolicy.updates_actor() returns True, further
+    parameters only if updates_extra_parameters() does.
     """
 
     def before_step(self) -> None:
         if self._is_default_optimizer():
             policy: Any = self.policy
-            self.optimizers[0].param_groups[ACTOR]["active"] = policy.updates_actor()
+            groups = self.optimizers[0].param_groups
+            groups[ACTOR]["active"] = policy.updates_actor()
+            for group in groups[EXTRA:]:
+                group["active"] = policy.updates_extra_parameters()
 
     def fixed_parameters(self) -> list[torch.Tensor]:
         policy: Any = self.policy
-        if self._is_default_optimizer() or policy.updates_actor():
-            return super().fixed_parameters()
-        return [*super().fixed_parameters(), *policy.model.actor.parameters()]
+        fixed = super().fixed_parameters()
+        if self._is_default_optimizer():
+            return fixed
+        if not policy.updates_actor():
+            fixed += policy.model.actor.parameters()
+        if not policy.updates_extra_parameters():
+            fixed += [getattr(policy.model, name) for name in policy.extra_parameters()]
+        return fixed
 
     def follow_schedules(self) -> None:
         if not self._is_default_optimizer():
@@ -242,6 +253,10 @@ class ActorCriticPolicy(TargetNetworkPolicy):
 
     def updates_actor(self) -> bool:
         """Return whether this update includes the actor."""
+        return True
+
+    def updates_extra_parameters(self) -> bool:
+        """Return whether this update includes `extra_parameters`."""
         return True
 
     def critic_loss(self, batch: TensorBatch) -> torch.Tensor:

@@ -22,8 +22,8 @@ class APEXConfig(DQNConfig, AsyncLearnerConfig):
     train_batch_size: Count = 512
     n_step: Count = 3
     target_network_update_freq: NonNegativeInt = 50_000
-    """Rows trained on between updates of the target network; 0 updates it after every train
-    batch, as a `tau` below 1 needs."""
+    """Rows trained on between updates of the target network; 0 updates it after every train batch:
+    use 0 with a `tau` below 1."""
     exploration_config: ExplorationConfig = ExplorationConfig(type="PerWorkerEpsilonGreedy")
     learner_queue_size: Count = 4
     max_weight_sync_delay: NonNegativeInt = 400

@@ -5,6 +5,7 @@ The loss is PPO's clipped surrogate objective with V-trace advantages and a targ
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar, Self
 
 import torch
@@ -67,6 +68,7 @@ class APPOTorchPolicy(KLPenalty, TargetNetworkPolicy, VTracePolicy):
 
     config_class = APPOConfig
     config: APPOConfig
+    scalar_columns = ("rewards", "terminateds", "weights", "n_steps", "action_logp")
 
     def loss(self, batch: TensorBatch) -> torch.Tensor:
         """Return IMPACT's loss (section 3), a scalar: a mean over rows [B].
@@ -86,9 +88,10 @@ class APPOTorchPolicy(KLPenalty, TargetNetworkPolicy, VTracePolicy):
         )
         advantages_tensor = torch.from_numpy(advantages).to(self.device)
         logp, sampled_logp = dist.logp(batch["actions"]), batch["action_logp"]
-        # equals pi / target, unless sampled / target exceeds clip_sampled_ratio
-        sampled_ratio = torch.exp(sampled_logp - target_logp).clamp(max=config.clip_sampled_ratio)
-        ratio = sampled_ratio * torch.exp(logp - sampled_logp)
+        # equals pi / target, unless sampled / target exceeds clip_sampled_ratio; one exponential,
+        # because a product of two could be 0 times infinity
+        limit = math.log(config.clip_sampled_ratio)
+        ratio = torch.exp(logp - sampled_logp + (sampled_logp - target_logp).clamp(max=limit))
         clip = self.scheduled(config.clip_param)
         policy_loss = -clipped_surrogate(ratio, advantages_tensor, clip)
         value_targets = torch.from_numpy(targets).to(self.device)

@@ -40,8 +40,10 @@ class DDPPOConfig(PPOConfig):
         return self
 
     def rows_per_train_batch(self) -> int:
-        if self.policies is not None or self.batch_mode != "truncate_episodes":
+        if self.policies is not None:
             return self.train_batch_size
+        if self.batch_mode != "truncate_episodes":
+            return -(-self.train_batch_size // max(self.num_workers, 1))
         if self.rollout_fragment_length != "auto":
             return self.rollout_fragment_length * self.num_envs_per_worker
         num_envs = max(self.num_workers, 1) * self.num_envs_per_worker

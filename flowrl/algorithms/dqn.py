@@ -308,10 +308,10 @@ class DQNTorchPolicy(TargetNetworkPolicy):
 
     def set_state(self, state: dict[str, Any]) -> None:
         if "target" in state:  # else the base class says that it belongs to another algorithm
-            self._check_outputs(state)
+            self._check_output_settings(state)
         super().set_state(state)
 
-    def _check_outputs(self, state: dict[str, Any]) -> None:
+    def _check_output_settings(self, state: dict[str, Any]) -> None:
         """Check that the outputs of a state's network have the same meaning.
 
         Raises:

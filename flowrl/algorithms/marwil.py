@@ -60,7 +60,7 @@ class MARWILConfig(OfflineConfig):
     moving_average_sqd_adv_norm_start: Positive = 100.0
     """Initial value of the moving average of squared advantages, which normalizes advantages."""
     moving_average_sqd_adv_norm_update_rate: Annotated[Positive, Field(le=1)] = 1e-3
-    """Weight of each train batch in the moving average of squared advantages."""
+    """Weight of the rows of each update in the moving average of squared advantages."""
 
     def batches(self, workers: WorkerSet) -> ReadParquet | ReadMinari:
         """Return a stream of the train batches of a plan.
@@ -169,6 +169,7 @@ class MARWILTorchPolicy(TorchPolicy):
 
     config_class = MARWILConfig
     config: MARWILConfig
+    scalar_columns = ("value_targets",)
 
     def __init__(self, observation_space: Any, action_space: Any, config: Any):
         name = self.algorithm_name

@@ -14,7 +14,7 @@ from flowrl.ops import ReplayActors
 from flowrl.policies.policy_spec import specs_of
 from flowrl.policies.schedules import LinearSchedule, env_step
 from flowrl.replay import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer
-from flowrl.replay.multi_agent import check_collection
+from flowrl.replay.multi_agent import check_stored_policies
 from flowrl.seeding import derive_seed
 from flowrl.settings import (
     Count,
@@ -43,7 +43,7 @@ class OffPolicyConfig(AlgorithmConfig):
     that has the buffer; for buffers larger than memory. None keeps the rows in memory."""
     replay_mode: Literal["independent", "lockstep"] = "independent"
     """Draw the rows of each policy independently, or draw env steps with the rows of all policies.
-    A row of an agent that did not act in every step belongs to the step that completed it."""
+    If an action of an agent lasts several env steps, its row belongs to the last of them."""
     num_replay_shards: NonNegativeInt = 2
     """Number of Ray actors that share the replay buffer, in plans with replay actors; 0 keeps the
     buffer in the process of the plan."""
@@ -106,10 +106,10 @@ class OffPolicyConfig(AlgorithmConfig):
             ConfigError: files cannot be written to `replay_buffer_dir`.
         """
         capacity = math.ceil(self.replay_buffer_capacity / num_shards)
-        settings = self.buffer_settings(policy_id, shard)
-        settings["links"] = "consecutive" if self.normalize_observations else "equal"
+        links = "consecutive" if self.normalize_observations else "equal"
         if num_shards > 1:
-            settings["links"] = "never"
+            links = "never"
+        settings = {**self.buffer_settings(policy_id, shard), "links": links}
         try:
             if not self.prioritized_replay:
                 return ReplayBuffer(capacity, **settings)
@@ -147,16 +147,19 @@ class OffPolicyConfig(AlgorithmConfig):
             policies: ids of the policies whose rows are stored; None for all policies.
 
         Raises:
-            TypeError: `policies` is a single id.
+            TypeError: `policies` is neither a collection of ids nor None.
+            ValueError: `policies` is empty.
             ConfigError: a setting that only replay actors use is set. Later, when the first rows of
                 a policy are stored: its algorithm does not learn from replay, or it has another
                 value of a setting of the common buffer.
         """
-        check_collection(policies)
+        check_stored_policies(policies)
         ids = policies or specs_of(self.policies)
         configs = [self, *(self.for_policy(policy_id) for policy_id in ids if self.policies)]
         for config in configs:
-            for name in REPLAY_ACTOR_SETTINGS if isinstance(config, OffPolicyConfig) else ():
+            if not isinstance(config, OffPolicyConfig):
+                continue
+            for name in REPLAY_ACTOR_SETTINGS:
                 value = getattr(config, name)
                 in_process = name == "num_replay_shards" and value == 0
                 if value != type(config).model_fields[name].default and not in_process:
@@ -213,7 +216,7 @@ class OffPolicyConfig(AlgorithmConfig):
                     "at least 1: leave it out"
                 )
             return self._new_multi_agent_buffer(policies)
-        check_collection(policies)
+        check_stored_policies(policies)
         ids = policies or specs_of(self.policies)
         return ReplayActors(
             lambda shard: self._new_multi_agent_buffer(policies, shard, self.num_replay_shards),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from gymnasium import spaces
@@ -18,6 +17,7 @@ from flowrl.offline.parquet import parquet_files, read_policy_id
 from flowrl.offline.sources import ParquetSource
 from flowrl.ops import ReadMinari, ReadParquet
 from flowrl.sampling.worker_set import WorkerSet
+from flowrl.setting_values import expanded_path
 from flowrl.settings import Folder, check_of_settings, setting
 from flowrl.trainer.config import AlgorithmConfig
 
@@ -108,7 +108,7 @@ class OfflineConfig(AlgorithmConfig):
             self._open(MinariDataset, self.input_.removeprefix(MINARI))
         elif "://" in self.input_:
             raise ConfigError(f"input_: must be a folder on this machine, got {self.input_}")
-        elif not (folder := Path(self.input_).expanduser()).exists():
+        elif not (folder := expanded_path(self.input_)).exists():
             env = f" --env {self.env}" if isinstance(self.env, str) else ""
             raise ConfigError(
                 f"input_: there is no {folder.absolute()}. To record experience, set "

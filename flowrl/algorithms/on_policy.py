@@ -94,6 +94,10 @@ class OnPolicyPolicy(TorchPolicy):
         if self.config.standardize_advantages:
             self.learner.standardize(torch.empty(0))
 
+    def learn_on_batch(self, batch: SampleBatch) -> dict[str, float]:
+        self._check_off_policy(batch)
+        return super().learn_on_batch(batch)
+
     def learn_on_minibatches(
         self, batch: SampleBatch, num_sgd_iter: int = 1, sgd_minibatch_size: int = 0
     ) -> dict[str, float]:

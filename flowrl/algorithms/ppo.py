@@ -32,13 +32,14 @@ class PPOConfig(OnPolicyConfig):
     """Clip new values to the old values ± this; None does not clip."""
     standardize_advantages: bool = True
     kl_coeff: KLCoeff = 0.0
-    """Initial weight of the KL penalty; it adapts to `kl_target`. 0 disables the penalty."""
+    """Initial weight of the KL penalty; it adapts to `kl_target`, but not in plans that apply
+    gradients (ApplyGradients). 0 disables the penalty."""
     kl_target: Positive = 0.01
     """Target KL divergence in nats between the policies before and after training on a batch, to
     which the weight of the penalty adapts."""
     kl_stop: Positive | None = None
-    """Stop training on a batch after a pass whose mean KL divergence in nats exceeds this; None
-    never stops early."""
+    """After each pass, stop training on the batch if the mean KL divergence from the sampling
+    policy, in nats, exceeds this; None makes all passes."""
 
     def build(self, plan: PlanSource | None = None) -> PPO:
         return self._build(plan)
@@ -73,7 +74,7 @@ class PPOTorchPolicy(KLPenalty, OnPolicyPolicy):
             loss = loss - entropy_coeff * entropy
             self.stats["entropy"] = entropy
         if self.kl_coeff:
-            kl = self.dist_class(batch["action_dist_inputs"]).kl(dist).mean()
+            kl = self.dist_class(batch["action_dist_inputs"], self.model).kl(dist).mean()
             loss = loss + self.kl_coeff * kl
             self.stats["kl"] = kl
         self.stats |= {"policy_loss": policy_loss, "vf_loss": vf_loss}
@@ -133,7 +134,7 @@ class PPOTorchPolicy(KLPenalty, OnPolicyPolicy):
         inputs, _ = self.model.from_batch(rows, is_training=False)
         values = self.model.value_function()
         dist = self.dist_class(inputs, self.model)
-        kl = self.dist_class(rows["action_dist_inputs"]).kl(dist)
+        kl = self.dist_class(rows["action_dist_inputs"], self.model).kl(dist)
         targets = rows["value_targets"]
         return kl, dist.entropy(), targets, targets - values
 

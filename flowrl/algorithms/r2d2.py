@@ -103,22 +103,22 @@ class R2D2TorchPolicy(DQNTorchPolicy):
             )
 
     def get_state(self) -> dict[str, Any]:
-        return {**super().get_state(), "h_function": self._h_function}
+        return {**super().get_state(), "h_function": self._rescaling}
 
     @property
-    def _h_function(self) -> list[float] | None:
+    def _rescaling(self) -> list[float] | None:
         """[h_function_epsilon]; None without a rescaling of values."""
         return [self.config.h_function_epsilon] if self.config.use_h_function else None
 
-    def _check_outputs(self, state: dict[str, Any]) -> None:
-        super()._check_outputs(state)
+    def _check_output_settings(self, state: dict[str, Any]) -> None:
+        super()._check_output_settings(state)
         check_state(
             state, {"h_function": list[float] | None}, f"the state of a {type(self).__name__}"
         )
-        if state["h_function"] != self._h_function:
+        if state["h_function"] != self._rescaling:
             raise ValueError(
                 f"cannot load a state with [h_function_epsilon] = {state['h_function']} (None: "
-                f"use_h_function=False) for a policy with {self._h_function}: its values are "
+                f"use_h_function=False) for a policy with {self._rescaling}: its values are "
                 "rescaled in another way"
             )
 
@@ -180,15 +180,13 @@ class R2D2TorchPolicy(DQNTorchPolicy):
 
         columns: dict[str, Any] = {"seq_lens": (lens + 1).astype(np.int32)}
         for name in forward_views(self.model.view_requirements):
-            if name == RAW_REWARDS:
-                continue
             if name.startswith("state_in_"):
                 state = batch.array(name)
                 columns[name] = np.zeros_like(state) if self.config.zero_init_states else state
             else:
                 next_name = "new_obs" if name == "obs" else PREVIOUS[name]
-                if next_name not in batch:  # recorded rows may lack raw_rewards
-                    next_name = "rewards"
+                if next_name == RAW_REWARDS and next_name not in batch:
+                    next_name = "rewards"  # recorded rows may lack raw_rewards
                 columns[name] = optree.tree_map(
                     append_last, batch.array(name), batch.array(next_name)
                 )

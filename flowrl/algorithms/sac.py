@@ -80,6 +80,9 @@ class SACTorchPolicy(ActorCriticPolicy):
     def extra_lr(self) -> Any:
         return self.config.entropy_lr
 
+    def updates_extra_parameters(self) -> bool:
+        return self.target_entropy is not None
+
     @property
     def is_discrete(self) -> bool:
         """Whether the action space is Discrete."""

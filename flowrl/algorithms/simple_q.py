@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from flowrl.algorithms.dqn import DQN, DQNConfig
+from flowrl.algorithms.dqn import DQN, DQNConfig, DQNTorchPolicy
+from flowrl.trainer.algorithm import PolicyClass
 from flowrl.trainer.config import PlanSource
 
 
@@ -22,6 +23,12 @@ class SimpleQConfig(DQNConfig):
         return self._build(plan)
 
 
+class SimpleQTorchPolicy(DQNTorchPolicy):
+    """DQN's policy with SimpleQ's settings."""
+
+    config_class = SimpleQConfig
+
+
 class SimpleQ(DQN):
     """SimpleQ with the plan `dqn`; SimpleQConfig has its settings.
 
@@ -30,6 +37,7 @@ class SimpleQ(DQN):
         >>> algo.learn(total_timesteps=100_000)  # doctest: +SKIP
     """
 
+    policy_class: ClassVar[PolicyClass] = SimpleQTorchPolicy
     config_class = SimpleQConfig
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import optree
@@ -14,6 +14,7 @@ from flowrl.algorithms.on_policy import no_values_error
 from flowrl.data import SampleBatch
 from flowrl.data.sequences import loss_rows_of_sequences, take_sequences, without_masked_rows
 from flowrl.ops import StalenessLimit
+from flowrl.ops.staleness import check_waiting
 from flowrl.policies.learning.torch_learner import TorchLearner
 from flowrl.policies.models.fcnet import uses_numpy
 from flowrl.policies.returns import vtrace
@@ -53,9 +54,9 @@ class VTraceConfig(AsyncLearnerConfig):
     max_policy_lag: NonNegativeInt | None = None
     """Maximum policy lag of a fragment, in updates (optimizer steps); None for no limit."""
     stale_policy: Literal["drop", "wait"] = "drop"
-    """Drop fragments that exceed `max_policy_lag` when they arrive (they can exceed it later, in
-    the learner's queue), or make workers wait so that no fragment does when its first update
-    begins."""
+    """"drop" drops fragments that exceed `max_policy_lag` when they arrive; fragments can exceed it
+    later, in the learner's queue. "wait" delays sampling, so that no fragment exceeds it when its
+    first update begins."""
     broadcast_interval: Count = 1
     """Number of fragments after which the workers that sampled them get new weights."""
     num_aggregation_workers: NonNegativeInt = 0
@@ -79,14 +80,12 @@ class VTraceConfig(AsyncLearnerConfig):
     @check_of_settings
     def _check_waiting(self) -> Self:
         if self.stale_policy == "wait":
-            if self.max_policy_lag is None:
-                raise ValueError('stale_policy="wait" needs a max_policy_lag')
+            check_waiting(self.max_policy_lag, self.count_steps_by)
             required = {
                 "replay_proportion": 0.0,
                 "minibatch_buffer_size": 1,
                 "broadcast_interval": 1,
                 "sgd_minibatch_size": 0,
-                "count_steps_by": "env_steps",
             }
             for name, value in required.items():
                 if getattr(self, name) != value:
@@ -208,6 +207,7 @@ class VTracePolicy(TorchPolicy):
     learner_class = VTraceLearner
     config_class = VTraceConfig
     config: VTraceConfig
+    scalar_columns: ClassVar[tuple[str, ...]] = ("rewards", "terminateds", "action_logp")
 
     def _act(
         self, input_dict: dict[str, Any], explore: bool

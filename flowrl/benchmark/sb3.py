@@ -23,6 +23,12 @@ PACKAGES = (
 )  # fmt: skip
 
 
+def requirements() -> list[str]:
+    """Return Stable-Baselines3 and the packages of environments, each with its version."""
+    versions = ((name, installed_version(name)) for name in PACKAGES)
+    return [*REQUIREMENTS, *(f"{name}=={installed}" for name, installed in versions if installed)]
+
+
 def install(folder: Path) -> None:
     """Create a virtual environment with Stable-Baselines3, unless the folder has it with the same
     versions of torch, gymnasium and the environments as the running interpreter.
@@ -31,10 +37,8 @@ def install(folder: Path) -> None:
         ConfigError: the environment cannot be created, or a package cannot be installed.
     """
     torch = f"torch=={installed_version('torch')}"
-    packages = [
-        f"{name}=={installed}" for name in PACKAGES if (installed := installed_version(name))
-    ]
-    ready, wanted = folder / "ready", "\n".join([torch, *REQUIREMENTS, *packages])
+    packages = requirements()
+    ready, wanted = folder / "ready", "\n".join([torch, *packages])
     if ready.exists() and ready.read_text(encoding="utf-8") == wanted:
         return
     ready.unlink(missing_ok=True)
@@ -42,7 +46,7 @@ def install(folder: Path) -> None:
     commands = [
         [sys.executable, "-m", "venv", str(folder)],
         [*_pip(folder), torch],
-        [*_pip(folder), *REQUIREMENTS, *packages],
+        [*_pip(folder), *packages],
     ]
     for command in commands:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -27,7 +27,7 @@ from stable_baselines3.common.utils import LinearSchedule
 from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize
 
 MAX_POINTS = 1000  # of the recorded curve
-PACKAGES = ("gymnasium", "numpy", "torch", "stable-baselines3")
+PACKAGES = ("gymnasium", "numpy", "torch", "stable-baselines3", "sb3-contrib")
 ALGORITHMS = {
     "ppo": stable_baselines3.PPO,
     "dqn": stable_baselines3.DQN,

@@ -30,13 +30,13 @@ def checkpoint_command(arguments: list[str]) -> int:
     try:
         path = resolve_checkpoint(options.path)
         manifest = read_manifest(path)
-        if options.json:
-            print(json.dumps(manifest, indent=1))
-            return 0
         read_checkpoint(path)
     except CheckpointError as error:
         print(f"flowrl: {printable(error)}", file=sys.stderr)
         return 1
+    if options.json:
+        print(json.dumps(manifest, indent=1))
+        return 0
     try:
         lines = _describe(manifest)
     except DAMAGED as error:

@@ -27,7 +27,7 @@ def diagnose_command(arguments: list[str]) -> int:
         "seconds.",
     )
     parser.add_argument("run_dir", type=file_path, metavar="RUN_DIR", help="a run directory")
-    run_dir = parser.parse_args(arguments).run_dir.expanduser()
+    run_dir = parser.parse_args(arguments).run_dir
     activities = read_activities(run_dir)
     if not activities:
         read_config(run_dir)  # raises if it is no run directory

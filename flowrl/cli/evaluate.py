@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gymnasium.error import DependencyNotInstalled
@@ -23,6 +22,7 @@ from flowrl.cli.saved_runs import SavedRun, open_run, suggest_intact_checkpoint
 from flowrl.data.checkpoint import CheckpointError, list_checkpoints, read_manifest
 from flowrl.errors import ConfigError, install_hint
 from flowrl.policies.devices import on_available_device
+from flowrl.setting_values import expanded_path
 from flowrl.trainer.checkpoint_saving import OtherSettingsError
 from flowrl.trainer.runs.formatting import format_count, format_number
 
@@ -68,15 +68,23 @@ def evaluate_command(arguments: list[str]) -> int:
             print(f"flowrl: {message}", file=sys.stderr)
     with run.build(config) as algorithm:
         try:
-            names_run = run.run_dir == Path(options.run).expanduser()
+            names_run = run.run_dir == expanded_path(options.run)
             run = _restore_policies(algorithm, run, names_run and options.checkpoint is None)
         except CheckpointError as error:
             print(f"flowrl: {printable(error)}", file=sys.stderr)
             if not isinstance(error, OtherSettingsError):
                 suggest_intact_checkpoint("evaluate", run)
             return 1
+        except ConfigError:
+            raise
+        except Exception as error:  # of the user's environment
+            print_failure(error)
+            return 1
         for name, explore in rounds:
             video = None if explore or options.video is None else options.video / run.name
+            file = video and video / f"evaluation-{algorithm.iteration:06d}-0.mp4"
+            if file is not None and file.exists():
+                file.unlink()  # of an earlier evaluation
             try:
                 metrics = algorithm.evaluate(options.episodes, explore, num_envs, video_dir=video)
             except KeyboardInterrupt:
@@ -90,7 +98,6 @@ def evaluate_command(arguments: list[str]) -> int:
                 print_failure(error)
                 return 1
             _print_metrics(name, metrics)
-            file = video and video / f"evaluation-{algorithm.iteration:06d}-0.mp4"
             if file is not None and file.exists():
                 print(f"         video: {file}")
     return 0

@@ -22,20 +22,9 @@ from flowrl.trainer.registry import algorithms_with
 _NUMBERS = re.compile(r"\[ *\d+( *, *\d+)+ *\]|\d+(,\d+)+")  # [64, 64] or 64,64
 
 
-def flag_names(record: type[Settings], prefix: str = "", switches: bool = False) -> list[str]:
-    """Return the flags of a record, without `--`.
-
-    If `switches` is set, return only flags without a value, which are given as `--x` or `--no-x`.
-    """
-    names = []
-    for name, field in record.model_fields.items():
-        flag = f"{prefix}{name.rstrip('_').replace('_', '-')}"
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, Settings):
-            names += flag_names(inner, f"{flag}.", switches)
-        elif inner is bool or not switches:
-            names.append(flag)
-    return names
+def flag_names(record: type[Settings]) -> list[str]:
+    """Return the flags of a record, without `--`."""
+    return list(_fields_of(record))
 
 
 def _flatten_list(value: str, annotation: Any) -> list[str]:
@@ -61,47 +50,68 @@ def _flatten_list(value: str, annotation: Any) -> list[str]:
     return [value]
 
 
-def _check_names(flags: list[str], defaults: Settings, run_options: dict[str, Any]) -> None:
-    """Raise ConfigError for a flag that is no setting; see `settings_from_flags`."""
-    known = flag_names(type(defaults))
-    accepted = set(known)
-    for switch in flag_names(type(defaults), switches=True):
-        head, dot, last = switch.rpartition(".")
-        accepted |= {f"no-{switch}", f"{head}{dot}no-{last}"}
-    for index, flag in enumerate(flags):
-        if not flag.startswith("--"):
-            continue
-        name = flag[2:].split("=")[0].replace("_", "-").rstrip("-")
-        if name in ("plan", "algo"):
-            raise ConfigError(f"--{name}: name the plan after the command, `flowrl train PLAN`")
-        head, _, last = name.rpartition(".")
-        if name.startswith("policies."):
-            _check_policy(name, defaults, flags[index:])
-            continue  # tyro parses their settings
-        if name not in accepted:
-            if head in known and "." not in head:
-                raise ConfigError(
-                    f"unknown flag --{name}: --{head} takes a JSON object, such as "
-                    f"""--{head} '{{"{last.replace("-", "_")}": …}}'"""
-                )
-            _check_group(type(defaults), name, "--", flags[index:])
-            if elsewhere := commands_with(f"--{name}"):
-                raise ConfigError(f"{elsewhere}, not of flowrl train PLAN")
-            # --tuned exists only as --no-tuned
-            run_names = ["no-tuned" if n == "tuned" else n.replace("_", "-") for n in run_options]
-            options = [*known, *run_names]
-            settings, setting = type(defaults).model_fields, name.replace("-", "_")
-            exact = setting_hint(setting, settings)
-            hint = exact or algorithms_with(setting)
-            if not hint and exact is None:
-                names = [option.replace("-", "_") for option in options]
-                hint = nearest_setting(setting, names, settings)
-            raise ConfigError(f"unknown flag --{name}.{_as_flags(hint, '--')}")
+def _unknown_flag(
+    name: str, words: list[str], defaults: Settings, run_options: dict[str, Any]
+) -> str:
+    """Return the message for a flag that is no setting.
+
+    Args:
+        name: the flag, without `--`.
+        words: the flag, its value and further arguments.
+        defaults: the settings.
+        run_options: see `settings_from_flags`.
+    """
+    if name in ("plan", "algo"):
+        return f"--{name}: name the plan after the command, `flowrl train PLAN`"
+    if name.startswith("policies."):
+        return _unknown_policy_flag(name, words, defaults)
+    record = type(defaults)
+    known = flag_names(record)
+    head, _, last = name.rpartition(".")
+    if head in known and "." not in head:
+        return (
+            f"unknown flag --{name}: --{head} takes a JSON object, such as "
+            f"""--{head} '{{"{last.replace("-", "_")}": …}}'"""
+        )
+    if group := _flags_of_group(record, name, "--", words):
+        return group
+    if elsewhere := commands_with(f"--{name}"):
+        return f"{elsewhere}, not of flowrl train PLAN"
+    setting = name.replace("-", "_")
+    exact = setting_hint(setting, record.model_fields)
+    hint = exact or algorithms_with(setting)
+    if not hint and exact is None:
+        # --tuned exists only as --no-tuned
+        run_names = ["no-tuned" if n == "tuned" else n for n in run_options]
+        names = [option.replace("-", "_") for option in [*known, *run_names]]
+        hint = nearest_setting(setting, names, record.model_fields)
+    return f"unknown flag --{name}.{_as_flags(hint, '--')}"
 
 
-def _check_group(record: type[Settings], name: str, head: str, words: list[str]) -> None:
-    """Raise ConfigError if a name is a group of settings, such as `model`, which have flags of
-    their own.
+def _unknown_policy_flag(name: str, words: list[str], defaults: Settings) -> str:
+    """Return the message for a flag `policies.x.config.y` of an unknown policy x or setting y; the
+    arguments are those of `_unknown_flag`."""
+    policy_id, _, rest = name.removeprefix("policies.").partition(".")
+    specs = {i.replace("_", "-"): spec for i, spec in _specs_in(defaults).items()}
+    if policy_id not in specs:
+        return (
+            f"--policies.{policy_id}: there is no such policy.{nearest(policy_id, list(specs))} "
+            f"Policies with flags: {', '.join(specs) or 'none'}"
+        )
+    record = _record_of(specs[policy_id], defaults)
+    head, setting = f"--policies.{policy_id}.config.", rest.removeprefix("config.")
+    if setting == rest and _find(setting, _fields_of(record)):
+        return f"unknown flag --{name}. Did you mean '{head}{setting}'?"
+    if group := _flags_of_group(record, setting, head, words):
+        return group
+    hint = setting_hint(setting.rpartition(".")[2].replace("-", "_"), record.model_fields)
+    hint = _as_flags(hint or nearest(setting, flag_names(record)), head)
+    return f"unknown flag --{name}.{hint}"
+
+
+def _flags_of_group(record: type[Settings], name: str, head: str, words: list[str]) -> str:
+    """Return the message for a group of settings, such as `model`, which have flags of their own;
+    "" if the name is no group.
 
     Args:
         record: the settings.
@@ -112,7 +122,7 @@ def _check_group(record: type[Settings], name: str, head: str, words: list[str])
     field = record.model_fields.get(name.replace("-", "_"))
     group = None if field is None else field.annotation
     if not (isinstance(group, type) and issubclass(group, Settings)):
-        return
+        return ""
     _, equals, value = words[0].partition("=")
     try:
         given = json.loads(value if equals else "".join(words[1:2]))
@@ -120,38 +130,10 @@ def _check_group(record: type[Settings], name: str, head: str, words: list[str])
         given = {}
     settings = [s for s in given if s in group.model_fields] if isinstance(given, dict) else []
     inner = [s.rstrip("_").replace("_", "-") for s in settings or list(group.model_fields)[:1]]
-    raise ConfigError(
+    return (
         f"{head}{name}: each of its settings has a flag of its own: "
         f"{', '.join(f'{head}{name}.{setting}' for setting in inner)}{'' if settings else ', …'}"
     )
-
-
-def _check_policy(name: str, defaults: Any, words: list[str]) -> None:
-    """Raise ConfigError for a flag `policies.x.config.y` of an unknown policy x or setting y.
-
-    Args:
-        name: the flag, without `--`.
-        defaults: the settings.
-        words: the flag, its value and further arguments.
-    """
-    policy_id, _, rest = name.removeprefix("policies.").partition(".")
-    specs = {i.replace("_", "-"): spec for i, spec in _specs_in(defaults).items()}
-    if policy_id not in specs:
-        raise ConfigError(
-            f"--policies.{policy_id}: there is no such policy.{nearest(policy_id, list(specs))} "
-            f"Policies with flags: {', '.join(specs) or 'none'}"
-        )
-    record = _record_of(specs[policy_id], defaults)
-    head = f"--policies.{policy_id}.config"
-    inner, dot, last = rest.removeprefix("config.").rpartition(".")
-    known = flag_names(record)
-    if {f"{inner}{dot}{last}", f"{inner}{dot}{last.removeprefix('no-')}"}.isdisjoint(known):
-        _check_group(record, f"{inner}{dot}{last}", f"{head}.", words)
-        hint = setting_hint(last.replace("-", "_"), record.model_fields)
-        hint = _as_flags(hint or nearest(f"{inner}{dot}{last}", known), f"{head}.")
-        raise ConfigError(f"unknown flag --{name}.{hint}")
-    if not rest.startswith("config."):
-        raise ConfigError(f"unknown flag --{name}. Did you mean '{head}.{rest}'?")
 
 
 def _specs_in(defaults: Settings) -> dict[str, PolicySpec]:
@@ -202,9 +184,8 @@ def settings_from_flags(
         ConfigError: a flag is unknown (the message suggests the nearest one), or a value has the
             wrong type or range.
     """
-    _check_names(flags, defaults, run_options)
     changes: dict[str, Any] = {}
-    for flag in _given(flags, _fields(defaults)):
+    for flag in _given(flags, defaults, run_options):
         record = changes
         for name in flag.path[:-1]:
             record = record.setdefault(name, {})
@@ -224,7 +205,7 @@ class _Field(NamedTuple):
 
 def _fields(defaults: Settings) -> dict[str, _Field]:
     """Return flag -> setting, for the settings of a plan and of its policies."""
-    fields = _fields_of(type(defaults), "", ())
+    fields = _fields_of(type(defaults))
     for policy_id, spec in _specs_in(defaults).items():
         prefix = f"policies.{policy_id.replace('_', '-')}.config."
         path = "policies", policy_id, "config"
@@ -232,7 +213,16 @@ def _fields(defaults: Settings) -> dict[str, _Field]:
     return fields
 
 
-def _fields_of(record: type[Settings], prefix: str, path: tuple[str, ...]) -> dict[str, _Field]:
+def _fields_of(
+    record: type[Settings], prefix: str = "", path: tuple[str, ...] = ()
+) -> dict[str, _Field]:
+    """Return flag -> setting, for the settings of a record and of the records in it.
+
+    Args:
+        record: the settings.
+        prefix: what the flags start with, such as `model.`.
+        path: names of the records that the record is in.
+    """
     fields: dict[str, _Field] = {}
     for name, field in record.model_fields.items():
         flag, inner = f"{prefix}{name.rstrip('_').replace('_', '-')}", field.annotation
@@ -241,6 +231,18 @@ def _fields_of(record: type[Settings], prefix: str, path: tuple[str, ...]) -> di
         else:
             fields[flag] = _Field((*path, name), inner)
     return fields
+
+
+def _find(name: str, fields: dict[str, _Field]) -> tuple[_Field, bool] | None:
+    """Return the setting of a flag, and whether the flag turns the setting off, as `--no-x` and
+    `--model.no-x` do; None if there is no such setting."""
+    if name in fields:
+        return fields[name], False
+    head, dot, last = name.rpartition(".")
+    for switch in (name.removeprefix("no-"), f"{head}{dot}{last.removeprefix('no-')}"):
+        if switch in fields and fields[switch].annotation is bool:
+            return fields[switch], True
+    return None
 
 
 class _Flag:
@@ -264,9 +266,8 @@ class _Flag:
         Raises:
             ConfigError: they do not fit the type of the setting.
         """
-        if self._is_negated or self._annotation is bool:
-            return self._switch()
-        if bool in self._leaves and not set(map(str.lower, self.words)) - {"true", "false"}:
+        are_bools = {word.lower() for word in self.words} <= {"true", "false"}
+        if self._annotation is bool or (bool in self._leaves and are_bools):
             return self._switch()
         words = [part for word in self.words for part in _flatten_list(word, self._annotation)]
         needs_value = get_origin(self._annotation) is not list
@@ -290,7 +291,7 @@ class _Flag:
     def _switch(self) -> bool:
         given = [word.lower() for word in self.words]
         is_one = given in ([], ["true"], ["false"])
-        if bool not in self._leaves or not is_one or (given and self._is_negated):
+        if not is_one or (given and self._is_negated):
             raise ConfigError(self._problem(self.words))
         return given == ["true"] or not (given or self._is_negated)
 
@@ -316,14 +317,15 @@ class _Flag:
         return f"{text}.{hint}" if hint else text
 
 
-def _given(flags: list[str], fields: dict[str, _Field]) -> list[_Flag]:
-    """Return the flags in arguments, each with the words after it.
+def _given(flags: list[str], defaults: Settings, run_options: dict[str, Any]) -> list[_Flag]:
+    """Return the flags in arguments, each with the words after it; see `settings_from_flags`.
 
     Raises:
-        ConfigError: the first word is no flag.
+        ConfigError: the arguments do not start with a flag, or a flag is unknown.
     """
+    fields = _fields(defaults)
     given: list[_Flag] = []
-    for word in flags:
+    for index, word in enumerate(flags):
         if not word.startswith("--"):
             if not given:
                 hint = "pass settings as --name VALUE"
@@ -334,13 +336,10 @@ def _given(flags: list[str], fields: dict[str, _Field]) -> list[_Flag]:
             continue
         name, equals, value = word[2:].partition("=")
         name = name.replace("_", "-").rstrip("-")
-        field = fields.get(name)
-        is_negated = field is None
-        if field is None:
-            head, dot, last = name.rpartition(".")
-            known = name.removeprefix("no-"), f"{head}{dot}{last.removeprefix('no-')}"
-            field = next(fields[flag] for flag in known if flag in fields)
-        given.append(_Flag(name, field, is_negated))
+        found = None if name in ("plan", "algo") else _find(name, fields)
+        if found is None:
+            raise ConfigError(_unknown_flag(name, flags[index:], defaults, run_options))
+        given.append(_Flag(name, *found))
         given[-1].words += [value] if equals else []
     return given
 

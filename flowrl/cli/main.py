@@ -148,11 +148,11 @@ def _unknown_command(name: str, rest: list[str]) -> str:
             "unknown command 'export'. Export a policy in Python: "
             "Policy.from_checkpoint(RUN_DIR).export(FILE)"
         )
-    replacement = _RENAMED.get(name)
-    if replacement is None and (is_shipped(name) or name.endswith((".py", ".yaml", ".yml"))):
-        replacement = f"train {name}"
-    if replacement is not None:
-        command = shlex.join(["flowrl", *replacement.split(), *rest])
+    replacement = _RENAMED.get(name, "").split()
+    if not replacement and (is_shipped(name) or name.endswith((".py", ".yaml", ".yml"))):
+        replacement = ["train", name]
+    if replacement:
+        command = shlex.join(["flowrl", *replacement, *rest])
         return f"unknown command {name!r}. Use {command}"
     hint = nearest(name, list(_COMMANDS))
     return f"unknown command {name!r}{hint and '.'}{hint} (see flowrl --help)"

@@ -35,7 +35,7 @@ def plot_command(arguments: list[str]) -> int:
         "training evaluation/episode_reward_mean)",
     )
     options = parser.parse_args(arguments)
-    output: Path = options.output.expanduser()
+    output: Path = options.output
     if output.suffix.lower() not in FORMATS:
         raise ConfigError(f"plot: --output must end in {', '.join(FORMATS)}, got {output.name}")
     runs = find_runs(options.runs)

@@ -45,7 +45,7 @@ def replay_command(arguments: list[str]) -> int:
     add_trust_option(parser, "the run")
     parser.add_argument("--plan", help="file of the run's plan, if it has moved")
     options = parser.parse_args(arguments)
-    run_dir = options.run_dir.expanduser()
+    run_dir = options.run_dir
     with _build(run_dir, options.plan, options.trust) as algorithm:
         try:
             replay = RunReplayer(algorithm, run_dir, options.until)

@@ -14,7 +14,7 @@ from flowrl.cli.stop_options import (
     add_stop_options,
     stop_rules_of,
 )
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, with_message
 from flowrl.policies.config import PolicyConfig
 from flowrl.setting_aliases import canonical_names
 from flowrl.settings import unchecked_combinations
@@ -97,7 +97,7 @@ def parse_run(
         config = with_training_options(config.updated(), options)
     except ConfigError as error:
         names = [name for name in config if name not in changes]  # not of --config
-        raise ConfigError(with_flags(str(error), arguments, names)) from None
+        raise with_message(error, with_flags(str(error), arguments, names)) from None
     if settings_flags != flags:
         parser = _run_options(program, describe_defaults(config))
         print(format_help(parser, config, show_all="--help-all" in flags))

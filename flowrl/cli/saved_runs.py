@@ -14,7 +14,7 @@ from flowrl.data.checkpoint import CheckpointError, read_manifest, resolve_check
 from flowrl.errors import ConfigError
 from flowrl.policies.code_references import PLAN_MODULE, UntrustedCodeError, code_path
 from flowrl.policies.json_codec import text_of_changes
-from flowrl.setting_values import equal_code
+from flowrl.setting_values import equal_code, expanded_path
 from flowrl.trainer.checkpoint_loading import needs_trust
 from flowrl.trainer.checkpoint_saving import FIXED_SETTINGS
 from flowrl.trainer.config import AlgorithmConfig, absolute_folders
@@ -110,7 +110,7 @@ def _is_same(algorithm: str, other: str | None) -> bool:
 
 def _locate(path: str) -> tuple[Path | None, Path | str | None]:
     """Return the run directory and the checkpoint that a path names; either may be None."""
-    folder = Path(path).expanduser()
+    folder = expanded_path(path)
     may_be_run = "://" not in path and not (folder / "manifest.json").exists()
     if may_be_run and ((folder / "config.json").exists() or not (folder / "algorithm").is_dir()):
         return folder, None

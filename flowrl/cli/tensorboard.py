@@ -47,7 +47,8 @@ def tensorboard_command(arguments: list[str]) -> int:
     handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     try:
         process = subprocess.Popen(command)
-        return process.wait()
+        code = process.wait()
+        return code if code >= 0 else 128 - code  # ended by a signal
     finally:
         if process is not None:
             process.terminate()

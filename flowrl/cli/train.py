@@ -20,7 +20,7 @@ from flowrl.cli.run_settings import (
     parse_plan_run,
 )
 from flowrl.cli.stop_options import add_stop_options, stop_rules_of
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, with_message
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.plan_files import plan_named
 from flowrl.trainer.tuned_examples import tuned_example
@@ -72,7 +72,7 @@ def train_command(arguments: list[str]) -> int:
         return start_run(config, plan, stop, options.run_dir, command, *show)
     except ConfigError as error:
         names = [] if config is None else config.keys()
-        raise ConfigError(with_flags(str(error), arguments, names)) from error
+        raise with_message(error, with_flags(str(error), arguments, names)) from error
 
 
 def _names_code(word: str) -> bool:

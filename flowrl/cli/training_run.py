@@ -116,6 +116,7 @@ def resume_run(
     algorithm = _build(config, saved.algorithm)
     if algorithm is None:
         return 1
+    report = report or (command[:2] == ["flowrl", "train"] and "--report" in command)
     with ExitStack() as cleanup:
         cleanup.callback(algorithm.stop)
         run = None
@@ -143,18 +144,19 @@ def resume_run(
                     "continue, also set a larger --stop-timesteps"
                 )
             print(f"already reached: {reached}. {hint}")
-            return _report(run_dir, 0) if report and run_dir is not None else 0
-        if run is None:
-            run = _new_run(new_run_dir, type(algorithm).__name__.lower(), config)
-            cleanup.callback(run.close)
-            run.write_setup(algorithm, config.total_timesteps, command, asdict(stop))
+            exit_code = 0
         else:
-            if replace_plan:
-                run.replace_plan(algorithm)
-            prepare_to_resume(algorithm, run, stop, config.total_timesteps)
-        # the saved command may not repeat the run: limits and settings may have changed since
-        exit_code = _train(algorithm, stop, run, command, display, can_repeat=run_dir is None)
-    return _report(run.path, exit_code) if report or "--report" in command else exit_code
+            if run is None:
+                run = _new_run(new_run_dir, type(algorithm).__name__.lower(), config)
+                cleanup.callback(run.close)
+                run.write_setup(algorithm, config.total_timesteps, command, asdict(stop))
+            else:
+                if replace_plan:
+                    run.replace_plan(algorithm)
+                prepare_to_resume(algorithm, run, stop, config.total_timesteps)
+            # the saved command may not repeat the run: limits and settings may have changed since
+            exit_code = _train(algorithm, stop, run, command, display, can_repeat=run_dir is None)
+    return _report(run.path, exit_code) if report and run is not None else exit_code
 
 
 def _new_run(run_dir: Path | None, name: str, config: AlgorithmConfig) -> RunDirectory:
@@ -202,6 +204,7 @@ def _train(
         display: how to show the progress.
         can_repeat: whether the command trains until the same limits.
     """
+    algorithm.run_dir = run.path
     try:
         end = train_until(algorithm, stop, run, display)
     except (Exception, SystemExit, KeyboardInterrupt) as error:

@@ -14,7 +14,7 @@ from flowrl.cli.run_settings import (
 )
 from flowrl.cli.stop_options import add_stop_options, stop_rules_of
 from flowrl.cli.training_run import start_run
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, with_message
 from flowrl.setting_values import nearest
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.plan_files import absolute_plan, is_shipped, plan_path
@@ -73,7 +73,7 @@ def train_yaml(arguments: list[str]) -> int:
             show = options.display, options.report
             exit_code = start_run(run.config, run.plan, run.stop, run_dir, command, *show)
         except ConfigError as error:
-            raise ConfigError(f"{_place(options, run.name)}: {error}") from error
+            raise with_message(error, f"{_place(options, run.name)}: {error}") from error
         if exit_code:
             return exit_code
     return 0
@@ -108,7 +108,9 @@ def _prepare(name: str, entry: dict[str, Any], options: argparse.Namespace) -> Y
         config = with_training_options(config, options)
         config.check()
         stop.check(config)
-    except (ConfigError, argparse.ArgumentTypeError) as error:
+    except ConfigError as error:
+        raise with_message(error, f"{_place(options, name)}: {error}") from None
+    except argparse.ArgumentTypeError as error:
         raise ConfigError(f"{_place(options, name)}: {error}") from None
     return YamlRun(name, config, plan, stop)
 

@@ -1,13 +1,21 @@
 """Batches of experience and their storage; imports neither torch nor Ray."""
 
 from flowrl.data.batch_ref import BatchRef
-from flowrl.data.sample_batch import DEFAULT_POLICY_ID, Batch, MultiAgentBatch, SampleBatch
+from flowrl.data.sample_batch import (
+    DEFAULT_POLICY_ID,
+    AgentID,
+    Batch,
+    EpisodeID,
+    MultiAgentBatch,
+    PolicyID,
+    SampleBatch,
+    TensorType,
+)
 from flowrl.data.sequences import (
     add_time_dimension,
     chop_into_sequences,
     pad_batch_to_sequences_of_same_size,
 )
-from flowrl.data.types import AgentID, EpisodeID, PolicyID, TensorType
 
 concat_samples = SampleBatch.concat_samples
 

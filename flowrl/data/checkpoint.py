@@ -32,6 +32,7 @@ from flowrl.data.checkpoint_storage import (
 )
 from flowrl.data.json_text import parse_json
 from flowrl.data.serialization import ArrayStore, decode, encode
+from flowrl.setting_values import expanded_path
 from flowrl.state_schema import Fields, Natural, StateError, check_state
 
 __all__ = [
@@ -50,7 +51,7 @@ __all__ = [
     "write_checkpoint",
 ]
 
-FORMAT = 12
+FORMAT = 13
 RESERVED = frozenset({"format", "files", "blake2b"})
 """Names of a manifest that `write_checkpoint` writes."""
 _MANIFEST: Fields = {"files": dict[str, dict[str, Any]]}
@@ -82,7 +83,7 @@ def write_checkpoint(
         OSError: the folder cannot be written, or contains another program's manifest. The previous
             checkpoint is untouched.
     """
-    path = path if "://" in str(path) else Path(path).expanduser()
+    path = path if "://" in str(path) else expanded_path(path)
     if isinstance(path, Path) and path.is_file():
         raise FileExistsError(f"{path} is a file; a checkpoint is a folder: pass another path")
     arrays = ArrayStore()
@@ -331,12 +332,12 @@ def _checkpoint_folders(run_dir: Path) -> list[Path]:
 
 def is_run_dir(path: Path | str) -> bool:
     """Return whether a path is a run directory."""
-    return "://" not in str(path) and os.path.isfile(Path(path).expanduser() / "config.json")
+    return "://" not in str(path) and os.path.isfile(expanded_path(path) / "config.json")
 
 
 def run_dir_of(checkpoint: Path | str) -> Path | None:
     """Return the run directory that contains a checkpoint, or None."""
-    folder = Path(checkpoint).expanduser().absolute().parent
+    folder = expanded_path(checkpoint).absolute().parent
     is_in_run = folder.name == CHECKPOINTS and is_run_dir(folder.parent)
     return folder.parent if is_in_run and "://" not in str(checkpoint) else None
 
@@ -351,7 +352,7 @@ def resolve_checkpoint(path: Path | str) -> Path | str:
     Raises:
         CheckpointError: the folder contains no checkpoint.
     """
-    folder = Path(path).expanduser()
+    folder = expanded_path(path)
     if "://" in str(path) or os.path.exists(folder / MANIFEST):
         return path
     in_tune_folder = folder / "algorithm"

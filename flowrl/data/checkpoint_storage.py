@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from flowrl.setting_values import expanded_path
 from flowrl.whole_files import sync
 
 
@@ -60,7 +61,7 @@ def storage_of(path: Path | str) -> Storage:
     if isinstance(path, str) and "://" in path:
         scheme, _, local = path.partition("://")
         return LocalStorage(Path(local)) if scheme in ("file", "local") else RemoteStorage(path)
-    return LocalStorage(Path(path).expanduser())
+    return LocalStorage(expanded_path(path))
 
 
 class LocalStorage:

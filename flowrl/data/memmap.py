@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from flowrl.setting_values import check_path, expanded_path
+
 
 class MemmapArrays:
     """Arrays in memory-mapped files of one directory.
@@ -25,11 +27,14 @@ class MemmapArrays:
             system each page fault is a request.
 
     Raises:
+        TypeError: `directory` is not a path.
+        ValueError: `directory` is empty.
         OSError: the directory cannot be created or written.
     """
 
     def __init__(self, directory: Path | str):
-        self.directory = Path(directory).expanduser()
+        check_path("directory", directory)
+        self.directory = expanded_path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         self._files: dict[int, Any] = {}  # address of an array's first byte -> file
 

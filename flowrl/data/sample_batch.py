@@ -27,6 +27,11 @@ from flowrl.data.columns import (
 )
 from flowrl.setting_values import check_int
 
+AgentID = Any  # chosen by the environment, usually a str or an int
+EpisodeID = int
+PolicyID = str
+TensorType = Any  # a numpy array or a framework's tensor
+
 DEFAULT_POLICY_ID = "default_policy"
 
 

@@ -154,6 +154,16 @@ class EnvFactory:
             make = partial(SyncVectorEnv, env_fns, autoreset_mode=AutoresetMode.SAME_STEP)
             return SingleAgentAdapter(GymnasiumVectorEnv(make(), self._seed, make))
         envs = self._restarting_envs(self.make_env, self._num_envs)
+        try:
+            return self._in_this_process(envs)
+        except BaseException:
+            envs.close()
+            raise
+
+    def _in_this_process(
+        self, envs: RestartingEnvs
+    ) -> SingleAgentAdapter | DirectMultiAgentVectorEnv:
+        """Return the environments by the type of the first one, which this creates."""
         first = envs.get(0)
         if self._atari is not None and not self._worker_index and is_unprocessed(first):
             _warn_of_unprocessed_frames()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -198,8 +199,9 @@ class IndependentAgents(MultiAgentEnv):
         return np.hstack(frames) if same_shape and np.ndim(frames[0]) == 3 else frames[0]
 
     def close(self) -> None:
-        for env in self._envs:
-            env.close()
+        with contextlib.ExitStack() as stack:  # closes all, also after an error
+            for env in self._envs:
+                stack.callback(env.close)
 
 
 def make_multi_agent(

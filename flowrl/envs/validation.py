@@ -176,6 +176,8 @@ class ObservationCheck:
         if it is nested, the structure of the space."""
         if self.is_array:
             dtype = getattr(observation, "dtype", None)
+            if dtype is None:  # numpy: None == float64
+                return False
             return dtype == self.dtype and observation.shape == self.space.shape
         try:
             for path, kind, size in self._paths.containers:

@@ -62,6 +62,12 @@ class RequestLimit(Protocol):
         """Note an item that was received, with the progress at its request."""
 
 
+def check_batch_ms(method: str, batch_ms: Any) -> None:
+    """Raise ValueError unless `batch_ms` is a finite number of at least 0."""
+    if not isinstance(batch_ms, Real) or not 0 <= float(batch_ms) < float("inf"):
+        raise ValueError(f"{method}: batch_ms must be a number of at least 0, got {batch_ms!r}")
+
+
 class Gather(Stage):
     """Base of the gathers.
 
@@ -90,11 +96,7 @@ class Gather(Stage):
         batch_ms: float = 0,
         on_error: OnError = "raise",
     ):
-        number: Any = batch_ms
-        if not isinstance(number, Real) or not 0 <= float(number) < float("inf"):
-            raise ValueError(
-                f"{self.name}: batch_ms must be a number of at least 0, got {batch_ms!r}"
-            )
+        check_batch_ms(self.name, batch_ms)
         super().__init__()
         self.title = f"{self.name} {shards.name}"
         self.shards = shards

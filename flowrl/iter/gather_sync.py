@@ -19,9 +19,9 @@ SLOW_FETCH_S = 0.03  # if a round took longer to fetch, another call of Ray cost
 
 
 class GatherSync(Gather):
-    """Return lists of one item per live shard, in shard order; each pull requests one round.
+    """Return lists of one item per live shard, in shard order: a round.
 
-    No request is in flight between two pulls, so changes by the consumer (new weights) reach every
+    No request is in flight between two rounds, so changes by the consumer (new weights) reach every
     worker before its next item: the lag is 0. If a shard dies, the request is repeated in the same
     round and the items of the other shards are kept; without
     `Recovery.rounds_wait_for_replacement`, rounds leave the shard out until its replacement has

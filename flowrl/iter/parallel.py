@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from flowrl.iter.errors import OnError, missing_attribute_error
-from flowrl.iter.gather import RequestLimit
+from flowrl.iter.gather import RequestLimit, check_batch_ms
 from flowrl.iter.gather_async import GatherAsync, GatherShard
 from flowrl.iter.gather_sync import GatherSync
 from flowrl.iter.local import LocalIterator
@@ -132,9 +132,11 @@ class ParallelIterator(Generic[T]):
             batch_ms: milliseconds for which a shard collects items per request.
 
         Raises:
-            ValueError: `num_partitions` is below 1, or the shards are rollout workers.
+            ValueError: `num_partitions` is below 1, `batch_ms` is negative, or the shards are
+                rollout workers.
         """
-        check_int("repartition: num_partitions", num_partitions, 1)
+        check_int("repartition: num_partitions", num_partitions)
+        check_batch_ms("repartition", batch_ms)
         if any(shard.pool.keeps_state for shard in self._shards):
             raise ValueError(
                 f"repartition: {self.name} cannot be repartitioned, because its episodes, counters "
@@ -333,6 +335,12 @@ def _pool(
     return ActorPool(make_actor, len(generators), replayable=replayable, upstream=upstream)
 
 
+def _as_list(name: str, values: Iterable[T]) -> list[T]:
+    if not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a list, got {type(values).__name__}")
+    return list(values)
+
+
 def _shards_of(pool: Pool) -> list[Shard]:
     return [Shard(pool, index) for index in range(len(pool))]
 
@@ -347,9 +355,13 @@ def from_items(
         num_shards: number of shards, each a Ray actor.
         repeat: start again at the end.
         in_process: run the shards in this process, without actors.
+
+    Raises:
+        TypeError: `items` is not a collection.
+        ValueError: `num_shards` is not an int of at least 1.
     """
     check_int("num_shards", num_shards)
-    items = list(items)
+    items = _as_list("from_items: items", items)
     shards: list[list[T]] = [items[i::num_shards] for i in range(num_shards)]
     item_type = type(items[0]).__name__ if items else "None"
     suffix = ", repeat=True" if repeat else ""
@@ -394,11 +406,19 @@ def from_iterators(
 
     Args:
         generators: iterables or callables (generator objects cannot be pickled: pass callables).
+            An iterator around a generator, such as `map(f, generator)`, ends after an error: return
+            a generator to continue after it.
         repeat: start again at the end.
         name: shown by `repr`.
         in_process: run the shards in this process, without actors.
         recovery: how shards that die or hang are replaced.
+
+    Raises:
+        TypeError: `generators` is not a collection, or one of them is neither an iterable nor a
+            callable.
+        ValueError: `generators` is empty.
     """
+    generators = _as_list("from_iterators: generators", generators)
     pool = _pool(generators, repeat, in_process)
     suffix = ", repeat=True" if repeat else ""
     name = name or f"from_iterators[shards={len(generators)}{suffix}]"

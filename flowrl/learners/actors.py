@@ -180,6 +180,8 @@ class LearnerGroup(Learner):
 
         worker = self.workers.local_worker()
         rows = select_rows(worker, batch, self.policies)
+        if not rows:
+            return {}
         callback_stats: dict[str, dict[str, float]] = {policy_id: {} for policy_id in rows}
         for policy_id, batch_rows in rows.items():
             policy = worker.policy_map[policy_id]
@@ -372,12 +374,18 @@ def check_distributable(policy: Policy) -> None:
     """Raise for a policy that cannot learn in several processes.
 
     Raises:
-        TypeError: it is not a TorchPolicy.
+        TypeError: it is not a TorchPolicy, or computes or applies gradients with functions of its
+            own.
         ValueError: `microbatch_size` is set.
     """
     if not hasattr(policy, "learner"):
         raise TypeError(
             f"{type(policy).__name__} cannot learn in several processes: it is not a TorchPolicy"
+        )
+    if own := {"compute_gradients_fn", "apply_gradients_fn"} & set(getattr(policy, "hooks", ())):
+        raise TypeError(
+            f"{type(policy).__name__} cannot learn in several processes: the gradients of its own "
+            f"{min(own)} cannot be averaged"
         )
     if policy.config.microbatch_size:
         raise ValueError(
@@ -405,8 +413,9 @@ def _merge_shares(by_learner: Sequence[Updates], shares: Sequence[dict[str, int]
             [updates[policy_id].stats for updates in by_learner],
             [share[policy_id] for share in shares],
         )
-        merged[policy_id] = PolicyUpdate(stats, first.rows, first.replayed_rows)
-        merged[policy_id].policy_lags = first.policy_lags
-        # each learner reports its own share
-        merged[policy_id].row_stats = concat_row_stats([u[policy_id].row_stats for u in by_learner])
+        # each learner reports the values of its own rows
+        row_stats = concat_row_stats([updates[policy_id].row_stats for updates in by_learner])
+        merged[policy_id] = PolicyUpdate(
+            stats, first.rows, first.replayed_rows, first.policy_lags, row_stats
+        )
     return merged

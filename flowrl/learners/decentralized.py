@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.data import SampleBatch
 from flowrl.iter import Source
 from flowrl.learners.actors import TIMEOUT_S, check_distributable
 from flowrl.learners.group_store import GroupStore
@@ -177,7 +177,7 @@ class LearnOnWorker:
                 (source,),
                 self.num_sgd_iter,
                 self.sgd_minibatch_size,
-                clip_minibatch_size=isinstance(fragment, MultiAgentBatch),
+                clip_minibatch_size=True,  # failures of environments shorten fragments
                 on_learn=worker.on_learn_on_batch,
             )
         except ProcessGroupError as error:

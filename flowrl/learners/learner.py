@@ -20,10 +20,20 @@ from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import check_policies_exist
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.worker_set import WorkerSet
-from flowrl.setting_values import check_int
+from flowrl.setting_values import check_int, check_names
+from flowrl.state_schema import Fields, Natural, check_state
 
 OnLearn = Callable[[Policy, SampleBatch, dict[str, float]], None]
 """Callback before a policy learns: (policy, its rows, dict that takes more statistics)."""
+
+
+_STATE: Fields = {
+    "stats": dict[str, Any],
+    "rows": Natural,
+    "replayed_rows": Natural,
+    "policy_lags": list[int],
+    "row_stats": dict[str, np.ndarray],
+}  # of a PolicyUpdate
 
 
 class ProcessGroupError(RuntimeError):
@@ -51,7 +61,7 @@ class PolicyUpdate:
         rows: rows of the policy in the batch, burn-in included.
         replayed_rows: how many of them were drawn from a replay buffer.
         policy_lags: for each fragment that the rows come from, the number of optimizer steps made
-            since it was sampled. Fragments drawn from a buffer have none.
+            since it was sampled. Rows that were drawn from a ReplayBuffer have none.
         row_stats: values per row, arrays [rows] (see Policy.row_stats).
     """
 
@@ -91,7 +101,8 @@ class PolicyUpdate:
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> PolicyUpdate:
         """Return the update of a `state_dict`."""
-        return cls(**state)
+        check_state(state, _STATE, "the update of a policy")
+        return cls(**{name: state[name] for name in _STATE})
 
 
 Updates = dict[str, PolicyUpdate]
@@ -357,7 +368,8 @@ def trainable_policies(
 def policy_lags(policy_id: str, version: int, sources: Iterable[Source]) -> list[int]:
     """Return, for each source fragment, the number of updates since it was sampled.
 
-    Fragments drawn from a replay buffer carry no version and are left out.
+    Rows that were drawn from a ReplayBuffer carry no version and are left out; the fragments that
+    MixInReplay repeats have one.
     """
     versions = [source.tags.get("weights_versions", {}) for source in sources]
     return [version - by_policy[policy_id] for by_policy in versions if policy_id in by_policy]
@@ -382,12 +394,8 @@ def check_policy_ids(policies: Any) -> None:
     """Check the argument `policies` of an operator that trains.
 
     Raises:
-        TypeError: it is a single id instead of a collection.
+        TypeError: it is neither a collection of ids nor None.
         ValueError: it is empty.
     """
-    if isinstance(policies, str):
-        raise TypeError(f"policies is a collection of ids: [{policies!r}]")
-    if policies is not None and not isinstance(policies, Collection):
-        raise TypeError(f"policies must be a collection of policy ids or None, got {policies!r}")
-    if policies is not None and not len(policies):
-        raise ValueError("policies is empty, so nothing would be trained: None trains all policies")
+    if policies is not None:
+        check_names("policies", policies, "nothing would be trained: None trains all policies")

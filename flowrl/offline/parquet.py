@@ -20,6 +20,7 @@ from flowrl.data.columns import PER_SEQUENCE, as_arrays
 from flowrl.data.sample_batch import DEFAULT_POLICY_ID, SampleBatch
 from flowrl.data.sequences import without_padding
 from flowrl.errors import OfflineDataError, check_installed
+from flowrl.setting_values import expanded_path
 
 FORMAT = 1
 _METADATA_KEY = b"flowrl"
@@ -76,16 +77,16 @@ def write_parquet(
         "columns": columns,
     }  # fmt: skip
     table = pa.table(arrays).replace_schema_metadata({_METADATA_KEY: json.dumps(metadata).encode()})
-    path = Path(path).expanduser()
+    path = expanded_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.part")
     try:
         pa.parquet.write_table(table, temporary, write_page_checksum=True)
         os.replace(temporary, path)
-    except OSError as error:
+    except BaseException as error:
         with suppress(OSError):
             temporary.unlink()
-        if error.errno is None:
+        if not isinstance(error, OSError) or error.errno is None:
             raise
         raise OSError(
             error.errno, f"cannot write rows: {os.strerror(error.errno)}", str(path)
@@ -116,16 +117,17 @@ def read_parquet(path: Path | str) -> tuple[str, SampleBatch]:
     """
     pa = import_pyarrow()
 
-    path = Path(path).expanduser()
+    path = expanded_path(path)
     try:
-        file = pa.parquet.ParquetFile(path, page_checksum_verification=True)
-        encoded = (file.schema_arrow.metadata or {}).get(_METADATA_KEY)
-        check_no_extension_types(file.schema_arrow)
-        table = None if encoded is None else file.read()
+        with pa.parquet.ParquetFile(path, page_checksum_verification=True) as file:
+            schema = file.schema_arrow
+            encoded = (schema.metadata or {}).get(_METADATA_KEY)
+            check_no_extension_types(schema)
+            table = None if encoded is None else file.read()
     except (OSError, ValueError, pa.ArrowException) as error:  # ValueError: damaged names
         raise OfflineDataError(f"{path}: cannot be read: {error}") from error
     if encoded is None or table is None:
-        raise _foreign_file_error(path, file.schema_arrow)
+        raise _foreign_file_error(path, schema)
     try:
         metadata = json.loads(encoded)
         if metadata["format"] != FORMAT:
@@ -174,7 +176,7 @@ def read_rows_of(path: Path | str, policy_id: str) -> SampleBatch | None:
 def _read_metadata(path: Path | str) -> dict[str, Any]:
     pa = import_pyarrow()
 
-    path = Path(path).expanduser()
+    path = expanded_path(path)
     try:
         schema = pa.parquet.read_schema(path)
         encoded = (schema.metadata or {}).get(_METADATA_KEY)
@@ -202,7 +204,7 @@ def parquet_files(folder: Path | str) -> list[Path]:
     Raises:
         OfflineDataError: the folder does not exist or has no .parquet file.
     """
-    path = Path(folder).expanduser()
+    path = expanded_path(folder)
     # file systems of other machines add "._NAME" with attributes of the file
     found = (file for file in path.glob("*.parquet") if not file.name.startswith("._"))
     files = [path] if path.is_file() else sorted(found)

@@ -27,7 +27,7 @@ from flowrl.offline.parquet import (
     to_json_value,
     write_parquet,
 )
-from flowrl.setting_values import check_int
+from flowrl.setting_values import check_int, check_path, expanded_path
 
 log = logging.getLogger("flowrl")
 
@@ -51,13 +51,15 @@ class ParquetWriter:
     Raises:
         ConfigError: the extra `offline` is not installed.
         FileExistsError: the folder is a file.
-        ValueError: `rows_per_file` is not a positive integer.
+        TypeError: the folder is not a path.
+        ValueError: the folder is empty, or `rows_per_file` is not a positive integer.
     """
 
     def __init__(self, folder: Path | str, rows_per_file: int = 50_000):
+        check_path("folder", folder)
         check_int("rows_per_file", rows_per_file)
         import_pyarrow()  # now, because it cannot be imported at exit
-        self.folder = Path(folder).expanduser()
+        self.folder = expanded_path(folder)
         path = self.folder.absolute()
         if path.is_file():
             raise FileExistsError(f"{path} is a file; WriteParquet needs a folder")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from flowrl.data import Batch, MultiAgentBatch, SampleBatch
@@ -74,7 +75,7 @@ class Concurrently(LocalIterator[Any]):
         if output_indexes is not None and not len(output_indexes):
             raise ValueError("Concurrently: output_indexes is empty, so no item would be returned")
         for index in output_indexes or ():
-            if not isinstance(index, int):
+            if not isinstance(index, Integral) or isinstance(index, bool):
                 raise TypeError(f"Concurrently: output_indexes are ints, got {index!r}")
             if not 0 <= index < len(ops):
                 raise ValueError(
@@ -194,6 +195,7 @@ class Dequeue(LocalIterator[Any]):
 
     Raises:
         ValueError: input_queue is of another type.
+        TypeError: `check` is no function.
         RuntimeError (when pulled): the queue is empty and `check` returns False.
     """
 
@@ -202,6 +204,8 @@ class Dequeue(LocalIterator[Any]):
         input_queue: queue.Queue[Any] | LearnerThread,
         check: Callable[[], bool] | None = None,
     ):
+        if check is not None and not callable(check):
+            raise TypeError(f"Dequeue: `check` must be a function or None, got {check!r}")
         thread = learner_thread_of(input_queue)
         if thread is not None and input_queue is thread.inqueue:
             raise ValueError("Dequeue: the learner thread takes its batches from this queue")

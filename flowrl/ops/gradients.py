@@ -17,7 +17,7 @@ from flowrl.learners.learner import (
 )
 from flowrl.ops.plan_metrics import Info, record_updates
 from flowrl.ops.rollout import CountRollouts, DropStale, check_lag
-from flowrl.ops.staleness import StalenessLimit
+from flowrl.ops.staleness import StalenessLimit, check_waiting
 from flowrl.ops.weights import contributors
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.worker_set import WorkerSet, check_workers
@@ -103,7 +103,7 @@ class AsyncGradients(LocalIterator[Gradients]):
         max_policy_lag: maximum policy lag of a gradient, in updates; None for no limit.
         stale_policy: "drop" drops older gradients and counts their env steps as
             `num_env_steps_dropped`; "wait" delays requests so that none becomes older (see
-            StalenessLimit).
+            StalenessLimit), except after fragments that failures of environments have shortened.
 
     Raises:
         TypeError: `policies` is a string.
@@ -127,8 +127,8 @@ class AsyncGradients(LocalIterator[Gradients]):
         check_lag(max_policy_lag)
         if stale_policy not in ("drop", "wait"):
             raise ValueError(f'stale_policy is "drop" or "wait", got {stale_policy!r}')
-        if max_policy_lag is None and stale_policy == "wait":
-            raise ValueError('stale_policy="wait" needs a max_policy_lag')
+        if stale_policy == "wait":
+            check_waiting(max_policy_lag, workers.config.count_steps_by)
         limit = None
         if max_policy_lag is not None and stale_policy == "wait":
             steps = workers.steps_per_fragment()

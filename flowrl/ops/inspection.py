@@ -13,7 +13,7 @@ import optree
 from flowrl.data import BatchRef, MultiAgentBatch, SampleBatch
 from flowrl.iter import Source
 from flowrl.iter.stage import describe
-from flowrl.sampling.worker_set import WorkerSet
+from flowrl.sampling.worker_set import WorkerSet, check_workers
 from flowrl.setting_values import check_int
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class Print:
 
     Raises:
         ValueError: every is below 1.
-        TypeError: `what` is a string.
+        TypeError: `what` is neither a list nor a function, or `workers` is no WorkerSet.
         KeyError (when called): a batch lacks a column that `what` names.
     """
 
@@ -56,10 +56,15 @@ class Print:
         workers: WorkerSet | None = None,
     ):
         check_int("Print: every", every)
-        if isinstance(what, str):
+        is_valid = what is None or callable(what) or isinstance(what, Collection)
+        if isinstance(what, str) or not is_valid:
+            example = what if isinstance(what, str) else "rewards"
             raise TypeError(
-                f"Print: `what` must be a list of columns, such as [{what!r}], or a function"
+                f"Print: `what` must be a list of columns, such as [{example!r}], or a function, "
+                f"got {what!r}"
             )
+        if workers is not None:
+            check_workers(workers, "Print")
         self.every, self.what, self.name, self.workers = every, what, name, workers
         self._num_items = 0
 
@@ -83,11 +88,16 @@ class Breakpoint:
 
     Args:
         when: function of the item that returns whether to stop; None stops at every item.
+
+    Raises:
+        TypeError: `when` is no function.
     """
 
     chained_with: ClassVar[str] = "for_each"
 
     def __init__(self, when: Callable[[Any], bool] | None = None):
+        if when is not None and not callable(when):
+            raise TypeError(f"Breakpoint: `when` must be a function or None, got {when!r}")
         self.when = when
 
     def __call__(self, item: T) -> T:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from flowrl.iter import _get_shared_metrics
 from flowrl.iter.metrics import current_journal
+from flowrl.setting_values import check_int, check_number
 from flowrl.state_schema import Fields, Natural
 
 
@@ -24,7 +25,7 @@ class WaitUntilTimestepsElapsed:
     target_num_timesteps: int
 
     def __post_init__(self) -> None:
-        _at_least_0("target_num_timesteps", self.target_num_timesteps)
+        check_int("target_num_timesteps", self.target_num_timesteps, 0)
 
     def __call__(self, item: Any) -> bool:
         return _steps() >= self.target_num_timesteps
@@ -46,7 +47,7 @@ class OncePerTimestepsElapsed:
     _last: int | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _at_least_0("delay_steps", self.delay_steps)
+        check_int("delay_steps", self.delay_steps, 0)
 
     def __call__(self, item: Any) -> bool:
         now = _steps()
@@ -76,7 +77,7 @@ class OncePerTimeInterval:
     _last: float | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _at_least_0("delay", self.delay)
+        check_number("delay", self.delay, 0)
 
     def __call__(self, item: Any) -> bool:
         now = time.monotonic()
@@ -91,8 +92,3 @@ class OncePerTimeInterval:
 
 def _steps() -> int:
     return int(_get_shared_metrics().counters["num_env_steps_sampled"])
-
-
-def _at_least_0(name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-        raise ValueError(f"{name} must be a number of at least 0, got {value!r}")

@@ -22,7 +22,7 @@ from flowrl.offline.sources import MinariSource, OfflineSource, ParquetSource
 from flowrl.ops.plan_metrics import record_sampled_steps
 from flowrl.sampling.worker_set import WorkerSet, check_workers
 from flowrl.seeding import random_stream, restore_stream, stream_state
-from flowrl.setting_values import check_int
+from flowrl.setting_values import check_int, check_path
 from flowrl.state_schema import Fields, Natural, StateError
 
 log = logging.getLogger("flowrl")
@@ -34,7 +34,8 @@ class WriteParquet:
 
     The state contains the rows that are not written yet; they are written when the plan stops. A
     resumed plan starts new files; `remove_newer_files()` deletes those newer than its checkpoint.
-    `tag` is in the names of the files; no other operator has it.
+    `tag` is in the names of the files; no other operator has it. If a file cannot be written, its
+    rows are kept for the next one, so `on_error=Retry(…)` would store them twice.
 
     Args:
         folder: folder of the files, on the machine that runs the plan.
@@ -42,8 +43,8 @@ class WriteParquet:
 
     Raises:
         ConfigError: the extra `offline` is not installed.
-        ValueError: `rows_per_file` is not an int of at least 1, or the folder is a URI.
-        TypeError (when called): the item is not a batch.
+        ValueError: `rows_per_file` is not an int of at least 1, or the folder is empty or a URI.
+        TypeError: the folder is not a path; when called: the item is not a batch.
         OfflineDataError, OSError (when called): a file cannot be written.
     """
 
@@ -126,7 +127,8 @@ class ReadParquet(LocalIterator[SampleBatch | MultiAgentBatch]):
         seed: seed of the random order; None seeds from the operating system.
 
     Raises:
-        TypeError: `columns` is a string.
+        TypeError: `columns` is a string, or `folder` is not a path.
+        ValueError: `folder` is empty, or `batch_size` is not an int of at least 1.
         OfflineDataError (when pulled): there are no files, or none of this policy; a file cannot be
             read, lacks a column, or does not fit the policy's spaces.
     """
@@ -142,6 +144,7 @@ class ReadParquet(LocalIterator[SampleBatch | MultiAgentBatch]):
         prepare: Callable[[SampleBatch], SampleBatch] | None = None,
         seed: int | None = None,
     ):
+        check_path("ReadParquet: folder", folder)
         source = ParquetSource(folder, policy_id)
         stage = ReadStage("ReadParquet", source, workers, batch_size, columns, prepare, seed)
         super().__init__(stage, f"ReadParquet({str(folder)!r})")
@@ -190,6 +193,7 @@ class ReadStage(Stage):
         "pass_parts": list[str],
         "parts_read": Natural,
         "position": Natural,
+        "dropped": list[str],
     }
 
     def __init__(
@@ -380,6 +384,7 @@ class ReadStage(Stage):
             "pass_parts": list(self._pass_parts),
             "parts_read": self._parts_read,
             "position": self._position,
+            "dropped": sorted(self._dropped),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -390,7 +395,7 @@ class ReadStage(Stage):
         super().load_state_dict(state)
         if state["parts_read"] > len(state["pass_parts"]):
             raise StateError(f"{self.name}/parts_read: there are {len(state['pass_parts'])} parts")
-        names = ("pass_rng_state", "pass_parts", "parts_read", "position")
+        names = ("pass_rng_state", "pass_parts", "parts_read", "position", "dropped")
         self._loaded = {name: state[name] for name in names}
 
     def _restore_position(self, state: dict[str, Any]) -> None:

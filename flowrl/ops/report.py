@@ -185,7 +185,8 @@ def _check_policies_of(operator: Any, node: Stage) -> None:
 
 
 class ReportDue:
-    """filter, any item: True if enough env steps and seconds have passed since the last report."""
+    """filter, any item: True if enough env steps and seconds have passed since the last report, or
+    since the operator was created."""
 
     state_fields: ClassVar[Fields] = {"last_steps": Natural}
 

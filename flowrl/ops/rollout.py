@@ -18,7 +18,7 @@ from flowrl.ops.offline import WriteParquet
 from flowrl.ops.plan_metrics import PlanMetrics, record_sampled_steps
 from flowrl.ops.staleness import StalenessLimit
 from flowrl.sampling.worker_set import WorkerSet, check_workers
-from flowrl.setting_values import check_int
+from flowrl.setting_values import check_int, check_names
 from flowrl.state_schema import Fields, Natural
 
 
@@ -300,7 +300,7 @@ class ConcatBatches:
 
     def __call__(self, batch: AnyBatch) -> list[AnyBatch]:
         check_batch(batch, "ConcatBatches", by_reference=True)
-        if batch.agent_steps():
+        if batch.agent_steps() or batch.env_steps():  # some turns complete no agent's row
             self._pending.append(batch)
             by_agent = self.count_steps_by == "agent_steps"
             self._steps += batch.agent_steps() if by_agent else batch.env_steps()
@@ -348,13 +348,7 @@ class SelectExperiences:
     policy_ids: Collection[str]
 
     def __post_init__(self) -> None:
-        if isinstance(self.policy_ids, str) or not isinstance(self.policy_ids, Collection):
-            raise TypeError(
-                f"policy_ids must be a collection of ids, such as [{self.policy_ids!r}], got "
-                f"{self.policy_ids!r}"
-            )
-        if not len(self.policy_ids):
-            raise ValueError("policy_ids is empty, so no rows would be kept: name a policy")
+        check_names("policy_ids", self.policy_ids, "no rows would be kept: name a policy")
 
     def __call__(self, batch: AnyBatch) -> AnyBatch:
         check_batch(batch, "SelectExperiences", by_reference=True)
@@ -381,13 +375,7 @@ class StandardizeFields:
     fields: Collection[str]
 
     def __post_init__(self) -> None:
-        if isinstance(self.fields, str) or not isinstance(self.fields, Collection):
-            raise TypeError(
-                f"fields must be a collection of column names, such as [{self.fields!r}], got "
-                f"{self.fields!r}"
-            )
-        if not len(self.fields):
-            raise ValueError("fields is empty, so nothing would be standardized: name a column")
+        check_names("fields", self.fields, "nothing would be standardized: name a column")
 
     def __call__(self, batch: Batch) -> Batch:
         check_batch(batch, "StandardizeFields")

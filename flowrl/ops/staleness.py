@@ -9,6 +9,22 @@ from flowrl.iter import _get_shared_metrics
 from flowrl.setting_values import check_int
 
 
+def check_waiting(max_policy_lag: int | None, count_steps_by: str) -> None:
+    """Check the settings that `stale_policy="wait"` needs.
+
+    Raises:
+        ValueError: there is no limit, or fragments are counted by agent steps, so that the number
+            of their env steps is unknown.
+    """
+    if max_policy_lag is None:
+        raise ValueError('stale_policy="wait" needs a max_policy_lag')
+    if count_steps_by != "env_steps":
+        raise ValueError(
+            'count_steps_by: stale_policy="wait" can guarantee max_policy_lag only if this is '
+            f"'env_steps', got {count_steps_by!r}"
+        )
+
+
 class StalenessLimit:
     """Limits how far sampling runs ahead of training, and so the policy lag of fragments.
 

@@ -246,11 +246,6 @@ class UpdateTargetNetwork:
             self.workers.weight_sync.observe_learner()
             for policy_id in policy_ids:
                 policy: Any = worker.policy_map[policy_id]
-                if not hasattr(policy, "update_target"):
-                    raise TypeError(
-                        f"UpdateTargetNetwork: policy {policy_id!r}, a {type(policy).__name__}, "
-                        "has no target network: leave it out of `policies`"
-                    )
                 if policy.update_target() is not False:
                     self._last_update[policy_id] = self._steps(policy_id)
                     num_updates += 1
@@ -258,6 +253,12 @@ class UpdateTargetNetwork:
 
     def _count_and_check(self, policy_id: str, entry: dict[str, Any]) -> bool:
         """Count the rows of a training; return whether the interval has passed for a policy."""
+        policy = self.workers.local_worker().policy_map[policy_id]
+        if not hasattr(policy, "update_target"):
+            raise TypeError(
+                f"UpdateTargetNetwork: policy {policy_id!r}, a {type(policy).__name__}, has no "
+                "target network: leave it out of `policies`"
+            )
         rows = self._rows_trained.get(policy_id, 0) + entry.get("num_agent_steps_trained", 0)
         self._rows_trained[policy_id] = rows
         now = self._steps(policy_id)

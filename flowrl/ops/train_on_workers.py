@@ -45,7 +45,8 @@ class TrainOnWorkers(LocalIterator[Any]):
         sgd_minibatch_size: rows of one worker per update, 0 for the whole fragment; None uses each
             policy's own setting.
         policies: ids of the policies to update; None for all that `policies_to_train` allows.
-        timeout_s: seconds that workers wait for each other; a dead process is noticed at once.
+        timeout_s: seconds that workers wait for each other, at least 1; a dead process is noticed
+            at once.
 
     Raises:
         ValueError: a number is out of range, or the setting `output` is set.
@@ -65,7 +66,7 @@ class TrainOnWorkers(LocalIterator[Any]):
     ):
         check_workers(workers, "TrainOnWorkers")
         check_learning_arguments(policies, num_sgd_iter, sgd_minibatch_size)
-        check_number("timeout_s", timeout_s, 0)
+        check_number("timeout_s", timeout_s, 1)
         if workers.config.output is not None:
             raise ValueError(
                 "output: TrainOnWorkers keeps fragments on their workers, so nothing can be "

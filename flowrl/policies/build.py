@@ -391,6 +391,10 @@ class BuiltTorchPolicy(TorchPolicy):
         self._last_loss = loss, batch
         return loss
 
+    def end_learning(self, batch: Any, stats: dict[str, float]) -> dict[str, float]:
+        self._last_loss = (None, None)  # the trial of `columns_read` leaves a graph
+        return super().end_learning(batch, stats)
+
     def extra_grad_process(self) -> dict[str, torch.Tensor]:
         losses, batch = self._last_loss
         self._last_loss = (None, None)  # release the graph

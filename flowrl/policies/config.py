@@ -223,7 +223,8 @@ class PolicyConfig(Settings):
     needs: ClassVar[Needs] = {"grad_clip_by": ("grad_clip", None)}
 
     gamma: Fraction = 0.99
-    """Discount per env step."""
+    """Discount per row: per env step, or per action of an agent that does not act in every env
+    step."""
     lr: Schedule = 3e-4
     """Learning rate: a number, or a schedule [[step, value], …], linear in between. Steps are env
     steps, or percentages of `total_timesteps`: [["0%", 1e-3], ["100%", 0]] (as a flag: step, value,

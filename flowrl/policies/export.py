@@ -26,6 +26,7 @@ from flowrl.policies.models.noisy import resample_noise
 from flowrl.policies.models.tensor_batch import InputDict
 from flowrl.policies.overrides import is_builtin_method
 from flowrl.policies.views import ViewRequirement, acting_views
+from flowrl.setting_values import expanded_path
 
 FORMATS = ("torch", "onnx")
 _ACTING_METHODS = (
@@ -202,7 +203,7 @@ def export_policy(policy: ExportablePolicy, path: Path | str, format: str | None
             )
     if format == "onnx":
         check_installed("onnxscript", "export: the format onnx", extra="onnx")
-    path = Path(path).expanduser()
+    path = expanded_path(path)
     if path.is_dir():
         raise ConfigError(f"export: {str(path)!r} is a folder, not a file")
     resample_noise(policy.model, None)

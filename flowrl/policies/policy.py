@@ -50,8 +50,7 @@ class Policy(ActsOnObservations):
         view_requirements: view name -> ViewRequirement; columns that batches have in addition to
             those that are always recorded. Changes apply from the next fragment on.
         version: increases with every change of the weights.
-        filter_version: increases with every merge of new statistics into the filters; `num_loads`
-            counts loaded states.
+        filter_version: increases with every merge of new statistics into the filters.
         num_loads: number of calls of `set_state`, which may load other weights of the same version.
         timestep: env steps sampled so far, on which schedules depend.
         total_timesteps: env steps of the whole training, which schedules in percent follow; None
@@ -261,15 +260,15 @@ class Policy(ActsOnObservations):
         `postprocess_fragment`. An override returns a new batch, with the same new columns in each
         call; `super()` adds the default ones.
 
+        The rows of a single-agent fragment count as its env steps. To add rows, such as copies with
+        other goals, use an operator after ParallelRollouts, which counts the steps before.
+
         Args:
             sample_batch: columns [rows, …] in order of time; arrays are read-only. The column
                 `next_values` (see `postprocess_fragment`) is removed afterwards.
             other_agent_batches: agent id -> (policy, rows before postprocessing) of the other
                 agents of the episode; None if there are none.
             episode: the MultiAgentEpisode, if the sampler keeps one.
-
-        The rows of a single-agent fragment count as its env steps. To add rows, such as copies with
-        other goals, use an operator after ParallelRollouts, which counts the steps before.
         """
         names = [n for n in sample_batch if not n.startswith(("state_in_", "seq_lens", "infos"))]
         columns = {

@@ -32,10 +32,10 @@ def discounted_returns(
         rewards: [T, N].
         dones: terminated or truncated, [T, N].
         last_values: values of the states after the last step, [N].
-        gamma: discount factor per env step.
+        gamma: discount factor per row.
 
     Returns:
-        G [T, N].
+        G [T, N], with the dtype of the rewards; float64 if that is not a float.
 
     Raises:
         ValueError: the arrays have different shapes.
@@ -67,11 +67,11 @@ def generalized_advantages(
         next_values: value of the state after each step, [T, N]: 0 where the episode terminated,
             the value of the final observation where it was truncated.
         dones: terminated or truncated, [T, N]; estimates do not cross the end of an episode.
-        gamma: discount factor per env step.
+        gamma: discount factor per row.
         lambda_: weight of longer estimates, 0 (one step) to 1 (Monte Carlo).
 
     Returns:
-        A [T, N].
+        A [T, N], floats of the inputs' most precise dtype; ints become float64.
 
     Raises:
         ValueError: the arrays have different shapes.
@@ -116,7 +116,8 @@ def vtrace(
         lambda_: weight of longer corrections.
 
     Returns:
-        v [T, N] and the advantages [T, N].
+        v [T, N] and the advantages [T, N], floats of the inputs' most precise dtype; ints
+        become float64.
 
     Raises:
         ValueError: the arrays have different shapes.
@@ -129,7 +130,8 @@ def vtrace(
         next_values=next_values,
         dones=dones,
     )
-    ratios = np.exp(target_logp - behavior_logp)
+    with np.errstate(over="ignore"):  # infinite ratios are clipped
+        ratios = np.exp(target_logp - behavior_logp)
     deltas = np.minimum(clip_rho, ratios) * (rewards + gamma * next_values - values)
     decay = gamma * lambda_ * np.minimum(clip_c, ratios) * (1.0 - dones.astype(ratios.dtype))
     corrections = deltas.copy()  # v_t - V(s_t)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,10 +20,10 @@ class TargetNetworkPolicy(TorchPolicy):
 
     Attributes:
         target_model: the target network; its parameters have no gradient.
-        target_version: increases with every update of the target network, as `version` does.
+        target_version: number of calls of `update_target`.
     """
 
-    scalar_columns = ("rewards", "terminateds", "weights", "n_steps")
+    scalar_columns: ClassVar[tuple[str, ...]] = ("rewards", "terminateds", "weights", "n_steps")
 
     def __init__(self, observation_space: Any, action_space: Any, config: Any):
         super().__init__(observation_space, action_space, config)

@@ -47,8 +47,9 @@ class BufferSettings(TypedDict, total=False):
 class ReplayBuffer:
     """The last `capacity` rows of experience, drawn uniformly with replacement.
 
-    Each observation is stored once. A drawn row has the stored columns (without `unroll_id`,
-    `env_id` and `infos`) and `batch_indexes`, the id of the drawn item.
+    Each observation is stored once. A drawn row has the stored columns and `batch_indexes`, the id
+    of the drawn item. `unroll_id`, `env_id`, `infos` and columns that are computed or fetched on
+    access in the first batch are not stored.
 
     With `n_step` above 1, each drawn row spans up to n steps of its trajectory: `rewards` is
     sum_k gamma^k r_{t+k}; `new_obs`, `terminateds` and `truncateds` are those of the last step; and
@@ -78,8 +79,10 @@ class ReplayBuffer:
 
     Raises:
         OSError: `directory` cannot be written.
+        TypeError: `directory` is not a path.
         ValueError: capacity, n_step or max_seq_len is below 1, gamma is outside [0, 1], the
-            storage_unit or links is unknown, or burn_in is set without sequences.
+            storage_unit or links is unknown, `directory` is empty, or burn_in is set without
+            sequences.
     """
 
     state_fields: ClassVar[Fields] = {

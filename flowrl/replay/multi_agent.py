@@ -14,7 +14,7 @@ from flowrl.replay.buffers import ReplayBuffer
 from flowrl.replay.env_step_index import EnvStepIndex
 from flowrl.replay.replay_ratio import EMPTY, NOTHING_TO_DRAW, ReplayRatio
 from flowrl.replay.trajectories import sort_rows
-from flowrl.setting_values import check_int
+from flowrl.setting_values import check_int, check_names
 from flowrl.state_schema import Fields, check_own_state, check_state
 
 
@@ -41,8 +41,9 @@ class MultiAgentReplayBuffer:
         ratio: the ReplayRatio.
 
     Raises:
-        TypeError: policies is a str.
-        ValueError: replay_batch_size is below 1, or the mode is unknown; see ReplayRatio.
+        TypeError: `policies` is neither a collection of ids nor None.
+        ValueError: replay_batch_size is below 1, policies is empty, or the mode is unknown; see
+            ReplayRatio.
     """
 
     state_fields: ClassVar[Fields] = {
@@ -61,7 +62,7 @@ class MultiAgentReplayBuffer:
         mode: Literal["independent", "lockstep"] = "independent",
     ):
         check_int("replay_batch_size", replay_batch_size)
-        check_collection(policies)
+        check_stored_policies(policies)
         if mode not in ("independent", "lockstep"):
             raise ValueError(f'mode must be "independent" or "lockstep", got {mode!r}')
         self.make_buffer = make_buffer
@@ -266,7 +267,12 @@ class MultiAgentReplayBuffer:
         return f"MultiAgentReplayBuffer(replay_batch_size={self.replay_batch_size}{settings})"
 
 
-def check_collection(policies: Any) -> None:
-    """Raise TypeError if `policies` is a single id instead of a collection."""
-    if isinstance(policies, str):
-        raise TypeError(f"policies must be a collection of ids, such as [{policies!r}]")
+def check_stored_policies(policies: Any) -> None:
+    """Check the argument `policies` of a replay buffer.
+
+    Raises:
+        TypeError: it is neither a collection of ids nor None.
+        ValueError: it is empty.
+    """
+    if policies is not None:
+        check_names("policies", policies, "no rows would be stored: None stores all policies")

@@ -25,7 +25,7 @@ Checks: step_checks, agent_checks, output_checks.
 Protocols: sampler_worker, callback_worker.
 """
 
-from flowrl.data.types import AgentID, EpisodeID, PolicyID, TensorType
+from flowrl.data.sample_batch import AgentID, EpisodeID, PolicyID, TensorType
 from flowrl.sampling.callbacks import DefaultCallbacks, override
 from flowrl.sampling.episode import EpisodeMetrics, MultiAgentEpisode
 from flowrl.sampling.list_collector import SimpleListCollector

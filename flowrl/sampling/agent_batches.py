@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from flowrl.data import SampleBatch
-from flowrl.data.types import PolicyID
+from flowrl.data.sample_batch import PolicyID
 from flowrl.sampling.agent_checks import AgentChecks
 from flowrl.sampling.agent_records import AgentRecords
 from flowrl.sampling.fragment_builder import FragmentBuilder

@@ -9,9 +9,9 @@ import numpy as np
 from gymnasium import spaces
 
 from flowrl.data.columns import map_leaves
+from flowrl.data.sample_batch import AgentID, PolicyID
 from flowrl.data.serialization import can_be_saved
 from flowrl.data.spaces import fits_into, stack_values
-from flowrl.data.types import AgentID, PolicyID
 from flowrl.envs.gymnasium_vector_env import GymnasiumVectorEnv
 from flowrl.envs.multi_agent_vector_env import MAX_CACHED_AGENTS, MultiAgentVectorEnv
 from flowrl.envs.single_agent_adapter import SingleAgentAdapter

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.data.types import AgentID, EpisodeID, PolicyID
+from flowrl.data.sample_batch import AgentID, EpisodeID, PolicyID
 from flowrl.envs.multi_agent_vector_env import MultiAgentStep, MultiAgentVectorEnv, ResetResult
 from flowrl.envs.validation import LARGEST_REWARD, ObservationCheck, copied_info
 from flowrl.sampling.agent_batches import AgentBatches

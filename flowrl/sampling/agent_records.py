@@ -9,7 +9,7 @@ import numpy as np
 
 from flowrl.data.columns import map_leaves
 from flowrl.data.fragment_columns import FragmentColumns, value_at
-from flowrl.data.types import PolicyID
+from flowrl.data.sample_batch import PolicyID
 from flowrl.policies.policy import Policy
 from flowrl.sampling.callbacks import (
     EPISODE_EVENTS,

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from flowrl.data.sample_batch import PolicyID
 from flowrl.data.serialization import savable_info, with_savable_infos
-from flowrl.data.types import PolicyID
 from flowrl.sampling.agent_batches import AgentBatches, Postprocessed
 from flowrl.sampling.agent_episodes import AgentEpisodes
 from flowrl.sampling.policy_lanes import PolicyLanes
@@ -162,7 +162,7 @@ def _load_lanes(lanes: PolicyLanes, state: dict[str, Any]) -> None:
     lanes.free = {env: list(free) for env, free in state["free"].items()}
     lanes.states.load_state_dict(state["states"])
     lanes.segments = []
-    lanes.waits = np.array(state.get("waits", np.zeros(len(lanes.envs), bool)))
+    lanes.waits = np.array(state["waits"])
     if state["infos"] is not None:
         column = lanes.columns.allocate("infos", (), np.dtype(object))
         for row, infos in enumerate(state["infos"]):

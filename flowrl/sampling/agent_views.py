@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from flowrl.data.types import AgentID, PolicyID
+from flowrl.data.sample_batch import AgentID, PolicyID
 from flowrl.errors import ConfigError
 from flowrl.policies.acting_views import View, fill_value
 from flowrl.policies.policy import Policy

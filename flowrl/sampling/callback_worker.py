@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from gymnasium import spaces
 
-from flowrl.data.types import AgentID, PolicyID
+from flowrl.data.sample_batch import AgentID, PolicyID
 from flowrl.policies.policy import Policy
 from flowrl.sampling.ids import IdCounter
 

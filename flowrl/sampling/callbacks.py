@@ -53,7 +53,10 @@ class DefaultCallbacks:
         self, *, worker: CallbackWorker, sub_environment: Any, env_context: Any, **kwargs: Any
     ) -> None:
         """Called after an environment was created, also if it replaces a failed one; if a vector
-        environment is created as a whole, with the vector environment."""
+        environment is created as a whole, with the vector environment.
+
+        The first environment is created before the policies: `worker` has only `config`,
+        `worker_index` and `callbacks` then."""
 
     def on_episode_start(
         self,

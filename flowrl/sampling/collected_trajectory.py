@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import optree
 
+from flowrl.data.sample_batch import AgentID, EpisodeID, PolicyID
 from flowrl.data.serialization import savable_info
 from flowrl.data.spaces import stack_values
-from flowrl.data.types import AgentID, EpisodeID, PolicyID
 from flowrl.errors import ConfigError
 from flowrl.policies.acting_views import (
     DTYPES,

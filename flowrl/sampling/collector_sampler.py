@@ -15,9 +15,8 @@ import optree
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.data.columns import map_leaves
 from flowrl.data.fragment_columns import value_at
-from flowrl.data.types import AgentID, PolicyID
+from flowrl.data.sample_batch import AgentID, PolicyID
 from flowrl.envs.multi_agent_vector_env import MultiAgentStep
-from flowrl.errors import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.sampling.agent_batches import AgentBatches
 from flowrl.sampling.agent_checks import AgentChecks
@@ -55,16 +54,8 @@ class Collectors:
     ):
         self._class, self._worker, self._settings = collector_class, worker, settings
         self.whole = settings.batch_mode == "complete_episodes"
-        if settings.soft_horizon and not self._overrides("continue_episode"):
-            raise ConfigError(
-                f"sample_collector: {collector_class.__name__} has no continue_episode(), for "
-                "soft_horizon"
-            )
-        self.can_drop = self._overrides("drop_episode")
+        self.can_drop = collector_class.drop_episode is not SampleCollector.drop_episode
         self.all: list[SampleCollector] = []
-
-    def _overrides(self, method: str) -> bool:
-        return getattr(self._class, method) is not getattr(SampleCollector, method)
 
     def start(self, num_envs: int) -> None:
         """Replace the collectors by empty ones."""

@@ -12,7 +12,7 @@ import numpy as np
 from flowrl.data import SampleBatch
 from flowrl.data.indexed_columns import IndexedColumn
 from flowrl.data.lazy_columns import LazyColumn
-from flowrl.data.types import PolicyID
+from flowrl.data.sample_batch import PolicyID
 from flowrl.policies.policy import Policy
 from flowrl.sampling.output_checks import SAMPLER_COLUMNS
 

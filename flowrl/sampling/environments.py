@@ -7,7 +7,7 @@ from typing import Any
 
 from gymnasium import spaces
 
-from flowrl.data.types import AgentID
+from flowrl.data.sample_batch import AgentID
 from flowrl.envs.call_limits import CallLimits
 from flowrl.envs.env_factory import EnvFactory
 from flowrl.envs.multi_agent_vector_env import MultiAgentVectorEnv

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from flowrl.data.sample_batch import AgentID, EpisodeID, PolicyID
 from flowrl.data.serialization import can_be_saved, savable_info
-from flowrl.data.types import AgentID, EpisodeID, PolicyID
 from flowrl.errors import ConfigError
 from flowrl.sampling.callback_worker import CallbackWorker
 
@@ -165,30 +165,37 @@ class MultiAgentEpisode:
         None if it is empty.
 
         Raises:
-            ConfigError: a custom metric is not a number, or data of a histogram no list.
+            ConfigError: a custom metric is not a number, or data of a histogram are not a list of
+                numbers.
         """
-        metrics = {name: self._number(name, v) for name, v in self.custom_metrics.items()}
-        return metrics or None, {n: self._list(n, v) for n, v in self.hist_data.items()} or None
+        metrics = {
+            name: self._number(f"custom_metrics[{name!r}]", v)
+            for name, v in self.custom_metrics.items()
+        }
+        histograms = {
+            name: self._numbers(f"hist_data[{name!r}]", values)
+            for name, values in self.hist_data.items()
+        }
+        return metrics or None, histograms or None
 
-    def _list(self, name: str, value: Any) -> list[Any]:
-        """Return the data of a histogram as a list."""
-        if isinstance(value, Iterable) and not isinstance(value, str):
-            return list(value)
+    def _numbers(self, name: str, values: Any) -> list[float]:
+        """Return the data of a histogram as a list of numbers."""
+        if isinstance(values, Iterable) and not isinstance(values, str):
+            return [self._number(f"an entry of {name}", value) for value in values]
         raise ConfigError(
-            f"{type(self.worker.callbacks).__name__}: hist_data[{name!r}] must be a list of "
-            f"numbers, got {value!r}"
+            f"{type(self.worker.callbacks).__name__}: {name} must be a list of numbers, got "
+            f"{values!r}"
         )
 
     def _number(self, name: str, value: Any) -> float:
-        """Return a custom metric as a number."""
+        """Return what a callback stored under `name` as a number."""
         try:
             if not isinstance(value, str):
                 return float(value)
         except (TypeError, ValueError):
             pass
         raise ConfigError(
-            f"{type(self.worker.callbacks).__name__}: custom_metrics[{name!r}] must be a number, "
-            f"got {value!r}"
+            f"{type(self.worker.callbacks).__name__}: {name} must be a number, got {value!r}"
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -241,8 +241,7 @@ class EpisodeCallbacks:
         self._recorded = list(state["recorded"])
         finished = map(self._restored, state["finished"])
         self._finished = {episode.episode_id: episode for episode in finished}
-        name = name_of(self._worker.callbacks)
-        return bool(state.get("callbacks", name) == name)
+        return bool(state["callbacks"] == name_of(self._worker.callbacks))
 
     def _restored(self, state: dict[str, Any]) -> MultiAgentEpisode:
         worker = self._worker

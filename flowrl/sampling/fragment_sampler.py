@@ -57,6 +57,14 @@ class FragmentSampler:
         self._envs = envs
         self._settings = settings
         self._first_id = first_id
+        self._counts_lives = bool(
+            envs.is_atari and settings.atari and settings.atari.terminal_on_life_loss
+        )
+        if self._counts_lives and self._env_sampler_class() is not ColumnSampler:
+            raise ConfigError(
+                "atari.terminal_on_life_loss: not supported with a sample_collector, several "
+                "policies, views of other agents or on_postprocess_trajectory: set it to False"
+            )
         self.unroll_ids = IdCounter(first_id)
         self._shipping = ColumnShipping(
             worker.policy_map,
@@ -113,21 +121,15 @@ class FragmentSampler:
         envs, env_sampler_class = self._envs, self._env_sampler_class()
         worker, settings = self._worker, self._settings
         ids = self.unroll_ids, self._first_id
-        counts_lives = bool(
-            envs.is_atari and settings.atari and settings.atari.terminal_on_life_loss
-        )
-        if counts_lives and env_sampler_class is not ColumnSampler:
-            raise ConfigError(
-                "atari.terminal_on_life_loss: not supported with a sample_collector, several "
-                "policies, views of other agents or on_postprocess_trajectory: set it to False"
-            )
         if env_sampler_class is CollectorSampler:
             collector: Any = settings.sample_collector
             return CollectorSampler(collector, envs.agent_envs, worker, settings, *ids)
         if env_sampler_class is MultiAgentSampler:
             return MultiAgentSampler(envs.agent_envs, worker, settings, *ids)
         assert envs.vector_env is not None
-        return ColumnSampler(envs.vector_env, worker, settings, envs.agent_envs, *ids, counts_lives)
+        return ColumnSampler(
+            envs.vector_env, worker, settings, envs.agent_envs, *ids, self._counts_lives
+        )
 
     def _env_sampler_class(self) -> type[EnvSampler]:
         """Return the class that samples the environments."""
@@ -237,7 +239,7 @@ class FragmentSampler:
         """Raise KeyError or ValueError if `load_state_dict` could not load a state."""
         num_envs, batch_mode = self._envs.agent_envs.num_envs, self._settings.batch_mode
         env_sampler_class = self._env_sampler_class().__name__
-        check_state({"seed_steps": 0, **state}, _STATE, "sampling")
+        check_state(state, _STATE, "sampling")
         if not len(state["returned_steps"]) == len(state["reported_steps"]) == 2:
             raise ValueError("sampling: returned and reported steps must be two numbers each")
         if state["num_envs"] != num_envs:
@@ -279,7 +281,7 @@ class FragmentSampler:
         try:
             if state["env_sampler"] is not None:
                 num_steps = 0 if "open" in state["env_sampler"] else state["returned_steps"][0]
-                seed_steps = state.get("seed_steps", 0)
+                seed_steps = state["seed_steps"]
                 if num_steps:  # the episodes could not be saved, or an error had ended them
                     self._envs.reopen(num_steps)
                 elif seed_steps != self._envs.seed_steps:

@@ -15,8 +15,8 @@ import numpy as np
 
 from flowrl.data.columns import map_leaves
 from flowrl.data.fragment_columns import FragmentColumns, write
+from flowrl.data.sample_batch import AgentID, PolicyID
 from flowrl.data.spaces import stack_values, zeros_of
-from flowrl.data.types import AgentID, PolicyID
 from flowrl.envs.validation import ObservationCheck, copied_info
 from flowrl.policies.acting_views import InitialStates
 from flowrl.policies.policy import Policy

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.data.sample_batch import AgentID, EpisodeID, PolicyID
 from flowrl.data.spaces import stack_values
-from flowrl.data.types import AgentID, EpisodeID, PolicyID
 from flowrl.errors import ConfigError
 from flowrl.policies.acting_views import signature_of
 from flowrl.sampling.collected_trajectory import (

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flowrl.data import MultiAgentBatch
-from flowrl.data.types import AgentID, PolicyID
+from flowrl.data.sample_batch import AgentID, PolicyID
 from flowrl.envs.multi_agent_vector_env import MultiAgentStep, MultiAgentVectorEnv
 from flowrl.envs.validation import NUMBERS, copied_info
 from flowrl.errors import add_note
@@ -402,11 +402,13 @@ class MultiAgentSampler(EnvSampler):
     def load_state_dict(self, state: dict[str, Any]) -> int:
         check_state(state, _STATE, "sampler")
         if "open" in state:
-            fields: Fields = {"envs": dict[str, Any], "batches": dict[str, Any]}
+            fields: Fields = {"envs": dict[str, Any], "batches": dict[str, Any], "callbacks": str}
             check_state(state["open"], fields, "sampler/open")
         episodes = self._episodes
         episodes.ids.next_id = state["next_id"]
         self._time = state["time"]
+        for lanes in self._policies.values():
+            lanes.time = self._time
         self.env_steps, episodes.num_faulty = state["env_steps"], state["faulty_episodes"]
         running, self._has_open_episodes = state.get("open"), False
         if running is None:
@@ -418,7 +420,7 @@ class MultiAgentSampler(EnvSampler):
         if restarted and not self._batches.can_drop:  # all start new episodes
             return self.agent_envs.num_envs
         records = episodes.records
-        if running.get("callbacks", records.callbacks_name) != records.callbacks_name:
+        if running["callbacks"] != records.callbacks_name:
             for episode in episodes.all_running():
                 if episode.record.env_id not in restarted:
                     records.start_again(episode)

@@ -8,8 +8,8 @@ import numpy as np
 
 from flowrl.data import SampleBatch
 from flowrl.data.columns import map_leaves
+from flowrl.data.sample_batch import PolicyID
 from flowrl.data.spaces import stack_values
-from flowrl.data.types import PolicyID
 from flowrl.policies.acting_views import signature_of
 from flowrl.policies.policy import Policy
 from flowrl.sampling.agent_views import AgentViews

@@ -10,7 +10,7 @@ from typing import Any
 from gymnasium import spaces
 
 from flowrl.data import DEFAULT_POLICY_ID
-from flowrl.data.types import AgentID
+from flowrl.data.sample_batch import AgentID
 from flowrl.envs.multi_agent_vector_env import MultiAgentVectorEnv
 from flowrl.errors import ConfigError, add_note
 from flowrl.policies.config import PolicyConfig

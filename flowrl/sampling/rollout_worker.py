@@ -13,7 +13,7 @@ import numpy as np
 from gymnasium import spaces
 
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
-from flowrl.data.types import PolicyID
+from flowrl.data.sample_batch import PolicyID
 from flowrl.envs.registry import EnvContext, EnvCreator
 from flowrl.errors import add_note
 from flowrl.iter.ray_runtime import node_id

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.data.types import AgentID, PolicyID
+from flowrl.data.sample_batch import AgentID, PolicyID
 from flowrl.envs.validation import ObservationCheck
 from flowrl.sampling.episode import MultiAgentEpisode
 from flowrl.sampling.segments import Segments

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flowrl.data import MultiAgentBatch
-from flowrl.data.types import AgentID, EpisodeID, PolicyID
+from flowrl.data.sample_batch import AgentID, EpisodeID, PolicyID
 from flowrl.errors import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.sampling.callback_worker import CallbackWorker

@@ -14,6 +14,7 @@ from flowrl.data import Batch, SampleBatch
 from flowrl.sampling.episode import EpisodeMetrics
 
 log = logging.getLogger("flowrl")
+JOIN_TIMEOUT_S = 30.0  # maximum time for which stop() waits for the thread's env step
 MAX_STEPS_WITHOUT_DATA = 10_000  # env steps without a row or an episode, before a warning
 
 # seconds in environments, action computation, storing of rows, postprocessing, and in total
@@ -173,7 +174,14 @@ class AsyncSampler(SamplerInput):
 
     def stop(self) -> None:
         self._stopped.set()
-        while self._thread is not None and self._thread.is_alive():
-            with contextlib.suppress(queue.Empty):
+        if self._thread is None:
+            return
+        with contextlib.suppress(queue.Empty):  # makes room for the item that the thread has
+            while True:
                 self._ready.get_nowait()
-            self._thread.join(timeout=0.01)
+        self._thread.join(JOIN_TIMEOUT_S)
+        if self._thread.is_alive():
+            log.warning(
+                "the sampler's thread is still in a step of an environment after %g s: it ends "
+                "after the step", JOIN_TIMEOUT_S,
+            )  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from flowrl.data.types import AgentID, PolicyID
+from flowrl.data.sample_batch import AgentID, PolicyID
 from flowrl.sampling.callback_worker import CallbackWorker
 from flowrl.sampling.callbacks import DefaultCallbacks
 from flowrl.sampling.episode import MultiAgentEpisode

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.data import SampleBatch
-from flowrl.data.types import AgentID, PolicyID
+from flowrl.data.sample_batch import AgentID, PolicyID
 from flowrl.policies.policy import Policy
 from flowrl.sampling.callbacks import DefaultCallbacks, call, overrides
 from flowrl.sampling.episode import MultiAgentEpisode

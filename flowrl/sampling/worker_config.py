@@ -269,6 +269,11 @@ class WorkerConfig(PolicyConfig):
             raise ValueError(
                 f"sample_collector: must be a subclass of SampleCollector, got {value!r}"
             )
+        continues = SampleCollector.continue_episode
+        if value is not None and self.soft_horizon and value.continue_episode is continues:
+            raise ValueError(
+                f"sample_collector: {value.__name__} has no continue_episode(), for soft_horizon"
+            )
         if self.callbacks_class is not None:
             check_callbacks_class(self.callbacks_class)
         ids = list(specs_of(self.policies))

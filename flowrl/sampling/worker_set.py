@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any, TypeVar
 
 from flowrl.data import Batch
@@ -74,10 +75,10 @@ class WorkerSet:
         self._policy_config = config
         self._creator = env_creator_for(env_creator)
         self._policy_class = policy_class
-        count = self.config.num_workers if num_workers is None else num_workers
-        if not isinstance(count, int) or count < 0:
+        count: Any = self.config.num_workers if num_workers is None else num_workers
+        if not isinstance(count, Integral) or isinstance(count, bool) or count < 0:
             raise ConfigError(f"num_workers: must be an int >= 0, got {count!r}")
-        self.num_workers = self._num_configured = count
+        self.num_workers = self._num_configured = int(count)
         self.failed: set[int] = set()
         self.restart_counts = [0] * count
         self._past_restarts: list[int] = []  # those of a state that was loaded into running workers

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Literal, Self, get_args
 
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, with_message
 from flowrl.iter.ray_health import check_ray
 from flowrl.monitoring.diagnosis import Diagnosis
 from flowrl.monitoring.monitor import Monitor
@@ -106,7 +106,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         except ConfigError as error:
             given = env_or_config if isinstance(env_or_config, Mapping) else {}
             hint = self._hint_at_config_class({**given, **settings})
-            raise ConfigError(f"{type(self).__name__}: {error}{hint}") from None
+            raise with_message(error, f"{type(self).__name__}: {error}{hint}") from None
         config.check()
         self.config = config = config.completed().frozen()
         limit_threads(config.num_threads_per_process)

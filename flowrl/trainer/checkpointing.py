@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shlex
 import tempfile
@@ -130,7 +131,7 @@ class Checkpointing:
 
         Raises:
             ConfigError: the folder is a run directory, whose checkpoints have their own folder, or
-                the manifest has a name of `metadata` already.
+                the manifest has a name of `metadata` already, or a value is not JSON.
             OSError: the checkpoint cannot be written; existing files are unchanged.
             RuntimeError: the algorithm was stopped.
         """
@@ -148,6 +149,11 @@ class Checkpointing:
             )
         manifest = self.manifest()
         metadata = dict(metadata or {})
+        for name, value in metadata.items():
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"save: metadata[{name!r}] is not JSON: {error}") from None
         if in_run:
             with suppress(CheckpointError):  # there is none at this iteration
                 score = read_manifest(in_run).get("score")

@@ -22,7 +22,7 @@ from flowrl.policies.config import PolicyConfig
 from flowrl.policies.policy_spec import PolicyMapping, changed_specs, changes_specs, specs_of
 from flowrl.seeding import derive_seed
 from flowrl.setting_aliases import canonical_names
-from flowrl.setting_values import equal, is_search, nearest
+from flowrl.setting_values import equal, expanded_path, is_search, nearest
 from flowrl.settings import (
     Count,
     Folder,
@@ -488,7 +488,7 @@ def absolute_folders(config: Any, start: str = "") -> dict[str, str]:
     """
     folders = {name: config.get(name) for name in FOLDERS}
     return {
-        name: str(Path(start, Path(folder).expanduser()).absolute())
+        name: str(Path(start, expanded_path(folder)).absolute())
         for name, folder in folders.items()
         if folder is not None and not str(folder).startswith("minari:") and "://" not in str(folder)
     }
@@ -502,7 +502,7 @@ def check_folder(folder: str, setting: str = "output") -> None:
     """
     if "://" in folder:
         raise ConfigError(f"{setting}: must be a folder on this machine, got {folder}")
-    path = Path(folder).expanduser().absolute()
+    path = expanded_path(folder).absolute()
     existing = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise ConfigError(

@@ -18,7 +18,7 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.policies.code_references import PLAN_MODULE
-from flowrl.setting_values import nearest
+from flowrl.setting_values import expanded_path, nearest
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _PATHS = sysconfig.get_paths()
@@ -72,7 +72,7 @@ def absolute_plan(plan: str, start: str = "") -> str:
         plan: the path or the name.
         start: the folder in which relative paths begin; "" is the current one.
     """
-    return str(Path(start, Path(plan).expanduser()).resolve()) if is_plan_file(plan) else plan
+    return str(Path(start, expanded_path(plan)).resolve()) if is_plan_file(plan) else plan
 
 
 def plan_path(plan: str) -> Path:
@@ -86,7 +86,7 @@ def plan_path(plan: str) -> Path:
     """
     if is_shipped(plan):
         return plans_folder() / f"{plan}.py"
-    path = Path(plan).expanduser()
+    path = expanded_path(plan)
     if path.suffix == ".py" and path.is_file():
         return path.resolve()
     if path.suffix == ".py":

@@ -22,6 +22,7 @@ from flowrl.envs.registry import (
 )
 from flowrl.envs.validation import env_name
 from flowrl.errors import ConfigError, check_installed, install_hint
+from flowrl.setting_values import expanded_path
 
 log = logging.getLogger("flowrl")
 
@@ -67,7 +68,7 @@ class VideoRecorder:
     def __init__(self, folder: Path | str, name: str, episodes: int, setting: str):
         check_video(setting)
         self._setting = setting
-        self._folder, self._name, self.episodes = Path(folder).expanduser(), name, episodes
+        self._folder, self._name, self.episodes = expanded_path(folder), name, episodes
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -318,6 +318,9 @@ def test_changed_initial_temperature_applies_to_a_loaded_state(kind, saved, load
     other = make(kind, **loading)
     other.set_state(policy.get_state())
     assert other.alpha == pytest.approx(policy.alpha if expected == "saved" else expected)
+    if other.target_entropy is None:  # the saved moments of the optimizer do not change it
+        other.learn_on_batch(rows())
+        assert other.alpha == pytest.approx(expected)
 
 
 def test_changed_learning_rates_apply_to_a_loaded_state():
@@ -824,3 +827,9 @@ def test_view_of_several_observations_is_rejected(kind):
     settings = {"model": {"custom_model": ReadsFourObservations}, "q_model": {"custom_model": None}}
     with pytest.raises(ConfigError, match="a single observation, not several observations"):
         kind(BOX, BOX, settings)
+
+
+def test_error_of_an_invalid_model_names_it():
+    for model in (None, "fc"):
+        with pytest.raises(ConfigError, match="model"):
+            SACConfig(model=model, q_model={"fcnet_hiddens": [64]})

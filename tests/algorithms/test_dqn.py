@@ -11,7 +11,7 @@ from torch import nn
 from flowrl.algorithms.a2c import A2CTorchPolicy
 from flowrl.algorithms.dqn import DQN, DQNConfig, DQNTorchPolicy
 from flowrl.algorithms.ppo import PPOTorchPolicy
-from flowrl.algorithms.simple_q import SimpleQ, SimpleQConfig
+from flowrl.algorithms.simple_q import SimpleQ, SimpleQConfig, SimpleQTorchPolicy
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import MetricsContext, metrics_scope
 from flowrl.ops import (
@@ -513,7 +513,7 @@ def test_simple_q_is_dqn_without_extensions():
     with config.build() as algo:
         assert isinstance(algo, SimpleQ)
         assert algo.train()["learners"]["default_policy"]["total_loss"] > 0
-        assert type(algo.get_policy()) is DQNTorchPolicy
+        assert type(algo.get_policy()) is SimpleQTorchPolicy
 
 
 def test_replay_settings_reach_the_buffers():
@@ -980,3 +980,19 @@ def test_place_of_replay_actors_needs_actors():
     config = DQNConfig(num_replay_shards=0, replay_buffer_shards_colocated_with_driver=False)
     with pytest.raises(ConfigError, match="needs num_replay_shards of at least 1"):
         config.replay_actors()
+
+
+def test_skipped_updates_report_no_errors_of_rows():
+    """They would be priorities of the replay buffer that are not finite."""
+    config = DQNConfig(on_nonfinite_update="skip", seed=0, model={"fcnet_hiddens": [8]})
+    policy, batch = DQNTorchPolicy(BOX, THREE, config), rows()
+    broken = batch.with_columns(rewards=np.full(12, np.nan, np.float32))
+    policy.learn_on_batch(batch)
+    assert np.isfinite(policy.row_stats["td_error"]).all()
+    policy.learn_on_batch(broken)
+    assert policy.row_stats == {}
+    policy.compute_gradients(batch)
+    assert np.isfinite(policy.row_stats["td_error"]).all()
+    gradient, _ = policy.compute_gradients(broken)
+    assert np.isnan(gradient).all()
+    assert policy.row_stats == {}

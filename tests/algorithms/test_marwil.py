@@ -351,3 +351,11 @@ def test_returns_have_the_discount_of_the_trained_policy(recorded):
     spec = {"x": PolicySpec(config={"gamma": 0.5})}
     np.testing.assert_array_equal(targets(policies=spec), targets(gamma=0.5))
     assert (targets(gamma=0.5) != targets()).any()
+
+
+def test_value_targets_must_have_one_number_per_row():
+    space = gym.spaces.Box(-1, 1, (4,), np.float32)
+    policy = MARWILTorchPolicy(space, gym.spaces.Discrete(2), {"seed": 0})
+    targets = np.zeros((16, 1), np.float32)
+    with pytest.raises(ValueError, match=r"'value_targets' has the shape \[16, 1\]"):
+        policy.learn_on_batch(random_batch().with_columns(value_targets=targets))

@@ -8,6 +8,8 @@ from gymnasium import spaces
 from flowrl.algorithms.kl_penalty import next_kl_coeff
 from flowrl.algorithms.ppo import PPO, PPOTorchPolicy, clipped_surrogate
 from flowrl.data import SampleBatch
+from flowrl.errors import ConfigError
+from flowrl.policies.distributions import Categorical
 from tests.policies.fakes import DrawingNetwork
 
 BOX = spaces.Box(-1, 1, (3,), np.float32)
@@ -143,3 +145,31 @@ def test_statistics_of_a_network_that_draws_repeat():
     assert first["kl"] > 0
     torch.manual_seed(2)
     assert train() == first
+
+
+class NeedsModel(Categorical):
+    """A distribution that reads the model."""
+
+    def __init__(self, inputs, model):
+        assert model is not None
+        super().__init__(inputs, model)
+
+
+def test_distributions_of_the_sampling_policy_get_the_model():
+    class Policy(PPOTorchPolicy):
+        def make_distribution(self):
+            return NeedsModel
+
+    policy = Policy(BOX, THREE, {"kl_coeff": 0.2, "seed": 0})
+    stats = policy.learn_on_minibatches(rows(), 1, 20)
+    assert np.isfinite([stats["kl"], stats["policy_loss"]]).all()
+
+
+def test_on_policy_algorithm_refuses_rows_of_a_replay_buffer():
+    policy, batch = PPOTorchPolicy(BOX, THREE, {"seed": 0}), rows()
+    drawn = batch.with_columns(batch_indexes=np.arange(batch.count))
+    for learn in (policy.learn_on_batch, policy.compute_gradients, policy.learn_on_minibatches):
+        with pytest.raises(ConfigError, match="PPOTorchPolicy is an on-policy algorithm"):
+            learn(drawn)
+    allowed = PPOTorchPolicy(BOX, THREE, {"seed": 0, "allow_off_policy": True})
+    assert np.isfinite(allowed.learn_on_batch(drawn)["total_loss"])

@@ -12,7 +12,7 @@ from flowrl.policies import ConfigError, PolicySpec, ViewRequirement
 from flowrl.sampling import RolloutWorker
 from flowrl.trainer.plan_settings import plan_config
 
-from ..envs import HiddenVelocities
+from ..learning_envs import HiddenVelocities
 from ..sampling.fakes import CountEnv
 
 SMALL = {

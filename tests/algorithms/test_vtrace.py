@@ -334,3 +334,23 @@ def test_target_network_has_no_dropout():
         batch = next(ParallelRollouts(algorithm.workers))
         policy.loss(policy.tensors(batch))
         assert not policy.target_model.training
+
+
+@pytest.mark.parametrize("kind", [IMPALAConfig, APPOConfig])
+def test_columns_of_trajectories_must_have_one_number_per_row(kind):
+    with small(kind).build() as algorithm:
+        batch = algorithm.workers.local_worker().sample()
+        for name in ("rewards", "action_logp"):
+            columns = {name: np.asarray(batch[name])[:, None]}
+            with pytest.raises(ValueError, match=rf"'{name}' has the shape"):
+                algorithm.get_policy().learn_on_batch(batch.with_columns(**columns))
+
+
+def test_appo_learns_if_the_target_network_excludes_the_sampled_actions():
+    """The ratio to the sampling policy is infinite in float32, that to the target network 0."""
+    with small(APPOConfig).build() as algorithm:
+        policy = algorithm.get_policy()
+        batch = algorithm.workers.local_worker().sample()
+        logp = np.full(batch.count, -160.0, np.float32)
+        stats = policy.learn_on_batch(batch.with_columns(action_logp=logp))
+        assert np.isfinite(stats["total_loss"])

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from flowrl.benchmark.rows import BenchmarkRow, benchmark_rows, rows_named, shipped_tables
 from flowrl.benchmark.summary import (
+    NUM_RESAMPLES,
     cells,
     interquartile_mean,
     interval,
@@ -45,7 +47,6 @@ def test_interquartile_mean_of_known_scores(scores, expected):
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30))
 def test_interquartile_mean_equals_the_trimmed_mean_of_scipy(scores):
-    stats = pytest.importorskip("scipy.stats")
     expected = stats.trim_mean(scores, 0.25)
     assert np.isclose(interquartile_mean(scores), expected, atol=1e-9 * np.abs(scores).max())
 
@@ -57,13 +58,19 @@ def test_interval_contains_what_its_resamples_can_be(scores):
 
 
 def test_interval_equals_the_percentile_bootstrap_of_scipy():
-    stats = pytest.importorskip("scipy.stats")
     scores = np.random.default_rng(1).normal(100, 20, 10)
     expected = stats.bootstrap(
         (scores,), interquartile_mean, n_resamples=20_000, vectorized=False, method="percentile",
         random_state=0,
     ).confidence_interval  # fmt: skip
     assert np.allclose(interval(scores), expected, atol=1.0)  # of two random resamplings
+
+
+def test_interval_equals_that_of_scipys_trimmed_means_of_the_same_samples():
+    scores = np.random.default_rng(1).normal(100, 20, 10)
+    samples = np.random.default_rng(0).choice(scores, (NUM_RESAMPLES, 10))
+    means = stats.trim_mean(samples, 0.25, axis=1)
+    np.testing.assert_allclose(interval(scores), np.quantile(means, [0.025, 0.975]), rtol=1e-12)
 
 
 def test_results_of_other_settings_are_left_out(tmp_path):

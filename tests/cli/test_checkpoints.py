@@ -89,9 +89,10 @@ def test_damaged_checkpoint_is_named_and_an_intact_one_suggested(cli, tmp_path):
     code, _, err = cli("evaluate", "r", "--episodes", "1")
     assert code == 1
     assert "evaluate r --checkpoint 000002" in err
-    code, _, err = cli("checkpoint", "inspect", "r")
-    assert code == 1
-    assert file.name in err
+    for options in ((), ("--json",)):
+        code, out, err = cli("checkpoint", "inspect", "r", *options)
+        assert (code, out) == (1, "")
+        assert file.name in err
     manifest = tmp_path / "r/checkpoints/000003/manifest.json"
     manifest.write_bytes(manifest.read_bytes()[:100])
     for command in (["resume", "r", "--stop-iters", "4"], ["evaluate", "r", "--episodes", "1"]):

@@ -320,15 +320,21 @@ def test_flags_of_policies_of_every_form():
 
 
 @pytest.mark.parametrize(
-    "flag", ["no-lr 0.5", "model.no-fcnet-hiddens", "no-train-batch-size=4000", "no-use-gae true"]
+    ("flag", "message"),
+    [
+        ("no-lr 0.5", "unknown flag --policies.p.config.no-lr"),
+        ("model.no-fcnet-hiddens", "unknown flag --policies.p.config.model.no-fcnet-hiddens"),
+        ("no-train-batch-size=4000", "unknown flag --policies.p.config.no-train-batch-size"),
+        ("no-use-gae true", "--policies.p.config.no-use-gae: expected true or false, got 'true'"),
+    ],
 )
-def test_only_switches_are_negated(flag):
+def test_only_switches_are_negated(flag, message):
     name, *words = f"--policies.p.config.{flag}".split()
     defaults = PPOConfig(
         env="CartPole-v1", policies={"p": PolicySpec(config=PPOConfig())},
         policy_mapping_fn=lambda agent_id: "p",
     )  # fmt: skip
-    with pytest.raises(ConfigError, match="expected"):
+    with pytest.raises(ConfigError, match=message):
         settings_from_flags(defaults, [name, *words], {})
 
 

@@ -150,6 +150,7 @@ def test_reader_that_closes_the_pipe_causes_no_traceback():
         (["train", "ppo", "--episodes", "3"], "--episodes is an option of flowrl evaluate, not of"),
         (["rollout", "r"], "unknown command 'rollout'. Use flowrl evaluate r\n"),
         (["list"], "unknown command 'list'. Use flowrl plans\n"),
+        (["my plan.py"], "unknown command 'my plan.py'. Use flowrl train 'my plan.py'\n"),
         (["export", "r"], "Policy.from_checkpoint(RUN_DIR).export(FILE)\n"),
         (["train", "ppo", "--tuned"], "unknown flag --tuned. Did you mean --no-tuned?\n"),
         (["copy", "ppo", "mine"], "mine: the name of a plan file ends in .py\n"),
@@ -506,6 +507,10 @@ def test_home_folder_is_expanded(cli, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cli("copy", "ppo", "~/mine.py")[0] == 0
     assert (tmp_path / "mine.py").is_file()
+    for command in ("diagnose", "evaluate", "resume", "plot"):
+        code, _, err = cli(command, "~nobody-has-this-name/r")
+        assert code == 2
+        assert "~nobody-has-this-name/r" in err
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tests.extras import require_extra
 def write_run(folder, returns, seed=1, plan="ppo", **settings):
     """Write a run directory with a return every 100 env steps."""
     folder.mkdir(parents=True)
-    config = {"env": "CartPole-v1", "gamma": 0.9, "seed": seed, **settings}
+    config = {"env": "CartPole-v1", "gamma": 0.9, "seed": seed, "plan": plan.lower(), **settings}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "command.txt").write_text(f"flowrl train {plan} --seed {seed}\n")
     lines = [
@@ -136,6 +136,28 @@ def test_names_of_plans_in_upper_case_are_the_same_plan(tmp_path):
     runs = [write_run(tmp_path / p, [1.0], seed=i, plan=p) for i, p in enumerate(("ppo", "PPO"))]
     (curve,) = learning_curves(runs)
     assert curve.name == "ppo CartPole-v1"
+
+
+def test_runs_of_a_plan_file_are_one_curve_however_its_path_is_written(tmp_path):
+    runs = []
+    for seed, plan in enumerate(("mine.py", "./mine.py")):
+        run = write_run(tmp_path / f"run{seed}", [1.0], seed, plan)
+        config = json.loads((run / "config.json").read_text()) | {"plan": "/home/me/mine.py"}
+        (run / "config.json").write_text(json.dumps(config))
+        runs.append(run)
+    (curve,) = learning_curves(runs)
+    assert len(curve.runs) == 2
+
+
+def test_runs_of_other_algorithms_with_the_same_settings_are_other_curves(tmp_path):
+    runs = []
+    for name in ("A2C", "VPG"):
+        run = write_run(tmp_path / name, [1.0])
+        setup = {"algorithm": f"mine:{name}", "config": {}}
+        (run / "setup.json").write_text(json.dumps(setup))
+        runs.append(run)
+    names = [curve.name for curve in learning_curves(runs)]
+    assert names == [f"ppo CartPole-v1, algorithm=mine:{name}" for name in ("A2C", "VPG")]
 
 
 def test_curves_of_other_policies_have_other_names(tmp_path):

@@ -43,6 +43,9 @@ def test_resumed_run_writes_its_report_again(cli, tmp_path):
     page.write_text("old")
     assert cli("resume", "r", "--stop-iters", "2")[0] == 0
     assert '"iteration": 2' in page.read_text()
+    page.unlink()
+    assert "already reached" in cli("resume", "r", "--stop-iters", "2")[1]
+    assert '"running": false' in page.read_text()
     assert cli(*start, "s")[0] == 0
     page = tmp_path / "s/report.html"
     for limit, options in ((2, []), (3, ["--report"]), (3, ["--report"])):

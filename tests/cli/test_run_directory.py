@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,7 +24,7 @@ from flowrl.trainer.runs import run_directory
 from flowrl.trainer.runs.result_files import result_to_json
 from flowrl.trainer.runs.run_directory import RunDirectory
 from flowrl.trainer.runs.saved_run import last_intact_checkpoint, read_config, settings_to_json
-from tests.cli.helpers import ALGORITHM_FILE, TWO_ITERATIONS, read_results
+from tests.cli.helpers import ALGORITHM_FILE, ENVIRONMENT_PLAN, TWO_ITERATIONS, read_results
 
 
 def test_run_without_a_checkpoint_cannot_be_resumed_but_overwritten(cli, tmp_path):
@@ -220,7 +219,7 @@ def test_folder_that_cannot_be_written_completely_is_removed(tmp_path, monkeypat
     run = RunDirectory(tmp_path / "run")
     with PPOConfig(env="CartPole-v1").build() as algorithm:
         algorithm.plan.explain()
-        monkeypatch.setattr(Path, "write_text", full)
+        monkeypatch.setattr(run_directory, "write_whole", full)
         with pytest.raises(ConfigError, match="No space left"):
             run.write_setup(algorithm, None, [], {})
     run.close()
@@ -352,3 +351,17 @@ def test_keys_of_results_are_strings_or_numbers():
         TypeError, match=r"the result has in 'a' the key \(1, 2\): keys must be strings"
     ):
         result_to_json({"a": {(1, 2): 1.0}})
+
+
+def test_error_of_an_environment_that_cannot_be_created_ends_an_evaluation(cli, tmp_path):
+    plan = tmp_path / "short_env.py"
+    plan.write_text(ENVIRONMENT_PLAN)
+    assert cli("train", "short_env.py", "--stop-iters", "1", "--run-dir", "r")[0] == 0
+    plan.write_text(
+        ENVIRONMENT_PLAN.replace(
+            "    fails = False", "    def __init__(self):\n        raise OSError('no simulator')"
+        )
+    )
+    code, _, err = cli("evaluate", "r", "--trust", "--episodes", "1")
+    assert code == 1
+    assert "OSError: no simulator" in err

@@ -12,6 +12,7 @@ from flowrl.policies import ConfigError
 from flowrl.trainer.registry import algorithm_class, register_algorithm
 from tests.cli.helpers import (
     ALGORITHM_FILE,
+    ENVIRONMENT_PLAN,
     SMALL_BATCHES,
     TWO_ITERATIONS,
     learning_curve,
@@ -214,3 +215,42 @@ def test_no_tuned_is_rejected_where_no_settings_are_tuned(cli):
     code, _, err = cli("train", "--run=PPO", "--env", "CartPole-v1", "--no-tuned")
     assert code == 2
     assert "--run uses no tuned settings" in err
+
+
+def test_callback_saves_a_checkpoint_into_the_run_directory(cli, tmp_path):
+    (tmp_path / "saving_plan.py").write_text(
+        ENVIRONMENT_PLAN.replace(
+            "config = A2CConfig(",
+            """from flowrl.sampling import DefaultCallbacks
+
+
+class Saves(DefaultCallbacks):
+    def on_train_result(self, *, algorithm, result, **kwargs):
+        print("saved", algorithm.save())
+
+
+config = A2CConfig(callbacks_class=Saves, """,
+        )
+    )
+    code, out, _ = cli("train", "saving_plan.py", "--stop-iters", "2", "--run-dir", "r")
+    assert code == 0
+    for number in ("000001", "000002"):
+        assert f"saved {tmp_path / 'r/checkpoints' / number}" in out
+
+
+def test_error_of_a_policy_names_it(cli, tmp_path):
+    (tmp_path / "two_policies.py").write_text(
+        ENVIRONMENT_PLAN.replace(
+            "config = A2CConfig(",
+            """from flowrl import SACConfig
+from flowrl.algorithms.td3 import TD3Config, TD3TorchPolicy
+from flowrl.policies import PolicySpec
+
+policies = {"first": PolicySpec(TD3TorchPolicy, config=TD3Config()), "second": PolicySpec()}
+config = A2CConfig(policies=policies, policy_mapping_fn=lambda agent_id: "first", """,
+        )
+    )
+    code, _, err = cli("train", "two_policies.py", "--stop-iters", "1", "--run-dir", "r")
+    assert code == 2
+    assert "TD3 is for Box actions" in err
+    assert "policy 'first'" in err

@@ -9,7 +9,7 @@ import pytest
 
 from flowrl.algorithms.ppo import PPOTorchPolicy
 from flowrl.data import MultiAgentBatch, SampleBatch
-from flowrl.data.types import AgentID, EpisodeID, PolicyID, TensorType
+from flowrl.data.sample_batch import AgentID, EpisodeID, PolicyID, TensorType
 from flowrl.policies import ModelV2
 from flowrl.sampling import (
     MultiAgentEpisode,

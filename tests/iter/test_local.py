@@ -17,6 +17,7 @@ import pytest
 from flowrl.iter import (
     LocalIterator,
     MetricsContext,
+    Retry,
     _get_shared_metrics,
     from_items,
     metrics_scope,
@@ -666,3 +667,17 @@ def test_seed_of_shuffle_is_an_int(seed):
 def test_function_of_transform_returns_an_iterable():
     with pytest.raises(TypeError, match="must return an iterable, it returned None"):
         next(stream(1).transform(lambda items: None))
+
+
+def test_item_is_reported_as_lost_if_a_retry_is_interrupted():
+    errors = iter([ValueError("first"), KeyboardInterrupt()])
+
+    def fails(item):
+        raise next(errors)
+
+    lost = []
+    stream = LocalIterator([1, 2]).for_each(fails, on_error=Retry(3))
+    stream.metrics.on_lost.append(lost.append)
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    assert lost == [1]

@@ -541,6 +541,12 @@ def test_invalid_arguments_are_rejected_when_chained():
         it.gather_async(num_async=0)
     with pytest.raises(ValueError, match="batch_ms"):
         it.gather_async(batch_ms=-1)
+    with pytest.raises(ValueError, match="repartition: batch_ms"):
+        it.repartition(2, batch_ms=-1)
+    with pytest.raises(TypeError, match="from_items: items must be a list, got NoneType"):
+        from_items(None)
+    with pytest.raises(TypeError, match="from_iterators: generators must be a list, got int"):
+        from_iterators(3)
     with pytest.raises(ValueError, match="next_request"):
         it.gather_async(next_request="never")
     with pytest.raises(TypeError, match="for_each"):

@@ -21,12 +21,13 @@ from flowrl.algorithms.sac import SACConfig
 from flowrl.algorithms.td3 import TD3Config
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.envs import make_multi_agent
+from flowrl.errors import ConfigError
 from flowrl.iter import LocalIterator
 from flowrl.iter.errors import ShardFailedError
 from flowrl.iter.gather_sync import GatherSync
 from flowrl.learners import actors
 from flowrl.learners.actors import _merge_shares
-from flowrl.learners.decentralized import merge_updates
+from flowrl.learners.decentralized import LearnOnWorker, merge_updates
 from flowrl.learners.learner import PolicyUpdate
 from flowrl.ops import (
     ConcatBatches,
@@ -436,7 +437,7 @@ def test_asynchronous_plans_train_with_learner_actors(kind):
         ({"num_learners": -1}, ValueError, "num_learners must be an int"),
         ({"num_gpus": 1.5}, ValueError, "num_gpus must be an int"),
         ({"num_gpus": 1, "num_learners": 1}, ValueError, "not both"),
-        ({"policies": "x"}, TypeError, "policies is a collection"),
+        ({"policies": "x"}, TypeError, "policies must be a collection"),
     ],
 )
 @pytest.mark.parametrize("operator", [MultiGPUTrainOneStep, LearnerThread])
@@ -849,3 +850,18 @@ def test_scripted_opponent_does_not_keep_others_from_learning_on_actors():
     assert set(info) == {"learns"}
     with ddppo_config(**settings, policies_to_train=["learns"]).build() as algorithm:
         assert set(algorithm.train()["learners"]) == {"learns"}
+
+
+def test_minibatches_of_ddppo_fit_the_fragment_of_a_worker():
+    settings = {"env": "CartPole-v1", "num_workers": 2, "train_batch_size": 200}
+    whole = {**settings, "batch_mode": "complete_episodes"}
+    with pytest.raises(ConfigError, match="sgd_minibatch_size"):
+        DDPPOConfig(**whole, sgd_minibatch_size=128).check()
+    DDPPOConfig(**whole, sgd_minibatch_size=64).check()
+    with ddppo_config(
+        num_workers=0, rollout_fragment_length=32, sgd_minibatch_size=32
+    ).build() as a:
+        worker = a.workers.local_worker()
+        learn = LearnOnWorker(1, 32, None, a.workers.global_vars).bound_to(worker)
+        (update,) = learn(worker.sample()[:20]).updates.values()
+    assert update.rows == 20

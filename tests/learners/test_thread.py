@@ -466,7 +466,7 @@ def test_time_with_a_full_queue_of_results_is_not_idle(now):
         ({"sgd_minibatch_size": -1}, ValueError, "sgd_minibatch_size"),
         ({"num_sgd_iter": 0}, ValueError, "num_sgd_iter must be an int of at least 1"),
         ({"minibatch_buffer_size": 0}, ValueError, "size must be an int of at least 1"),
-        ({"policies": "x"}, TypeError, "policies is a collection"),
+        ({"policies": "x"}, TypeError, "policies must be a collection"),
     ],
 )
 def test_invalid_settings_are_rejected(settings, error, message):

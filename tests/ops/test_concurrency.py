@@ -143,6 +143,8 @@ def test_invalid_arguments_are_rejected_on_construction():
         Enqueue([])
     with pytest.raises(ValueError, match=r"queue\.Queue"):
         Dequeue(queue.SimpleQueue())
+    with pytest.raises(TypeError, match="Dequeue: `check` must be a function or None, got True"):
+        Dequeue(queue.Queue(), check=True)
 
 
 def test_error_of_a_dying_thread_is_raised():

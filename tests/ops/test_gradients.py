@@ -228,11 +228,11 @@ def test_invalid_items_and_arguments_are_rejected():
             AverageGradients()(Gradients({}, {}, {}, 0))
         with pytest.raises(KeyError, match="unknown policies"):
             ApplyGradients(workers)(Gradients({"x": 1}, {"x": 1}, {"x": {}}, 1))
-        with pytest.raises(TypeError, match="policies is a collection"):
+        with pytest.raises(TypeError, match="policies must be a collection"):
             ComputeGradients(workers, policies="p")
-        with pytest.raises(TypeError, match="policies is a collection"):
+        with pytest.raises(TypeError, match="policies must be a collection"):
             ApplyGradients(workers, policies="p")
-        with pytest.raises(TypeError, match="policies is a collection"):
+        with pytest.raises(TypeError, match="policies must be a collection"):
             AsyncGradients(workers, policies="p")
         with pytest.raises(ValueError, match=r"max_policy_lag must be .*, got -1"):
             AsyncGradients(workers, max_policy_lag=-1)

@@ -110,8 +110,20 @@ def test_invalid_arguments_are_rejected(every):
         Print(every=every)
     with pytest.raises(ValueError, match="Record"):
         Record(every)
-    with pytest.raises(TypeError, match=r"\['obs'\]"):
-        Print(what="obs")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Print(what="obs"), r"such as \['obs'\], or a function"),
+        (lambda: Print(what=3), "must be a list of columns.*got 3"),
+        (lambda: Print(workers={}), "Print takes the WorkerSet"),
+        (lambda: Breakpoint(when=True), "Breakpoint: `when` must be a function or None, got True"),
+    ],
+)
+def test_arguments_of_wrong_types_are_rejected_at_once(make, message):
+    with pytest.raises(TypeError, match=message):
+        make()
 
 
 def test_breakpoint_stops_with_the_item(monkeypatch):

@@ -2,6 +2,7 @@
 
 import time
 
+import numpy as np
 import pytest
 
 from flowrl.iter import LocalIterator
@@ -55,6 +56,7 @@ def test_filter_passes_once_per_interval(monkeypatch):
 
 @pytest.mark.parametrize("value", [-1, float("nan"), "x", True])
 def test_invalid_delays_are_rejected(value):
+    assert WaitUntilTimestepsElapsed(np.int64(5)).target_num_timesteps == 5
     for operator in (WaitUntilTimestepsElapsed, OncePerTimestepsElapsed, OncePerTimeInterval):
-        with pytest.raises(ValueError, match="a number of at least 0"):
+        with pytest.raises(ValueError, match="of at least 0, got"):
             operator(value)

@@ -300,9 +300,21 @@ def test_columns_are_a_list_of_names(tmp_path):
         ReadParquet(algorithm.workers, tmp_path, 4, columns="obs")
 
 
+def test_path_of_recorded_rows_is_checked_at_once():
+    with A2CConfig(env="CartPole-v1").build() as algorithm:
+        with pytest.raises(TypeError, match="ReadParquet: folder must be a path, got None"):
+            ReadParquet(algorithm.workers, None, 4)
+        with pytest.raises(ValueError, match="ReadParquet: folder is empty"):
+            ReadParquet(algorithm.workers, "", 4)
+
+
 def test_parquet_files_need_a_folder_on_this_machine():
     with pytest.raises(ValueError, match="must be a folder on this machine, got s3://bucket/rows"):
         WriteParquet("s3://bucket/rows")
+    with pytest.raises(ValueError, match="folder is empty: pass"):
+        WriteParquet("")
+    with pytest.raises(TypeError, match="folder must be a path, got 3"):
+        WriteParquet(3)
 
 
 @pytest.mark.parametrize(

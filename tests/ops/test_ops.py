@@ -863,7 +863,7 @@ def test_numpy_ints_are_counts():
 
 
 def test_policies_of_operators_are_a_collection():
-    with pytest.raises(TypeError, match="policies must be a collection of policy ids or None"):
+    with pytest.raises(TypeError, match="policies must be a collection of names, got"):
         TrainOneStep(make_workers(0), policies=3)
 
 
@@ -876,3 +876,19 @@ def test_batch_whose_env_steps_are_0_is_not_dropped():
     batch = MultiAgentBatch({"a": SampleBatch(obs=np.zeros(4))}, 0)
     concat = ConcatBatches(4, count_steps_by="agent_steps")
     assert [b.agent_steps() for b in concat(batch)] == [4]
+
+
+def test_env_steps_of_batches_without_rows_are_kept():
+    """In a game of turns, a fragment may complete the row of no agent."""
+    concat = ConcatBatches(5)
+    assert concat(MultiAgentBatch({}, 3)) == []
+    rows = SampleBatch(obs=np.zeros((1, 2), np.float32), rewards=np.zeros(1, np.float32))
+    (batch,) = concat(MultiAgentBatch({"a": rows}, 2))
+    assert (batch.env_steps(), batch.agent_steps()) == (5, 1)
+
+
+def test_missing_target_network_is_an_error_at_the_first_item():
+    with A2CConfig(env="CartPole-v1").build() as algorithm, metrics_scope(MetricsContext()):
+        update = UpdateTargetNetwork(algorithm.workers, 50_000)
+        with pytest.raises(TypeError, match="A2CTorchPolicy, has no target network"):
+            update((None, {"default_policy": {"num_agent_steps_trained": 1}}))

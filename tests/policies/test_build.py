@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from flowrl.algorithms.a2c import A2C, A2CConfig
+from flowrl.learners.actors import check_distributable
 from flowrl.policies import ConfigError, build_tf_policy, build_torch_policy
 from flowrl.policies.distributions import Categorical
 from flowrl.sampling import RolloutWorker, WorkerSet
@@ -399,3 +400,27 @@ def test_distribution_of_the_hook_must_be_an_action_distribution(returned):
     )
     with pytest.raises(ConfigError, match="must return a subclass of ActionDistribution"):
         cls(gym.spaces.Box(-1, 1, (4,)), gym.spaces.Discrete(2), {})
+
+
+def test_trial_of_the_loss_releases_its_graph():
+    graphs = weakref.WeakSet()
+
+    def loss(policy, model, dist_class, batch):
+        result = policy_gradient_loss(policy, model, dist_class, batch)
+        graphs.add(result)
+        return result
+
+    policy = build_torch_policy(name="Traced", loss_fn=loss)(BOX, TWO, {})
+    assert policy.learner.columns_read(rows())
+    gc.collect()
+    assert len(graphs) == 0
+
+
+def test_own_gradients_are_not_averaged_over_processes():
+    own = build_torch_policy(
+        name="Own", loss_fn=policy_gradient_loss,
+        compute_gradients_fn=lambda policy, batch: ([0.0], {}),
+    )  # fmt: skip
+    with pytest.raises(TypeError, match="the gradients of its own compute_gradients_fn cannot be"):
+        check_distributable(own(BOX, TWO, {}))
+    check_distributable(MyTorchPolicy(BOX, TWO, {}))

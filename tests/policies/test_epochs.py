@@ -48,6 +48,7 @@ def test_mean_of_statistics():
     assert mean_stats([]) == {}
     assert mean_stats([{"a": 1.0}, {"b": 2.0, "a": 3.0}]) == {"a": 2.0, "b": 2.0}
     assert mean_stats([{"a": 1.0}, {"b": 2.0, "a": 3.0}], [3, 1]) == {"a": 1.5, "b": 2.0}
+    assert mean_stats([{"a": 1.0}, {"a": 3.0}], [0, 0]) == {"a": 2.0}
 
 
 def test_values_per_row_are_concatenated():

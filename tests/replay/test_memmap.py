@@ -272,6 +272,10 @@ def test_folder_that_cannot_be_created_is_rejected(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         ReplayBuffer(10, directory=tmp_path / "file" / "rows")
+    with pytest.raises(ValueError, match="directory is empty"):
+        ReplayBuffer(10, directory="")
+    with pytest.raises(TypeError, match="directory must be a path, got 3"):
+        ReplayBuffer(10, directory=3)
 
 
 def test_array_without_elements_needs_no_file(tmp_path):

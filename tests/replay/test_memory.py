@@ -43,8 +43,33 @@ def fragment(number):
     return batch
 
 
-def measure(capacity):
+def stacked_fragment(number):
+    """Return rows whose observations are the last four frames of 84x84 bytes; an episode has five
+    fragments."""
+    episode, first = divmod(number * ROWS, 5 * ROWS)
+    base = np.empty((ROWS + 4, 84, 84), np.uint8)  # of three earlier steps and of the next one
+    base[:] = np.arange(number * ROWS - 3, (number + 1) * ROWS + 1).reshape(-1, 1, 1) % 251
+    steps = np.arange(first, first + ROWS)
+    stacks = np.maximum(steps[:, None] + np.arange(-3, 1), 0) - first + 3
+    next_stacks = np.maximum(steps[:, None] + np.arange(-2, 2), 0) - first + 3
+    columns = {
+        "obs": IndexedColumn(base, stacks),
+        "new_obs": IndexedColumn(base, next_stacks),
+        "rewards": np.zeros(ROWS, np.float32),
+        "terminateds": steps == 5 * ROWS - 1,
+        "truncateds": np.zeros(ROWS, bool),
+        "eps_id": np.full(ROWS, episode),
+        "t": steps,
+    }
+    return SampleBatch.unchecked(columns)
+
+
+FRAGMENTS = {"images": (fragment, SHAPE), "stacks of frames": (stacked_fragment, (84, 84))}
+
+
+def measure(capacity, kind):
     """Return the MB of a full buffer, and its growth in MB while rows are overwritten."""
+    fragment, _ = FRAGMENTS[kind]
     buffer = ReplayBuffer(capacity, seed=0)
     fragment(0)
     gc.collect()
@@ -63,10 +88,11 @@ def measure(capacity):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_image_buffer_stores_each_frame_once():
+@pytest.mark.parametrize("kind", FRAGMENTS)
+def test_image_buffer_stores_each_frame_once(kind):
     capacity = 100_000
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        size, growth = pool.apply(measure, (capacity,))
-    frames = capacity * np.prod(SHAPE) / 2**20
+        size, growth = pool.apply(measure, (capacity, kind))
+    frames = capacity * np.prod(FRAGMENTS[kind][1]) / 2**20
     assert size < 1.1 * frames
     assert growth < 0.02 * frames

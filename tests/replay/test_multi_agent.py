@@ -145,6 +145,8 @@ def test_invalid_settings_are_rejected(arguments, match):
         make(**arguments)
     with pytest.raises(TypeError, match="policies must be a collection"):
         make(policies="a")
+    with pytest.raises(ValueError, match="policies is empty, so no rows would be stored"):
+        make(policies=[])
     with pytest.raises(ValueError, match="empty"):
         make().sample()
 

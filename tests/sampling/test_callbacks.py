@@ -260,6 +260,18 @@ def test_data_of_a_histogram_must_be_a_list(value):
         worker.sample()
 
 
+def test_entries_of_a_histogram_must_be_numbers():
+    class Texts(DefaultCallbacks):
+        def on_episode_end(self, *, episode, **kwargs):
+            episode.hist_data["lengths"] = [1, "two"]
+
+    settings = {"callbacks_class": Texts, "rollout_fragment_length": 9}
+    worker = RolloutWorker(lambda context: CountEnv(3), ObservedValue, settings)
+    message = r"Texts: an entry of hist_data\['lengths'\] must be a number, got 'two'"
+    with pytest.raises(ConfigError, match=message):
+        worker.sample()
+
+
 @pytest.mark.parametrize("plan", ["a3c", "ddppo"])
 def test_callback_before_learning_is_called_where_the_gradient_is_computed(plan):
     config = plan_config(plan).updated(

@@ -264,7 +264,7 @@ def test_missing_optional_methods_are_named():
         )
 
     with pytest.raises(ConfigError, match="MinimalCollector has no continue_episode"):
-        worker(horizon=2, soft_horizon=True).sample()
+        worker(horizon=2, soft_horizon=True)
     with pytest.raises(ValueError, match="the environment broke"):
         worker().sample()
 

@@ -681,3 +681,28 @@ def test_unknown_policies_change_nothing():
         worker.learn_on_batch(MultiAgentBatch({"default_policy": batch, "nope": batch}, 4))
     for name, array in worker.get_weights()["default_policy"].items():
         np.testing.assert_array_equal(array, weights["default_policy"][name])
+
+
+def test_sampler_that_hangs_in_the_environment_can_be_stopped(monkeypatch, caplog):
+    monkeypatch.setattr("flowrl.sampling.sampler.JOIN_TIMEOUT_S", 0.1)
+    hangs, ends = threading.Event(), threading.Event()
+
+    def collect():
+        hangs.set()
+        ends.wait(60)
+        raise RuntimeError("stopped")
+
+    sampler = AsyncSampler(collect)
+
+    def read():
+        with pytest.raises(RuntimeError, match="stopped"):
+            sampler.get_data()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert hangs.wait(60)
+    sampler.stop()
+    assert "the sampler's thread is still in a step of an environment after 0.1 s" in caplog.text
+    ends.set()
+    reader.join(60)
+    assert not reader.is_alive()

@@ -364,6 +364,8 @@ def test_save_takes_metadata_in_one_argument(tmp_path):
         for name in ("config", "format"):
             with pytest.raises(ConfigError, match=rf"that the manifest uses: \['{name}'\]"):
                 algorithm.save(tmp_path / "d", metadata={name: 1})
+        with pytest.raises(ConfigError, match=r"metadata\['score'\] is not JSON: .*float32"):
+            algorithm.save(tmp_path / "d", metadata={"score": np.float32(1)})
     assert not (tmp_path / "d").exists()
 
 

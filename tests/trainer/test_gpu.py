@@ -23,7 +23,7 @@ from flowrl.ops import (
 )
 from flowrl.policies import Policy
 from flowrl.trainer.algorithm import Algorithm
-from tests.envs import Catch
+from tests.learning_envs import Catch
 
 pytestmark = [
     pytest.mark.gpu,

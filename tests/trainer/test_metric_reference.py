@@ -37,7 +37,7 @@ OTHERS = {
 
 def is_described_by(name, described):
     """Whether the name of a metric fits one in the reference."""
-    pattern = re.sub("<[a-z]+>", "[^/]+", re.escape(described).replace(r"\\<", "<"))
+    pattern = re.sub("<[a-z]+>", "[^/]+", re.escape(described))
     return re.fullmatch(pattern, name) is not None
 
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, get_args
 from flowrl.iter.errors import call_in_stage
 from flowrl.iter.readonly import read_only_copy
 from flowrl.iter.stage import NOT_READY, Stage, walk
+from flowrl.iter.stages.function_stage import report_lost
 from flowrl.iter.stages.tasks import ForEachConcurrent
 from flowrl.iter.stages.unary import Transform
 from flowrl.iter.waiting import Signal
@@ -371,7 +372,7 @@ class Duplicate(Stage):
     state_fields: ClassVar[Fields] = {
         "dropped": list[Natural],
         "buffers": list[list[list[Any]]],
-        "left": list[bool],
+        "closed": list[bool],
     }
 
     name = "duplicate"
@@ -439,7 +440,13 @@ class Duplicate(Stage):
         if item is NOT_READY:
             return item
         takes = self._takes_item()
-        copies = call_in_stage(self, lambda: [read_only_copy(item) if t else None for t in takes])
+        try:
+            copies = call_in_stage(
+                self, lambda: [read_only_copy(item) if t else None for t in takes]
+            )
+        except BaseException:
+            report_lost(item)
+            raise
         self.items += 1
         sources = self.parents[0].sources
         for index, buffer in enumerate(self.buffers):
@@ -468,7 +475,7 @@ class Duplicate(Stage):
                 [[item, sources_to_list(sources)] for item, sources in buffer]
                 for buffer in self.buffers
             ],
-            "left": list(self._closed),
+            "closed": list(self._closed),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -477,7 +484,7 @@ class Duplicate(Stage):
             deque((read_only_copy(item), sources_from_list(sources)) for item, sources in buffer)
             for buffer in state["buffers"]
         ]
-        self._closed = list(state["left"])
+        self._closed = list(state["closed"])
 
 
 class DuplicateChild(Stage):

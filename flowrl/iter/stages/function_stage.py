@@ -133,9 +133,11 @@ class FunctionStage(Stage):
             for _ in range(self.on_error.times):
                 try:
                     return self._call(item)
-                except Exception as next_error:
+                except BaseException as next_error:
                     error = next_error
                     note_origin(error, self, item)
+                    if not isinstance(error, Exception):  # Ctrl-C
+                        break
         self._skip_or_raise(error, item)
         return SKIPPED
 

@@ -112,7 +112,7 @@ class ForEachConcurrent(FunctionStage):
     def _fill(self, block: bool) -> None:
         """Submit tasks until the limit is reached or no item is ready."""
         while True:
-            while self._to_submit:
+            while self._to_submit and len(self._in_flight) < self._limit:
                 self._submit(self._to_submit[0])
             if self._ended or len(self._in_flight) >= self._limit:
                 return
@@ -130,7 +130,7 @@ class ForEachConcurrent(FunctionStage):
             self._fill(block)
             ref = self._next_done(block)
             if ref is None:
-                if self._ended and not self._in_flight:
+                if self._ended and not (self._in_flight or self._to_submit):
                     raise StopIteration
                 return NOT_READY
             task = self._in_flight.pop(ref)

@@ -76,11 +76,9 @@ class DiagGaussian(BoxDistribution):
         return cls._as_actions(mean + np.exp(log_std) * noise), logp
 
     def sample(self) -> torch.Tensor:
-        actions: torch.Tensor = self._as_actions(self._sample_normal())
+        normal = self.mean + torch.exp(self.log_std) * torch.randn_like(self.mean)
+        actions: torch.Tensor = self._as_actions(normal)
         return actions
-
-    def _sample_normal(self) -> torch.Tensor:
-        return self.mean + torch.exp(self.log_std) * torch.randn_like(self.mean)
 
     def deterministic_sample(self) -> torch.Tensor:
         actions: torch.Tensor = self._as_actions(self.mean)

@@ -104,8 +104,8 @@ def mean_stats(stats: Sequence[Stats], weights: Sequence[float] | None = None) -
 
     Args:
         stats: the statistics of each.
-        weights: one weight per entry; None weights all equally. For each statistic, one of the
-            entries that report it must have a weight above 0.
+        weights: one weight per entry; None weights all equally, as do weights of 0 for all entries
+            that report a statistic.
     """
     if len(stats) == 1:
         return dict(stats[0])
@@ -113,10 +113,10 @@ def mean_stats(stats: Sequence[Stats], weights: Sequence[float] | None = None) -
     for name in dict.fromkeys(name for one in stats for name in one):
         reporting = [i for i, one in enumerate(stats) if name in one]
         values = [stats[i][name] for i in reporting]
-        if weights is None or min(values) == max(values):
+        shares = [] if weights is None else [weights[i] for i in reporting]
+        if not any(shares) or min(values) == max(values):
             means[name] = math.fsum(values) / len(values)
         else:
-            shares = [weights[i] for i in reporting]
             means[name] = math.fsum(map(operator.mul, shares, values)) / math.fsum(shares)
     return means
 

@@ -285,6 +285,7 @@ class TorchLearner:
             if self.policy.config.on_nonfinite_update == "raise":
                 raise
             self.num_skipped_updates += 1
+            self.policy.row_stats = {}
             return {}
 
     def _buffers_before(self) -> list[BufferCopy]:
@@ -346,7 +347,7 @@ class TorchLearner:
         except FloatingPointError:
             if self.policy.config.on_nonfinite_update == "raise":
                 raise
-            stats = {}
+            stats, self.gradient.row_stats = {}, []
             flat.gradient.fill_(torch.nan)  # apply_gradients skips it
         finally:
             self._warn_of_buffers(buffers)
@@ -523,8 +524,7 @@ class TorchLearner:
         """Restore a state. Learning rates that were created with another value keep the new one.
 
         Raises:
-            KeyError: an entry is missing.
-            ValueError: it is the state of other optimizers.
+            ValueError: an entry is missing, or it is the state of other optimizers.
         """
         check_own_state(self, state)
         types, groups = self._optimizer_types(), [len(rates) for rates in self._initial_lrs]

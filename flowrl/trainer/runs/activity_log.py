@@ -15,7 +15,7 @@ import numpy as np
 
 from flowrl.data.json_text import json_lines
 from flowrl.monitoring.activity import Activity
-from flowrl.whole_files import write_whole
+from flowrl.whole_files import append_whole, write_whole
 
 FILE = "activity.jsonl"
 MAX_RECORDS = 2000  # then every second record is removed, and every second one is written
@@ -56,17 +56,17 @@ class ActivityLog:
                 self._write()
 
     def _write(self) -> None:
-        activity, self._skipped = _last_of(self._skipped), []
         try:
             if self._num_records >= MAX_RECORDS:
                 self._thin_out()
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.write(_line(activity))
+            append_whole(self._path, _line(_last_of(self._skipped)).encode())
             self._num_records += 1
+            self._skipped = []
         except OSError as error:
             if not self._failed:
                 log.warning("cannot write %s: %s", self._path, error.strerror)
             self._failed = True
+            self._skipped = [_last_of(self._skipped)]
 
     def _thin_out(self) -> None:
         """Remove every second record, atomically."""

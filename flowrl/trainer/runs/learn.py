@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.setting_values import whole_number
+from flowrl.setting_values import expanded_path, whole_number
 from flowrl.trainer.runs.continuing import ways_to_continue
 from flowrl.trainer.runs.formatting import format_path
 from flowrl.trainer.runs.resuming import (
@@ -101,7 +101,7 @@ def _path_of_run(algorithm: Any, run_dir: Path | str | None) -> Path | None:
     if run_dir == "auto":
         name = type(algorithm).__name__.lower()
         return algorithm.run_dir or default_run_dir(name, algorithm.config.env).absolute()
-    path, current = Path(run_dir).expanduser().absolute(), algorithm.run_dir
+    path, current = expanded_path(run_dir).absolute(), algorithm.run_dir
     return current if current is not None and path.resolve() == current.resolve() else path
 
 

@@ -17,7 +17,12 @@ import numpy as np
 from flowrl.errors import ConfigError
 from flowrl.trainer.metric_names import flatten_result, metric_hint, metric_value
 from flowrl.trainer.plan_files import plan_named
-from flowrl.trainer.runs.saved_run import read_command, read_config, read_results
+from flowrl.trainer.runs.saved_run import (
+    read_command,
+    read_config,
+    read_results,
+    read_setup,
+)
 
 log = logging.getLogger("flowrl")
 
@@ -109,7 +114,8 @@ def learning_curves(run_dirs: Sequence[Path], metric: str = RETURN) -> list[Curv
     for run_dir in run_dirs:
         settings = read_config(run_dir)
         key = {name: value for name, value in settings.items() if name not in _OF_ONE_RUN}
-        key["plan of the run"] = _plan_of(run_dir, settings)
+        with suppress(ConfigError):  # the manifest is missing or damaged
+            key["algorithm"] = read_setup(run_dir)["algorithm"]
         # seeds in the texts of PolicySpecs are those of one run, too
         if policies := key.pop("policies", None):
             key["policies"] = re.sub(r"\bseed=\d+,? ?", "", json.dumps(policies))
@@ -178,12 +184,11 @@ def _name(settings: dict[str, Any], others: list[dict[str, Any]], run_dir: Path)
     if re.fullmatch(r"[\w.]+:[\w.<>-]+", env):
         env = env.rpartition(":")[2]  # without the module of a class
     env = env if len(env) <= MAX_LENGTH else ""  # the text of an object
-    name = " ".join(filter(None, (settings["plan of the run"], env)))
+    name = " ".join(filter(None, (_plan_of(run_dir, settings), env)))
     differing = [
         f"{key}={value}"
         for key, value in settings.items()
-        if key not in ("plan of the run", "env", "plan")
-        and any(other.get(key) != value for other in others)
+        if key not in ("env", "plan") and any(other.get(key) != value for other in others)
     ]
     is_short = len(differing) <= MAX_NAMED and max(map(len, differing), default=0) <= MAX_LENGTH
     shown = ", ".join(differing) if is_short else run_dir.name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ class Recording:
         except OSError as error:
             log.warning("the order of the run is not recorded any more: %s", error)
             self._journal.end("the journal could not be written")
+            with suppress(OSError):  # write the reason
+                self._journal.flush(self._algorithm.iteration)
             self._journal = None
 
     def close(self) -> None:

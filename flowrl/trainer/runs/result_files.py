@@ -10,7 +10,6 @@ import csv
 import io
 import json
 import math
-import os
 import re
 import socket
 import struct
@@ -23,7 +22,7 @@ import numpy as np
 
 from flowrl.trainer.metric_names import logged_scalars
 from flowrl.trainer.runs.formatting import FailureWarnings
-from flowrl.whole_files import write_whole
+from flowrl.whole_files import append_whole, write_whole
 
 _NOT_IN_TAGS = re.compile(r"[^-/\w.]")  # characters that TensorBoard does not allow in names
 
@@ -71,7 +70,7 @@ class ResultFiles:
         """
         row = logged_scalars(result, self._naming)
         json_line = _json_line(result)
-        self._try("result.json", lambda: _append(self._folder / "result.json", json_line))
+        self._try("result.json", lambda: append_whole(self._folder / "result.json", json_line))
         self._try("progress.csv", lambda: self._append_row(row))
         self._try("the TensorBoard events", lambda: self._append_event(row, result))
 
@@ -96,7 +95,7 @@ class ResultFiles:
         known = set(self._columns)
         columns = [*self._columns, *(name for name in row if name not in known)]
         if columns == self._columns:
-            _append(file, _csv_lines([[row.get(name, "") for name in columns]]))
+            append_whole(file, _csv_lines([[row.get(name, "") for name in columns]]))
             return
         rows: list[dict[str, Any]] = []
         if self._columns:
@@ -125,24 +124,12 @@ class ResultFiles:
         if not self._events.exists() or not self._events.stat().st_size:
             first = Event(wall_time=now, file_version="brain.Event:2")
             data = _event_record(first.SerializeToString()) + data
-        _append(self._events, data)
+        append_whole(self._events, data)
 
 
 def event_files(folder: Path) -> list[Path]:
     """Return the files with TensorBoard events in a folder."""
     return sorted(folder.glob("events.out.tfevents.*"))
-
-
-def _append(path: Path, data: bytes) -> None:
-    """Append a record to a file; if that fails, the file keeps its earlier length."""
-    with open(path, "ab", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        try:
-            while data:
-                data = data[file.write(data) :]
-        except BaseException:
-            file.truncate(size)
-            raise
 
 
 def _json_line(result: dict[str, Any]) -> bytes:

@@ -38,6 +38,7 @@ from flowrl.data.checkpoint import (
 )
 from flowrl.data.json_text import json_lines
 from flowrl.errors import ConfigError
+from flowrl.setting_values import expanded_path
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.metric_names import metric_value
 from flowrl.trainer.plan_files import plan_source
@@ -53,7 +54,7 @@ from flowrl.trainer.runs.saved_run import (
     results_until,
     settings_to_json,
 )
-from flowrl.whole_files import write_whole
+from flowrl.whole_files import append_whole, write_whole
 
 LOCK_WAIT_S = 0.5  # for the lock of a run directory
 WRITERS = "writers.jsonl"
@@ -83,7 +84,7 @@ class RunDirectory:
         self, path: Path, naming: str = "classic", resume: bool = False, unique: bool = False
     ):
         # absolute: the program may change its folder
-        self.path = path = Path(os.path.abspath(path.expanduser()))
+        self.path = path = Path(os.path.abspath(expanded_path(path)))
         self._is_new = False
         with ExitStack() as on_error:
             try:
@@ -214,15 +215,14 @@ class RunDirectory:
             stage: `file:line` of the operator that raised an error.
         """
         event = {"time": time.time(), "kind": kind, "text": text, "stage": stage}
-        with suppress(OSError), open(self.path / EVENTS, "a", encoding="utf-8") as file:
-            file.write(json.dumps(event) + "\n")
+        with suppress(OSError):
+            append_whole(self.path / EVENTS, json.dumps(event).encode() + b"\n")
 
     def add_writer_tags(self, tags: Sequence[str]) -> None:
         """Append the tags of the operators that write experience in this run; see WriteParquet."""
         if tags:
             entry = {"run_dir": str(self.path.resolve()), "tags": tags}
-            with open(self.path / WRITERS, "a", encoding="utf-8") as file:
-                file.write(json.dumps(entry) + "\n")
+            append_whole(self.path / WRITERS, json.dumps(entry).encode() + b"\n")
 
     def writer_tags(self) -> set[str]:
         """Return the tags of the operators that wrote experience in this folder, also before it was
@@ -263,9 +263,7 @@ class RunDirectory:
         """
         try:
             for name, text in _setup_files(algorithm, total, command, stop).items():
-                file = self.path / name
-                file.unlink(missing_ok=True)  # it could be a link
-                file.write_text(text, "utf-8", "surrogateescape")
+                write_whole(self.path / name, text.encode("utf-8", "surrogateescape"))
         except BaseException as error:
             self._remove_if_new()
             if not isinstance(error, OSError):

@@ -50,7 +50,7 @@ def describe_end(end: RunEnd, algorithm: Any) -> str:
     ]
     if failures:
         text += f". {' and '.join(failures)}: see the warnings above"
-    elif not algorithm.config.samples:
+    if not algorithm.config.samples:
         if (mean := result.get("evaluation", {}).get("episode_reward_mean")) is not None:
             text += f". Mean return of the last evaluation: {mean:,.1f}"
     elif result.get("episodes_total") == 0 and not end.exit_code:

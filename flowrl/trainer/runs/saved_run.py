@@ -17,6 +17,7 @@ import numpy as np
 from flowrl.data.checkpoint import CheckpointError, is_checkpoint, list_checkpoints, read_manifest
 from flowrl.data.json_text import json_lines, parse_json
 from flowrl.errors import ConfigError
+from flowrl.setting_values import expanded_path
 from flowrl.trainer.plan_files import is_plan_file
 
 EVENTS = "events.jsonl"
@@ -250,7 +251,7 @@ def find_checkpoint(run_dir: Path | str, name: str | int | None = None) -> Path:
     Raises:
         ConfigError: the folder is no run directory, or has no such checkpoint.
     """
-    run_dir = Path(run_dir).expanduser()
+    run_dir = expanded_path(run_dir)
     order = read_config(run_dir).get("checkpoint_score_order", "max")
     checkpoints = list_checkpoints(run_dir)
     if name is None or not checkpoints:

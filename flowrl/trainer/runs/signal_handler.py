@@ -58,16 +58,21 @@ class SignalHandler:
         self._received: list[tuple[int, float]] = []  # signal number, time [s]
         self._previous: dict[int, Any] = {}
         self._grace: threading.Timer | None = None
-        self._grace_has_ended = False
+        self._is_from_timer = False  # the next signal
         self.is_repeated = False  # the user has pressed Ctrl-C again to stop at once
 
     def _handle(self, number: int, _: Any) -> None:
         now = time.monotonic()
+        if self._is_from_timer:
+            self._is_from_timer = False
+            if self.armed:  # else the iteration has ended meanwhile
+                delayed_interrupts.call(self.raise_pending)
+            return
         if self._received and now - self._received[0][1] < DUPLICATE_SIGNAL_S:
             return
         self._received.append((number, now))
         if len(self._received) > 1:
-            self.is_repeated = number == signal.SIGINT and not self._grace_has_ended
+            self.is_repeated = number == signal.SIGINT
             delayed_interrupts.call(self.raise_pending)
             return
         if number == signal.SIGINT:
@@ -80,9 +85,9 @@ class SignalHandler:
 
     def _end_grace(self) -> None:
         """Interrupt the iteration, in a thread of its own."""
-        self._grace_has_ended = True
         main = threading.main_thread().ident
         if self.armed and main is not None:
+            self._is_from_timer = True
             signal.pthread_kill(main, self._received[0][0])
 
     def raise_pending(self) -> None:

@@ -59,10 +59,11 @@ def train_until(
             as far as there was a result and the state could be saved.
     """
     previous = algorithm.last_result
-    loop = _TrainingLoop(algorithm, stop, run)
     failure: BaseException | None = None
     exit_code, reason, checkpoint = 0, "", None
     with SignalHandler() as signals:
+        with _end_noted(run, signals):
+            loop = _TrainingLoop(algorithm, stop, run)
         try:
             reason = loop.train(signals, display)
         except BaseException as error:
@@ -118,8 +119,9 @@ class _TrainingLoop:
         self._algorithm, self._stop, self._run = algorithm, stop, run
         self._pending = PendingMetrics(stop, algorithm.config.checkpoint_score_attribute)
         self._progress: ProgressTable | LiveView | None = None
-        self._files = ExitStack()
-        self._recording = None if run is None else _open_files(algorithm, run, self._files)
+        with ExitStack() as files:  # closes them after an error
+            self._recording = None if run is None else _open_files(algorithm, run, files)
+            self._files = files.pop_all()
 
     def train(self, signals: SignalHandler, display: Display) -> str:
         """Train until a limit is reached, and return the limit.

@@ -61,6 +61,15 @@ def test_activities_after_a_checkpoint_are_removed(tmp_path):
     truncate_activities(tmp_path / "missing", 2)
 
 
+def test_counters_are_written_after_an_error_of_the_file_system(tmp_path):
+    log = ActivityLog(tmp_path)
+    (tmp_path / FILE).mkdir()
+    log.append(activity(counters={"restarts": 2}))
+    (tmp_path / FILE).rmdir()
+    log.append(activity(counters={"restarts": 1}))
+    assert [one.counters for one in read_activities(tmp_path)] == [{"restarts": 3}]
+
+
 def test_file_that_cannot_be_written_is_reported_once(tmp_path, caplog):
     log = ActivityLog(tmp_path)
     (tmp_path / FILE).mkdir()

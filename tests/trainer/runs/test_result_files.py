@@ -9,8 +9,8 @@ import pytest
 
 from flowrl import A2C, whole_files
 from flowrl.data.checkpoint_storage import LocalStorage
-from flowrl.trainer.runs import result_files
 from flowrl.trainer.runs.result_files import ResultFiles, event_files
+from flowrl.trainer.runs.run_directory import RunDirectory
 from tests.extras import require_extra
 
 
@@ -37,12 +37,10 @@ def disk(monkeypatch):
             Disk.free -= len(fits)
             return super().write(fits)
 
-    monkeypatch.setattr(
-        result_files, "open", lambda path, mode, buffering: Disk(path, mode), raising=False
-    )
-    monkeypatch.setattr(
-        whole_files, "open", lambda path, mode: io.BufferedWriter(Disk(path, mode)), raising=False
-    )
+    def open_file(path, mode, buffering=-1):
+        return io.BufferedWriter(Disk(path, mode)) if buffering else Disk(path, mode)
+
+    monkeypatch.setattr(whole_files, "open", open_file, raising=False)
     return Disk
 
 
@@ -84,9 +82,15 @@ def test_rewrite_on_a_full_disk_changes_nothing(tmp_path, disk):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["progress.csv", "result.json"]
 
 
-def test_training_goes_on_with_a_full_disk(tmp_path, disk, capsys):
-    with A2C("CartPole-v1", train_batch_size=64, seed=1) as algorithm:
+def test_training_goes_on_with_a_full_disk(tmp_path, disk, capsys, monkeypatch):
+    write_setup = RunDirectory.write_setup
+
+    def fill_disk_after_setup(*arguments):
+        write_setup(*arguments)
         disk.free = 20
+
+    monkeypatch.setattr(RunDirectory, "write_setup", fill_disk_after_setup)
+    with A2C("CartPole-v1", train_batch_size=64, seed=1) as algorithm:
         algorithm.learn(128, run_dir=tmp_path / "r", progress=False)
         assert algorithm.iteration == 2
     assert "cannot write result.json" in capsys.readouterr().err

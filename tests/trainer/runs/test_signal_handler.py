@@ -380,3 +380,25 @@ def test_second_ctrl_c_ends_the_run_without_the_last_checkpoint(tmp_path, monkey
     assert not list((tmp_path / "r").glob("checkpoints/*"))
     last = (tmp_path / "r/events.jsonl").read_text().splitlines()[-1]
     assert json.loads(last)["text"] == "interrupted"
+
+
+def test_end_of_the_grace_time_does_not_interrupt_the_writing_of_a_result(monkeypatch):
+    """The iteration may end between the timer's look at `armed` and its signal."""
+    monkeypatch.setattr(signal_handler, "DUPLICATE_SIGNAL_S", 0.0)
+    sent = threading.Event()
+    with SignalHandler() as signals:
+        signals.armed = True
+
+        def kill_later(thread, number):
+            signals.armed = False
+            sent.set()
+
+        monkeypatch.setattr(signal_handler.signal, "pthread_kill", kill_later)
+        monkeypatch.setattr(signal_handler, "GRACE_S", 0.01)
+        signal.raise_signal(signal.SIGINT)
+        assert sent.wait(60)
+        signal.raise_signal(signal.SIGINT)  # the timer's
+        assert not signals.is_repeated
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)  # the user's second one
+        assert signals.is_repeated

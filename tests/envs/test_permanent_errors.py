@@ -11,8 +11,7 @@ from flowrl.envs import MultiAgentEnv
 from flowrl.errors import ConfigError
 from flowrl.iter import ShardFailedError
 from flowrl.sampling import RolloutWorker, WorkerSet
-
-from .fakes import CountEnv, Idle, ObservedValue
+from tests.sampling.fakes import CountEnv, Idle, ObservedValue
 
 
 class Sized(CountEnv):

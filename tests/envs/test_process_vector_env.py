@@ -27,8 +27,7 @@ from flowrl.envs.registry import env_creator_for
 from flowrl.policies import ConfigError
 from flowrl.sampling import DefaultCallbacks, RolloutWorker, SimpleListCollector
 from tests.processes import is_running
-
-from .fakes import CountEnv, Idle
+from tests.sampling.fakes import CountEnv, Idle
 
 COLLECTORS = {"columns": None, "rows": SimpleListCollector}
 

@@ -19,7 +19,7 @@ from flowrl.algorithms.dqn import DQNConfig
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.cli.flags import settings_from_flags
 from flowrl.envs import make_atari
-from flowrl.envs.atari import AtariSettings, FireAfterReset, is_atari
+from flowrl.envs.atari import AtariSettings, FireAfterReset, for_envpool, is_atari
 from flowrl.envs.env_factory import _warn_of_unprocessed_frames
 from flowrl.envs.registry import EnvContext, env_creator_for
 from flowrl.errors import ConfigError
@@ -33,6 +33,10 @@ SMALL = {
     "num_envs_per_worker": 2, "rollout_fragment_length": 64, "train_batch_size": 128,
     "sgd_minibatch_size": 64, "num_sgd_iter": 1, "seed": 0,
     "model": {"conv_filters": [[4, 8, 8]], "post_fcnet_hiddens": [8]},
+}  # fmt: skip
+# EnvPool makes at least one no-op, and its random numbers are others
+WITHOUT_RANDOM_STARTS = {
+    "noop_max": 1, "repeat_action_probability": 0.0, "fire_on_reset": False,
 }  # fmt: skip
 
 
@@ -63,8 +67,8 @@ def atari(env_id, **settings):
     return env_creator_for(env_id)(EnvContext(atari=AtariSettings(**settings)))
 
 
-def assert_same_episode(ours, theirs, steps, first):
-    """Compare two environments; `theirs` returns [1, height, width]."""
+def assert_same_game(ours, theirs, steps, first):
+    """Compare two environments until the end of a game; `theirs` returns [1, height, width]."""
     rng = np.random.default_rng(0)
     one, other = first
     for _ in range(steps):
@@ -99,12 +103,28 @@ def test_frames_equal_those_of_envpool(game):
     require_extra("envpool")
     import envpool
 
-    settings = {"noop_max": 1, "repeat_action_probability": 0.0, "fire_on_reset": False}
-    ours = atari(f"ALE/{game}-v5", **settings)
-    theirs = envpool.make_gymnasium(
-        f"{game}-v5", num_envs=1, stack_num=1, noop_max=1, use_fire_reset=False, reward_clip=False
-    )
-    assert_same_episode(ours, theirs, 200, (ours.reset(seed=0)[0], theirs.reset()[0][0]))
+    ours = atari(f"ALE/{game}-v5", **WITHOUT_RANDOM_STARTS)
+    arguments = for_envpool(f"ALE/{game}-v5", AtariSettings(**WITHOUT_RANDOM_STARTS))
+    theirs = envpool.make_gymnasium(f"{game}-v5", num_envs=1, **arguments)
+    assert_same_game(ours, theirs, 200, (ours.reset(seed=0)[0], theirs.reset()[0][0]))
+
+
+def test_network_sees_the_frame_stack_of_envpool():
+    require_extra("envpool")
+    import envpool
+
+    settings = {**SMALL, "num_envs_per_worker": 1, "rollout_fragment_length": 300}
+    with PPO(BREAKOUT, atari=WITHOUT_RANDOM_STARTS, **settings) as algorithm:
+        batch = algorithm.workers.local_worker().sample()
+    arguments = for_envpool(BREAKOUT, AtariSettings(**WITHOUT_RANDOM_STARTS))
+    theirs = envpool.make_gymnasium("Breakout-v5", num_envs=1, **{**arguments, "stack_num": 4})
+    observation, ended = theirs.reset()[0], False
+    for stack, action in zip(batch["obs"], batch["actions"], strict=True):
+        if ended:  # EnvPool ignores the action of the step that resets
+            observation = theirs.step(np.zeros(1, np.int32))[0]
+        assert np.array_equal(stack[..., 0], observation[0])
+        observation, _, terminated, _, _ = theirs.step(np.array([action], np.int32))
+        ended = terminated[0]
 
 
 def test_network_sees_the_frame_stack_of_gymnasium():
@@ -277,11 +297,27 @@ def test_settings_switch_the_steps_off():
     assert raw.observation_space.shape == (210, 160, 3)
 
 
-def test_evaluation_reports_returns_of_whole_games():
+def test_evaluation_reports_true_returns_of_whole_games(monkeypatch):
+    from ale_py.env import AtariEnv
+
+    step, returns = AtariEnv.step, []
+
+    def step_with_large_rewards(game, action):
+        """Triple the rewards, which clipping would change, and note the returns of ended games."""
+        observation, reward, terminated, truncated, info = step(game, action)
+        game.total = 3 * reward + getattr(game, "total", 0)
+        if terminated:
+            returns.append(game.total)
+            game.total = 0
+        return observation, 3 * reward, terminated, truncated, info
+
     with PPO(BREAKOUT, **SMALL) as algorithm:
         algorithm.train()
-        result = algorithm.evaluate(episodes=2)
-    assert result["episodes"] == 2
+        monkeypatch.setattr(AtariEnv, "step", step_with_large_rewards)
+        result = algorithm.evaluate(episodes=3, num_envs=1)
+    assert result["episodes"] == 3
+    assert sum(returns[:3]) > 0
+    assert result["episode_reward_mean"] == pytest.approx(np.mean(returns[:3]))
     assert result["episode_len_mean"] > 100  # of five lives
 
 

@@ -13,8 +13,7 @@ from flowrl.envs import make_multi_agent
 from flowrl.envs.call_limits import CallLimits, _warn_of_threads, limit_seconds
 from flowrl.errors import ConfigError
 from flowrl.sampling import RolloutWorker, WorkerSet
-
-from .fakes import Idle
+from tests.sampling.fakes import Idle
 
 HANG_S = 30
 LIMIT_S = 1.0  # a garbage collection of the test process can take more than 0.2 s

@@ -32,8 +32,7 @@ from flowrl.setting_values import equal
 from flowrl.state_schema import StateError
 from tests.extras import require_extra
 from tests.processes import kill_actor
-
-from .fakes import CountEnv, DrawEnv, Idle
+from tests.sampling.fakes import CountEnv, DrawEnv, Idle
 
 
 def test_only_creators_from_an_env_id_have_one():
@@ -795,3 +794,42 @@ def test_rounding_errors_are_within_half_bounded_spaces(low, high):
     sign = -1 if low == 0 else 1
     for size, is_valid in ((1e-7, True), (1e-2, False)):
         assert check.in_bounds(np.array([sign * size], np.float32)) == is_valid
+
+
+def test_list_for_a_float64_box_is_converted():
+    check = ObservationCheck(gym.spaces.Box(-1, 1, (2,), np.float64))
+    assert not check.matches_shape_and_dtype([0.5, 0.5])
+    assert not check.matches_shape_and_dtype(None)
+    assert check.matches_shape_and_dtype(np.zeros(2))
+
+
+class Closed(CountEnv):
+    """Notes how many environments were closed."""
+
+    count = 0
+
+    def close(self):
+        type(self).count += 1
+
+
+def test_environment_is_closed_if_another_check_fails(monkeypatch):
+    monkeypatch.setattr(Closed, "count", 0)
+    factory = EnvFactory(lambda context: Closed(), {}, 1)
+    monkeypatch.setattr("flowrl.envs.env_factory.DirectVectorEnv", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        factory.make_agent_envs()
+    assert Closed.count == 1
+
+
+def test_all_copies_of_an_environment_are_closed_after_an_error(monkeypatch):
+    monkeypatch.setattr(Closed, "count", 0)
+
+    class Fails(Closed):
+        def close(self):
+            Closed.count += 1
+            raise OSError("cannot close")
+
+    env = make_multi_agent(lambda context: Fails())({"num_agents": 3})
+    with pytest.raises(OSError, match="cannot close"):
+        env.close()
+    assert Closed.count == 3
