@@ -130,11 +130,19 @@ def main() -> None:
         arguments = "--steps", str(options.steps), "--seed", str(seed)
         for name, runs in run_alternately(__file__, pythons, 1, *arguments).items():
             results[name] += runs
-    print(f"\n| simple_spread, {options.steps:,} env steps | mean return | env steps/s |")
-    print("|---|---:|---:|")
+    # this imports flowrl, which the peer's environment lacks
+    from figures import Figures, measured_here
+
+    figures = Figures("train_multi_agent", ("library", "mean return", "env steps/s"), cells)
+    how = f"simple_spread, {options.steps:,} env steps, {options.seeds} seeds"
     for name, runs in results.items():
-        speed = spread((run["steps"] / run["seconds"] for run in runs), 0)
-        print(f"| {name} | {spread((run['mean'] for run in runs), 1)} | {speed} |")
+        figures.add(name, {"library": name, "runs": runs, "measured": [measured_here(how)]})
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """Return the cells of a row of the table."""
+    returns = spread((run["mean"] for run in row["runs"]), 1)
+    return [row["library"], returns, spread((r["steps"] / r["seconds"] for r in row["runs"]), 0)]
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def peer_run(library: str, plan: str, env: str, steps: int) -> dict[str, Any]:
 
 LIBRARIES = ("flowrl", "Stable-Baselines3", "SBX")
 COLUMNS = (
-    "updates/s", "environment", "matrix products", "threads", *LIBRARIES, "/ Stable-Baselines3",
+    "algorithm", "environment", "matrix products", "threads", *LIBRARIES, "/ Stable-Baselines3",
     "/ SBX",
 )  # fmt: skip
 

@@ -72,7 +72,7 @@ def test_sigterm_at_the_start_of_a_training_ends_it(delay_s):
     assert time.monotonic() - started < 30
 
 
-def test_failure_of_a_training():
+def test_training_that_fails_raises_its_exit_code():
     with pytest.raises(subprocess.CalledProcessError) as error:
         run_training([sys.executable, "-c", "raise SystemExit(3)"])
     assert error.value.returncode == 3

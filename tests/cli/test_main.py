@@ -494,7 +494,7 @@ def test_commands_run_without_standard_output(command, tmp_path):
         (["train", "empty.yaml"], "it needs run or plan at the top level"),
     ],
 )
-def test_mistakes_are_named(cli, tmp_path, arguments, message):
+def test_wrong_usage_has_one_short_message(cli, tmp_path, arguments, message):
     (tmp_path / "list.yaml").write_text(f"a: {[*range(300)]}\n")
     (tmp_path / "empty.yaml").write_text("[]\n")
     code, out, err = cli(*arguments)

@@ -180,7 +180,7 @@ class A3C(Algorithm):
 
 
 @pytest.mark.slow_on_actors
-def test_asynchronous_example(num_workers):
+def test_a3c_applies_one_gradient_per_fragment(num_workers):
     config = A3CConfig(
         env="CartPole-v1",
         rollout_fragment_length=10,

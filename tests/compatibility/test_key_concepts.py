@@ -38,7 +38,7 @@ def test_algorithm_with_tune(ray_session):
 
     import flowrl.tune  # registers the names
 
-    assert flowrl.tune.PPO is not None
+    assert issubclass(flowrl.tune.PPO, tune.Trainable)
     config = PPOConfig().environment(env="CartPole-v1").training(train_batch_size=400)
     results = tune.run("PPO", config=config, stop={"training_iteration": 2}, verbose=0)
     assert results.trials[0].last_result["timesteps_total"] == 800

@@ -84,7 +84,7 @@ def test_remedy_depends_on_the_processors_in_use(num_workers, cpu_s, remedy):
         ({"seconds": {"sample_s": 9.0, "collection_s": 7.0}}, "collection", "storing rows"),
     ],
 )
-def test_parts_of_sampling(values, cause, part):
+def test_slowest_part_of_sampling_is_named(values, cause, part):
     found = first(activity(WAITING, workers=[worker(**values)]), facts())
     assert found.cause == cause
     assert part in found.text
@@ -227,7 +227,7 @@ def test_learner_thread_whose_queue_is_full():
     assert "a policy lag of 90 updates" in found.text
 
 
-def test_transfers_and_weights():
+def test_large_or_short_fragments_and_weights_are_named_as_causes():
     workers = [worker(num_bytes=50_000_000)]
     found = first(activity(stage("sampling", busy=0.6), workers=workers), facts())
     assert found.cause == "transfer"
@@ -245,7 +245,7 @@ def test_transfers_and_weights():
     assert "(broadcast_interval, longer fragments)" in found.text
 
 
-def test_time_between_results():
+def test_time_of_callbacks_between_results_is_named():
     found = first(activity(outside_s=8.0), facts(num_workers=0))
     assert found.cause == "between_results"
     assert "takes 80% of the time" in found.text
@@ -422,7 +422,8 @@ def train_until_measured(algorithm, count=2):
 def test_result_has_the_diagnosis_of_a_running_plan():
     algorithm = PPO(lambda: SlowSteps(gym.make("CartPole-v1")), **SMALL)
     result, seen, diagnosis = train_until_measured(algorithm)
-    assert result["diagnosis"] == str(diagnosis)
+    # the monitor may measure again between the result and `diagnose()`
+    assert result["diagnosis"] in [one.diagnosis for one in seen]
     assert diagnosis.findings[0].cause == "env_step"
     (sampler,) = seen[-1].workers
     assert sampler.index == 0

@@ -63,11 +63,12 @@ def test_every_metric_of_a_result_has_a_unit_and_a_meaning(names):
 def test_metrics_of_other_algorithms_are_named_in_the_code():
     source = "".join(path.read_text() for path in PACKAGE.rglob("*.py") if path != REFERENCE)
     for name in OTHERS:
-        name = re.sub("(_time_ms|_throughput)?(/<.*>)?$", "", name)
-        assert re.search(rf"\b{name}\b", source), name
+        timer = re.fullmatch("(.*?)(_time_ms|_throughput)(/<.*>)?", name)
+        word = re.sub("/<.*>$", "", name) if timer is None else timer[1]
+        assert re.search(rf"[\"'/]{word}[\"'/]|\b{word}=", source), name
 
 
 def test_every_described_metric_is_reported(names):
     for described in METRICS:
-        if not any(described.endswith(other) for other in OTHERS):
+        if not any(f"/{described}".endswith(f"/{other}") for other in OTHERS):
             assert any(is_described_by(name, described) for name in names), described

@@ -277,7 +277,7 @@ def test_training_in_the_recorded_environment_is_not_recorded(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["vector_entry_point", "sync", "async"])
-def test_vectorization_modes(tmp_path, mode):
+def test_video_is_recorded_in_every_vectorization_mode(tmp_path, mode):
     config = a2c_config(env="CartPole-v1", vectorization_mode=mode, num_envs_per_worker=2)
     with config.build() as algorithm:
         metrics = algorithm.evaluate(episodes=2, num_envs=2, video_dir=tmp_path)

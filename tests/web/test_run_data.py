@@ -60,7 +60,7 @@ def test_results_that_were_rewritten_into_the_same_file_replace_the_old_ones(tmp
     assert data.curve("episode_reward_mean")["x"] == [100, 150, 160, 170, 180]
 
 
-def test_metrics_that_appear_later_and_missing_values(tmp_path):
+def test_curve_has_only_the_points_with_a_value(tmp_path):
     run = write_run(tmp_path / "r", [None, 2.0])
     with open(run / "result.json", "a") as file:
         file.write(json.dumps({"timesteps_total": 300, "new": {"a": 5}}) + "\n")
