@@ -25,7 +25,7 @@ from flowrl.seeding import random_stream
 from flowrl.settings import Count, Fraction, NonNegativeInt, Positive
 from flowrl.trainer.config import AlgorithmConfig
 
-ACTOR, EXTRA = 0, 2  # indexes of parameter groups in the optimizer
+ACTOR, EXTRA = 0, 2  # indexes of the actor's and the first further parameter group
 
 
 class ActorCriticSettings(AlgorithmConfig):
@@ -82,8 +82,8 @@ class ActorCriticConfig(ActorCriticSettings, OffPolicyConfig):
 class ActorCriticLearner(TorchLearner):
     """Optimizes the actor, the critics and further parameters with separate learning rates.
 
-    The actor's parameters change only if ActorCriticPolicy.updates_actor() returns True, further
-    parameters only if updates_extra_parameters() does.
+    The actor's parameters change only if ActorCriticPolicy.updates_actor() returns True, a further
+    parameter only if updates_parameter(name) does.
     """
 
     def before_step(self) -> None:
@@ -91,8 +91,8 @@ class ActorCriticLearner(TorchLearner):
             policy: Any = self.policy
             groups = self.optimizers[0].param_groups
             groups[ACTOR]["active"] = policy.updates_actor()
-            for group in groups[EXTRA:]:
-                group["active"] = policy.updates_extra_parameters()
+            for name, group in zip(policy.extra_parameters(), groups[EXTRA:], strict=True):
+                group["active"] = policy.updates_parameter(name)
 
     def fixed_parameters(self) -> list[torch.Tensor]:
         policy: Any = self.policy
@@ -101,8 +101,9 @@ class ActorCriticLearner(TorchLearner):
             return fixed
         if not policy.updates_actor():
             fixed += policy.model.actor.parameters()
-        if not policy.updates_extra_parameters():
-            fixed += [getattr(policy.model, name) for name in policy.extra_parameters()]
+        for name in policy.extra_parameters():
+            if not policy.updates_parameter(name):
+                fixed.append(getattr(policy.model, name))
         return fixed
 
     def follow_schedules(self) -> None:
@@ -212,9 +213,7 @@ class ActorCriticPolicy(TargetNetworkPolicy):
     def make_optimizer(self) -> Any:
         config, model = self.config, self.model
         slices = [self.flat.part(part.parameters()) for part in (model.actor, model.critics)]
-        extra = [getattr(model, name) for name in self.extra_parameters()]
-        if extra:
-            slices.append(self.flat.part(extra))
+        slices += [self.flat.part([getattr(model, name)]) for name in self.extra_parameters()]
         parts = [(part, initial_value(self.learning_rate(i))) for i, part in enumerate(slices)]
         self.default_optimizer = FlatAdam(
             self.flat, lr=parts[0][1], eps=config.adam_epsilon, parts=parts
@@ -223,8 +222,8 @@ class ActorCriticPolicy(TargetNetworkPolicy):
 
     def learning_rate(self, part: int) -> Any:
         """Return the learning rate, a number or a schedule, of the actor (part 0), the critics (1)
-        or `extra_parameters` (2)."""
-        rate = (self.config.actor_lr, self.config.critic_lr, self.extra_lr())[part]
+        or one of the `extra_parameters` (2, …)."""
+        rate = (self.config.actor_lr, self.config.critic_lr, self.extra_lr())[min(part, EXTRA)]
         return self.config.lr if rate is None else rate
 
     def extra_lr(self) -> Any:
@@ -255,8 +254,8 @@ class ActorCriticPolicy(TargetNetworkPolicy):
         """Return whether this update includes the actor."""
         return True
 
-    def updates_extra_parameters(self) -> bool:
-        """Return whether this update includes `extra_parameters`."""
+    def updates_parameter(self, name: str) -> bool:
+        """Return whether this update includes one of the `extra_parameters`."""
         return True
 
     def critic_loss(self, batch: TensorBatch) -> torch.Tensor:

@@ -68,7 +68,7 @@ class APPOTorchPolicy(KLPenalty, TargetNetworkPolicy, VTracePolicy):
 
     config_class = APPOConfig
     config: APPOConfig
-    scalar_columns = ("rewards", "terminateds", "weights", "n_steps", "action_logp")
+    scalar_columns = VTracePolicy.scalar_columns
 
     def loss(self, batch: TensorBatch) -> torch.Tensor:
         """Return IMPACT's loss (section 3), a scalar: a mean over rows [B].

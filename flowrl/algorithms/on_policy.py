@@ -108,13 +108,15 @@ class OnPolicyPolicy(TorchPolicy):
         self._check_off_policy(batch)
         return super().compute_gradients(batch)
 
-    def _check_off_policy(self, batch: SampleBatch) -> None:
+    def _check_off_policy(self, batch: SampleBatch | None) -> None:
         """Check that a batch was not drawn from a replay buffer, unless `allow_off_policy` is set.
+        It is None for a process without rows.
 
         Raises:
             ConfigError: it was.
         """
-        if "batch_indexes" in batch and not self.config.allow_off_policy:
+        is_drawn = batch is not None and "batch_indexes" in batch
+        if is_drawn and not self.config.allow_off_policy:
             raise ConfigError(
                 f"{type(self).__name__} is an on-policy algorithm, but this batch was drawn from a "
                 "replay buffer: set allow_off_policy=True to allow this"

@@ -80,8 +80,8 @@ class SACTorchPolicy(ActorCriticPolicy):
     def extra_lr(self) -> Any:
         return self.config.entropy_lr
 
-    def updates_extra_parameters(self) -> bool:
-        return self.target_entropy is not None
+    def updates_parameter(self, name: str) -> bool:
+        return name != "log_alpha" or self.target_entropy is not None
 
     @property
     def is_discrete(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gymnasium.error import DependencyNotInstalled
@@ -83,8 +84,7 @@ def evaluate_command(arguments: list[str]) -> int:
         for name, explore in rounds:
             video = None if explore or options.video is None else options.video / run.name
             file = video and video / f"evaluation-{algorithm.iteration:06d}-0.mp4"
-            if file is not None and file.exists():
-                file.unlink()  # of an earlier evaluation
+            earlier = _time_of(file)  # of a video that another evaluation recorded
             try:
                 metrics = algorithm.evaluate(options.episodes, explore, num_envs, video_dir=video)
             except KeyboardInterrupt:
@@ -98,9 +98,14 @@ def evaluate_command(arguments: list[str]) -> int:
                 print_failure(error)
                 return 1
             _print_metrics(name, metrics)
-            if file is not None and file.exists():
+            if _time_of(file) != earlier:
                 print(f"         video: {file}")
     return 0
+
+
+def _time_of(file: Path | None) -> int | None:
+    """Return the time at which a file was written; None if there is none."""
+    return file.stat().st_mtime_ns if file is not None and file.exists() else None
 
 
 def _restore_policies(algorithm: Algorithm, run: SavedRun, is_newest: bool) -> SavedRun:

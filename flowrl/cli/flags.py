@@ -110,8 +110,8 @@ def _unknown_policy_flag(name: str, words: list[str], defaults: Settings) -> str
 
 
 def _flags_of_group(record: type[Settings], name: str, head: str, words: list[str]) -> str:
-    """Return the message for a group of settings, such as `model`, which have flags of their own;
-    "" if the name is no group.
+    """Return the message for a flag that names a group of settings, such as `--model`; "" for other
+    names.
 
     Args:
         record: the settings.

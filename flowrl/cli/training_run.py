@@ -116,7 +116,7 @@ def resume_run(
     algorithm = _build(config, saved.algorithm)
     if algorithm is None:
         return 1
-    report = report or (command[:2] == ["flowrl", "train"] and "--report" in command)
+    report = report or (command[:1] == ["flowrl"] and "--report" in command)
     with ExitStack() as cleanup:
         cleanup.callback(algorithm.stop)
         run = None

@@ -163,7 +163,7 @@ class EnvFactory:
     def _in_this_process(
         self, envs: RestartingEnvs
     ) -> SingleAgentAdapter | DirectMultiAgentVectorEnv:
-        """Return the environments by the type of the first one, which this creates."""
+        """Return the environments as a vector environment, by the type of the first one."""
         first = envs.get(0)
         if self._atari is not None and not self._worker_index and is_unprocessed(first):
             _warn_of_unprocessed_frames()

@@ -115,7 +115,11 @@ class RestartingEnvs:
         self._unwrapped: list[Any] = [None] * num_envs
         self._have_wrapper_state = [False] * num_envs
         self.action_logs: list[list[Any]] = [[] for _ in range(num_envs)]
-        self.get(0)
+        try:
+            self.get(0)
+        except BaseException:
+            self.close()
+            raise
 
     def history(self, index: int) -> History:
         """Return what the environments with an index have done."""

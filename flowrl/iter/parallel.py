@@ -336,9 +336,11 @@ def _pool(
 
 
 def _as_list(name: str, values: Iterable[T]) -> list[T]:
-    if not isinstance(values, Iterable):
-        raise TypeError(f"{name} must be a list, got {type(values).__name__}")
-    return list(values)
+    try:
+        iterator = iter(values)
+    except TypeError:
+        raise TypeError(f"{name} must be iterable, got {type(values).__name__}") from None
+    return list(iterator)
 
 
 def _shards_of(pool: Pool) -> list[Shard]:
@@ -357,7 +359,7 @@ def from_items(
         in_process: run the shards in this process, without actors.
 
     Raises:
-        TypeError: `items` is not a collection.
+        TypeError: `items` is not iterable.
         ValueError: `num_shards` is not an int of at least 1.
     """
     check_int("num_shards", num_shards)
@@ -414,7 +416,7 @@ def from_iterators(
         recovery: how shards that die or hang are replaced.
 
     Raises:
-        TypeError: `generators` is not a collection, or one of them is neither an iterable nor a
+        TypeError: `generators` is not iterable, or one of them is neither an iterable nor a
             callable.
         ValueError: `generators` is empty.
     """

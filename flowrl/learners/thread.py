@@ -418,21 +418,20 @@ class LearnerThread:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         check_own_state(self, state)
+        learned = []
         for saved in state["learned"]:
             check_state(saved, _LEARNED, "learned")
+            updates = {p: PolicyUpdate.from_state_dict(u) for p, u in saved["updates"].items()}
+            learned.append(
+                LearnedBatch(
+                    saved["batch"], updates, saved["learn_s"], saved["idle_s"], saved["ended_at"]
+                )
+            )
         self.stop()  # a thread that runs already; the plan starts it again
         self._minibatches.load_state_dict(state["minibatches"])
         # a saved queue may be longer than the capacity of this one
         restore_items(self.inqueue, state["waiting"])
-        for saved in state["learned"]:
-            updates = {
-                pid: PolicyUpdate.from_state_dict(update)
-                for pid, update in saved["updates"].items()
-            }
-            result = LearnedBatch(
-                saved["batch"], updates, saved["learn_s"], saved["idle_s"], saved["ended_at"]
-            )
-            restore_items(self.outqueue, [result])
+        restore_items(self.outqueue, learned)
 
     def __repr__(self) -> str:
         count = getattr(self.learner, "num_learners", None)

@@ -106,9 +106,9 @@ class AsyncGradients(LocalIterator[Gradients]):
             StalenessLimit), except after fragments that failures of environments have shortened.
 
     Raises:
-        TypeError: `policies` is a string.
-        ValueError: an option is invalid, `stale_policy="wait"` lacks a `max_policy_lag`, or the
-            setting `output` is set.
+        TypeError: `policies` is not a collection.
+        ValueError: an option is invalid, `stale_policy="wait"` lacks a `max_policy_lag` or counts
+            steps by agent steps, or the setting `output` is set.
         TypeError (when pulled): a policy has a target network, which remote workers would not
             update.
     """

@@ -17,7 +17,7 @@ class WaitUntilTimestepsElapsed:
     """filter, any item: True once `target_num_timesteps` env steps have been sampled.
 
     Raises:
-        ValueError: the number is negative.
+        ValueError: the number is not an int of at least 0.
     """
 
     chained_with: ClassVar[str] = "filter"
@@ -36,7 +36,7 @@ class OncePerTimestepsElapsed:
     """filter, any item: True for the first item, then once per `delay_steps` env steps sampled.
 
     Raises:
-        ValueError: the number is negative.
+        ValueError: the number is not an int of at least 0.
     """
 
     state_fields: ClassVar[Fields] = {"last": Natural | None}
@@ -68,7 +68,7 @@ class OncePerTimeInterval:
     """filter, any item: True for the first item, then once per `delay` seconds.
 
     Raises:
-        ValueError: the number is negative.
+        ValueError: the number is not a number of at least 0.
     """
 
     chained_with: ClassVar[str] = "filter"

@@ -144,7 +144,7 @@ class ReadParquet(LocalIterator[SampleBatch | MultiAgentBatch]):
         prepare: Callable[[SampleBatch], SampleBatch] | None = None,
         seed: int | None = None,
     ):
-        check_path("ReadParquet: folder", folder)
+        check_path("folder", folder)
         source = ParquetSource(folder, policy_id)
         stage = ReadStage("ReadParquet", source, workers, batch_size, columns, prepare, seed)
         super().__init__(stage, f"ReadParquet({str(folder)!r})")
@@ -405,6 +405,7 @@ class ReadStage(Stage):
             OfflineDataError: a file that is still to be read is missing.
         """
         restore_stream(self.rng, state["pass_rng_state"])
+        self._dropped = set(state["dropped"])
         self._parts, self._parts_read, self._rows, self._position = [], 0, SampleBatch(), 0
         if state["parts_read"]:
             self._pass_parts, self._parts_read = state["pass_parts"], state["parts_read"] - 1

@@ -21,7 +21,7 @@ def check_waiting(max_policy_lag: int | None, count_steps_by: str) -> None:
     if count_steps_by != "env_steps":
         raise ValueError(
             'count_steps_by: stale_policy="wait" can guarantee max_policy_lag only if this is '
-            f"'env_steps', got {count_steps_by!r}"
+            f'"env_steps", got {count_steps_by!r}'
         )
 
 

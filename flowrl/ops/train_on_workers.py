@@ -42,8 +42,8 @@ class TrainOnWorkers(LocalIterator[Any]):
     Args:
         workers: the WorkerSet; without remote workers the local one learns alone.
         num_sgd_iter: passes over a fragment; None uses each policy's own setting.
-        sgd_minibatch_size: rows of one worker per update, 0 for the whole fragment; None uses each
-            policy's own setting.
+        sgd_minibatch_size: rows of one worker per update; 0, or more rows than a fragment has, uses
+            the whole fragment; None uses each policy's own setting.
         policies: ids of the policies to update; None for all that `policies_to_train` allows.
         timeout_s: seconds that workers wait for each other, at least 1; a dead process is noticed
             at once.

@@ -14,7 +14,7 @@ from flowrl.data import Batch, SampleBatch
 from flowrl.sampling.episode import EpisodeMetrics
 
 log = logging.getLogger("flowrl")
-JOIN_TIMEOUT_S = 30.0  # maximum time for which stop() waits for the thread's env step
+JOIN_TIMEOUT_S = 30.0  # maximum time for which stop() waits for the thread
 MAX_STEPS_WITHOUT_DATA = 10_000  # env steps without a row or an episode, before a warning
 
 # seconds in environments, action computation, storing of rows, postprocessing, and in total
@@ -182,6 +182,6 @@ class AsyncSampler(SamplerInput):
         self._thread.join(JOIN_TIMEOUT_S)
         if self._thread.is_alive():
             log.warning(
-                "the sampler's thread is still in a step of an environment after %g s: it ends "
-                "after the step", JOIN_TIMEOUT_S,
+                "the sampler's thread still samples after %g s, for example in a step of an "
+                "environment: it ends by itself", JOIN_TIMEOUT_S,
             )  # fmt: skip

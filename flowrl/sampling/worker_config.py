@@ -272,7 +272,8 @@ class WorkerConfig(PolicyConfig):
         continues = SampleCollector.continue_episode
         if value is not None and self.soft_horizon and value.continue_episode is continues:
             raise ValueError(
-                f"sample_collector: {value.__name__} has no continue_episode(), for soft_horizon"
+                f"sample_collector: {value.__name__} has no continue_episode(), which soft_horizon "
+                "needs"
             )
         if self.callbacks_class is not None:
             check_callbacks_class(self.callbacks_class)

@@ -78,7 +78,7 @@ class WorkerSet:
         count: Any = self.config.num_workers if num_workers is None else num_workers
         if not isinstance(count, Integral) or isinstance(count, bool) or count < 0:
             raise ConfigError(f"num_workers: must be an int >= 0, got {count!r}")
-        self.num_workers = self._num_configured = int(count)
+        self.num_workers = self._num_configured = count = int(count)
         self.failed: set[int] = set()
         self.restart_counts = [0] * count
         self._past_restarts: list[int] = []  # those of a state that was loaded into running workers

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, with_message
 from flowrl.policies.code_references import PLAN_MODULE
 from flowrl.setting_values import expanded_path, nearest
 
@@ -140,7 +140,7 @@ def load_plan(plan: str, text: bytes | None = None) -> ModuleType:
         )  # the text that was checked
     except ConfigError as error:
         sys.modules.pop(spec.name, None)
-        raise ConfigError(f"plan: {_failed_place(error, path)}: {error}") from error
+        raise with_message(error, f"plan: {_failed_place(error, path)}: {error}") from error
     except (Exception, SystemExit) as error:
         sys.modules.pop(spec.name, None)
         place = _failed_place(error, path)

@@ -220,6 +220,8 @@ def test_waiting_rejects_settings_that_break_the_limit():
             kind(stale_policy="wait")
     with pytest.raises(ConfigError, match="stale_policy"):
         A3CConfig(stale_policy="sleep")
+    with pytest.raises(ConfigError, match='stale_policy="wait" can guarantee max_policy_lag only'):
+        A3CConfig(**wait, count_steps_by="agent_steps")
 
 
 def test_staleness_limit_blocks_rollouts_without_training():

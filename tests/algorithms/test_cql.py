@@ -277,3 +277,13 @@ def test_weight_follows_the_setting_after_a_restore():
     assert weights[0] == pytest.approx(math.exp(trained.model.log_min_q_weight.item()))
     assert weights[0] != pytest.approx(5.0, rel=1e-6)
     assert weights[1] == pytest.approx(1.0)
+
+
+def test_weight_of_the_penalty_is_learned_beside_a_fixed_temperature():
+    settings = {**SMALL, "lagrangian": True, "target_entropy": None, "initial_alpha": 0.2}
+    policy = CQLTorchPolicy(BOX, BOUNDS, settings)
+    before = float(policy.model.log_min_q_weight)
+    for _ in range(3):
+        policy.learn_on_batch(rows())
+    assert float(policy.model.log_min_q_weight) != before
+    assert policy.alpha == pytest.approx(0.2)

@@ -346,8 +346,9 @@ def test_columns_of_trajectories_must_have_one_number_per_row(kind):
                 algorithm.get_policy().learn_on_batch(batch.with_columns(**columns))
 
 
-def test_appo_learns_if_the_target_network_excludes_the_sampled_actions():
-    """The ratio to the sampling policy is infinite in float32, that to the target network 0."""
+def test_appo_learns_from_actions_that_were_almost_impossible_when_sampled():
+    """The ratio of the policy to the sampling policy is infinite in float32, that of the sampling
+    policy to the target network is 0: their product would be NaN."""
     with small(APPOConfig).build() as algorithm:
         policy = algorithm.get_policy()
         batch = algorithm.workers.local_worker().sample()

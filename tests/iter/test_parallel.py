@@ -8,6 +8,7 @@ from collections import deque
 import pytest
 
 from flowrl.iter import (
+    NOT_READY,
     LocalIterator,
     ParallelIteratorWorker,
     Retry,
@@ -402,6 +403,26 @@ def test_for_each_runs_as_ray_tasks(ray_session):
     first.stop()
 
 
+def test_restored_tasks_keep_the_limit(ray_session, tmp_path):
+    gate = tmp_path / "open"
+
+    def wait(x):
+        while not gate.exists():
+            time.sleep(0.01)
+        return x
+
+    first = LocalIterator(range(8)).for_each(wait, max_concurrency=6)
+    assert first.stage.pull(False) is NOT_READY
+    state = first.state_dict()
+    with LocalIterator(range(8)).for_each(wait, max_concurrency=2) as second:
+        second.load_state_dict(state)
+        assert second.stage.pull(False) is NOT_READY
+        assert len(second.stage._in_flight) <= 2
+        gate.touch()
+        assert sorted(second) == list(range(8))
+    first.stop()
+
+
 def test_tasks_do_not_block_an_async_sibling(ray_session, tmp_path):
     gate = tmp_path / "open"
 
@@ -543,9 +564,9 @@ def test_invalid_arguments_are_rejected_when_chained():
         it.gather_async(batch_ms=-1)
     with pytest.raises(ValueError, match="repartition: batch_ms"):
         it.repartition(2, batch_ms=-1)
-    with pytest.raises(TypeError, match="from_items: items must be a list, got NoneType"):
+    with pytest.raises(TypeError, match="from_items: items must be iterable, got NoneType"):
         from_items(None)
-    with pytest.raises(TypeError, match="from_iterators: generators must be a list, got int"):
+    with pytest.raises(TypeError, match="from_iterators: generators must be iterable, got int"):
         from_iterators(3)
     with pytest.raises(ValueError, match="next_request"):
         it.gather_async(next_request="never")

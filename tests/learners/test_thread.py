@@ -14,6 +14,7 @@ import pytest
 from flowrl.algorithms.a2c import A2C, A2CConfig
 from flowrl.data import SampleBatch
 from flowrl.iter import LocalIterator
+from flowrl.learners.learner import PolicyUpdate
 from flowrl.ops import (
     ConcatBatches,
     Concurrently,
@@ -26,6 +27,7 @@ from flowrl.ops import (
     TrainOneStep,
 )
 from flowrl.ops.plan_metrics import PlanMetrics
+from flowrl.state_schema import StateError
 from flowrl.trainer.plan_settings import plan_config
 from tests.learner_threads import held_batches, learner_of
 
@@ -529,3 +531,13 @@ def test_queues_keep_a_running_thread():
     queues[0].learner_thread.stop()
     assert not thread.is_alive()
     algorithm.stop()
+
+
+def test_damaged_update_of_a_saved_thread_is_an_error():
+    update = PolicyUpdate({"loss": 1.0}, 4, policy_lags=[2], row_stats={"td_error": np.ones(4)})
+    state = update.state_dict()
+    again = PolicyUpdate.from_state_dict(state)
+    assert (again.stats, again.rows, again.policy_lags) == (update.stats, 4, [2])
+    for broken in ({**state, "rows": -1}, {n: v for n, v in state.items() if n != "stats"}):
+        with pytest.raises(StateError, match="the update of a policy"):
+            PolicyUpdate.from_state_dict(broken)

@@ -9,7 +9,8 @@ from flowrl.cli.main import main
 from flowrl.data import SampleBatch
 from flowrl.data.checkpoint import CheckpointError
 from flowrl.errors import OfflineDataError
-from flowrl.iter import LocalIterator, from_items
+from flowrl.iter import LocalIterator, from_items, metrics_scope
+from flowrl.iter.metrics import MetricsContext
 from flowrl.offline.parquet import parquet_files, read_parquet, write_parquet
 from flowrl.ops import ParallelRollouts, ReadParquet, WriteParquet
 from flowrl.ops.offline import ReadStage
@@ -302,9 +303,9 @@ def test_columns_are_a_list_of_names(tmp_path):
 
 def test_path_of_recorded_rows_is_checked_at_once():
     with A2CConfig(env="CartPole-v1").build() as algorithm:
-        with pytest.raises(TypeError, match="ReadParquet: folder must be a path, got None"):
+        with pytest.raises(TypeError, match="folder must be a path, got None"):
             ReadParquet(algorithm.workers, None, 4)
-        with pytest.raises(ValueError, match="ReadParquet: folder is empty"):
+        with pytest.raises(ValueError, match="folder is empty"):
             ReadParquet(algorithm.workers, "", 4)
 
 
@@ -331,3 +332,20 @@ def test_result_of_prepare_is_checked(tmp_path, prepare, error, message):
         stream = ReadParquet(algorithm.workers, tmp_path, 8, prepare=prepare)
         with pytest.raises(error, match=message):
             next(stream)
+
+
+def test_columns_that_some_files_lack_stay_left_out_after_a_resume(tmp_path):
+    columns = {"obs": np.zeros((6, 4), np.float32), "actions": np.zeros(6, np.int64)}
+    write_parquet(tmp_path / "a.parquet", SampleBatch(**columns), "default_policy")
+    more = SampleBatch(**columns, extra=np.zeros(6, np.float32))
+    write_parquet(tmp_path / "b.parquet", more, "default_policy")
+    with A2CConfig(env="CartPole-v1").build() as algorithm, metrics_scope(MetricsContext()):
+        first = ReadParquet(algorithm.workers, tmp_path, 4, seed=0)
+        expected = [set(batch) for batch in first.take(6)]
+        assert "extra" not in expected[-1]
+        for number in range(6):
+            stream = ReadParquet(algorithm.workers, tmp_path, 4, seed=0)
+            stream.take(number)
+            again = ReadParquet(algorithm.workers, tmp_path, 4, seed=0)
+            again.load_state_dict(stream.state_dict())
+            assert [set(batch) for batch in again.take(6 - number)] == expected[number:]

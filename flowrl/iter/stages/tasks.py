@@ -130,7 +130,7 @@ class ForEachConcurrent(FunctionStage):
             self._fill(block)
             ref = self._next_done(block)
             if ref is None:
-                if self._ended and not (self._in_flight or self._to_submit):
+                if self._ended and not self._in_flight:
                     raise StopIteration
                 return NOT_READY
             task = self._in_flight.pop(ref)
@@ -175,7 +175,7 @@ class ForEachConcurrent(FunctionStage):
         self._skip_or_raise(task_error, task.item)
 
     def holds_items(self) -> bool:
-        return bool(self._in_flight)
+        return bool(self._in_flight or self._to_submit)
 
     def waits(self) -> list[Any]:
         full = self._ended or len(self._in_flight) >= self._limit

@@ -53,8 +53,10 @@ class Recording:
         except OSError as error:
             log.warning("the order of the run is not recorded any more: %s", error)
             self._journal.end("the journal could not be written")
-            with suppress(OSError):  # write the reason
-                self._journal.flush(self._algorithm.iteration)
+            with suppress(OSError):
+                self._journal.flush(self._algorithm.iteration)  # the reason
+            with suppress(OSError):
+                self._journal.close()
             self._journal = None
 
     def close(self) -> None:

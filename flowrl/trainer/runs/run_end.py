@@ -53,7 +53,7 @@ def describe_end(end: RunEnd, algorithm: Any) -> str:
     if not algorithm.config.samples:
         if (mean := result.get("evaluation", {}).get("episode_reward_mean")) is not None:
             text += f". Mean return of the last evaluation: {mean:,.1f}"
-    elif result.get("episodes_total") == 0 and not end.exit_code:
+    elif result.get("episodes_total") == 0 and not (failures or end.exit_code):
         text += (
             ". No episode has ended, so there are no returns: train longer, or set horizon if the "
             "environment has no limit"

@@ -58,13 +58,13 @@ class SignalHandler:
         self._received: list[tuple[int, float]] = []  # signal number, time [s]
         self._previous: dict[int, Any] = {}
         self._grace: threading.Timer | None = None
-        self._is_from_timer = False  # the next signal
+        self._expects_timer = False  # the next signal is that of the timer
         self.is_repeated = False  # the user has pressed Ctrl-C again to stop at once
 
     def _handle(self, number: int, _: Any) -> None:
         now = time.monotonic()
-        if self._is_from_timer:
-            self._is_from_timer = False
+        if self._expects_timer:
+            self._expects_timer = False
             if self.armed:  # else the iteration has ended meanwhile
                 delayed_interrupts.call(self.raise_pending)
             return
@@ -87,7 +87,7 @@ class SignalHandler:
         """Interrupt the iteration, in a thread of its own."""
         main = threading.main_thread().ident
         if self.armed and main is not None:
-            self._is_from_timer = True
+            self._expects_timer = True
             signal.pthread_kill(main, self._received[0][0])
 
     def raise_pending(self) -> None:

@@ -56,7 +56,7 @@ def train_until(
 
     Raises:
         Exception: the training failed. With `run`, the last result and a checkpoint were written,
-            as far as there was a result and the state could be saved.
+            if the training had started, there was a result and the state could be saved.
     """
     previous = algorithm.last_result
     failure: BaseException | None = None
@@ -178,7 +178,8 @@ class _TrainingLoop:
 
 @contextmanager
 def _end_noted(run: RunDirectory | None, signals: SignalHandler) -> Iterator[None]:
-    """Note the end of a run if an error or a second signal prevents its last checkpoint.
+    """Note the end of a run if an error or a signal ends it at its start, or prevents its last
+    checkpoint.
 
     Raises:
         StoppedBySignal: a signal other than Ctrl-C was received, or the output was closed.
@@ -209,14 +210,14 @@ def _open_files(algorithm: Any, run: RunDirectory, files: ExitStack) -> Recordin
     """
     run.add_writer_tags([writer.tag for writer in experience_writers(algorithm)])
     recording = Recording(algorithm, run.path)
+    files.callback(recording.close)
     listeners, activity_log = algorithm.monitor.listeners, ActivityLog(run.path)
     listeners.append(activity_log.append)
+    files.callback(activity_log.close)
+    files.callback(listeners.remove, activity_log.append)
     if (seconds := algorithm.config.trace_s) is not None:
         algorithm.plan.start(algorithm.config.seed)
         files.callback(_write_trace, Tracer(algorithm.plan, seconds), run.path / TRACE)
-    files.callback(activity_log.close)
-    files.callback(listeners.remove, activity_log.append)
-    files.callback(recording.close)
     return recording
 
 
