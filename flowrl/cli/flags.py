@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from flowrl.cli.arguments import commands_with, with_flags
 from flowrl.cli.flag_values import record_or_none, value_rules
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, with_message
 from flowrl.policies.policy_spec import PolicySpec, specs_of
 from flowrl.setting_aliases import nearest_setting, setting_hint
 from flowrl.setting_values import nearest, whole_number
@@ -193,7 +193,7 @@ def settings_from_flags(
     try:
         return defaults.updated(**changes)
     except ConfigError as error:
-        raise ConfigError(with_flags(str(error), flags, defaults.keys())) from None
+        raise with_message(error, with_flags(str(error), flags, defaults.keys())) from None
 
 
 class _Field(NamedTuple):

@@ -317,7 +317,12 @@ class FragmentSampler:
             self._sampler = None
 
     def stop(self) -> None:
-        """Stop sampling for good."""
+        """Stop sampling for good, and close the environments, unless a thread still steps them."""
         if self._env_sampler is not None:
             self._env_sampler.is_stopped = True
         self.sampler.stop()
+        if self._worker.lock.acquire(timeout=1.0):  # a thread that samples holds it
+            try:
+                self._envs.close()
+            finally:
+                self._worker.lock.release()

@@ -446,7 +446,6 @@ class RolloutWorker:
     def stop(self) -> None:
         """Stop sampling and close the environments."""
         self._sampling.stop()
-        self._envs.close()
 
 
 def _check_policy_ids(loaded: Iterable[PolicyID], policy_map: Mapping[PolicyID, Policy]) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Protocol
 
 from flowrl.data.sample_batch import AgentID, PolicyID
 from flowrl.sampling.callback_worker import CallbackWorker
@@ -18,7 +18,7 @@ class SamplerWorker(CallbackWorker, Protocol):
     callbacks: DefaultCallbacks
 
     @property
-    def lock(self) -> AbstractContextManager[Any]:
+    def lock(self) -> threading.RLock:
         """Held while an item is sampled, and while policies learn."""
 
     @property

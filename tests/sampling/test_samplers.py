@@ -706,3 +706,33 @@ def test_sampler_that_hangs_in_the_environment_can_be_stopped(monkeypatch, caplo
     ends.set()
     reader.join(60)
     assert not reader.is_alive()
+
+
+def test_environment_is_not_closed_while_a_thread_steps_it(monkeypatch):
+    monkeypatch.setattr("flowrl.sampling.sampler.JOIN_TIMEOUT_S", 0.1)
+    hangs, ends, closed = threading.Event(), threading.Event(), []
+
+    class Hangs(CountEnv):
+        def step(self, action):
+            hangs.set()
+            ends.wait(60)
+            return super().step(action)
+
+        def close(self):
+            closed.append(self)
+
+    settings = {"rollout_fragment_length": 5, "sample_async": True}
+    worker = RolloutWorker(lambda context: Hangs(), ObservedValue, settings)
+
+    def sample():
+        with pytest.raises(RuntimeError):
+            worker.sample()
+
+    reader = threading.Thread(target=sample)
+    reader.start()
+    assert hangs.wait(60)
+    worker.stop()
+    assert closed == []
+    ends.set()
+    reader.join(60)
+    assert not reader.is_alive()
