@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -91,7 +92,7 @@ class ActorCriticLearner(TorchLearner):
             policy: Any = self.policy
             groups = self.optimizers[0].param_groups
             groups[ACTOR]["active"] = policy.updates_actor()
-            for name, group in zip(policy.extra_parameters(), groups[EXTRA:], strict=True):
+            for name, group in zip(policy.extra_names, groups[EXTRA:], strict=True):
                 group["active"] = policy.updates_parameter(name)
 
     def fixed_parameters(self) -> list[torch.Tensor]:
@@ -101,7 +102,7 @@ class ActorCriticLearner(TorchLearner):
             return fixed
         if not policy.updates_actor():
             fixed += policy.model.actor.parameters()
-        for name in policy.extra_parameters():
+        for name in policy.extra_names:
             if not policy.updates_parameter(name):
                 fixed.append(getattr(policy.model, name))
         return fixed
@@ -194,6 +195,11 @@ class ActorCriticPolicy(TargetNetworkPolicy):
 
     # -- networks ----------------------------------------------------------------------------------
 
+    @cached_property
+    def extra_names(self) -> list[str]:
+        """Names of the `extra_parameters`."""
+        return list(self.extra_parameters())
+
     def extra_parameters(self) -> dict[str, torch.Tensor]:
         """Return the trained parameters outside of the networks: name -> initial value."""
         return {}
@@ -213,7 +219,7 @@ class ActorCriticPolicy(TargetNetworkPolicy):
     def make_optimizer(self) -> Any:
         config, model = self.config, self.model
         slices = [self.flat.part(part.parameters()) for part in (model.actor, model.critics)]
-        slices += [self.flat.part([getattr(model, name)]) for name in self.extra_parameters()]
+        slices += [self.flat.part([getattr(model, name)]) for name in self.extra_names]
         parts = [(part, initial_value(self.learning_rate(i))) for i, part in enumerate(slices)]
         self.default_optimizer = FlatAdam(
             self.flat, lr=parts[0][1], eps=config.adam_epsilon, parts=parts

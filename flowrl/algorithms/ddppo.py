@@ -42,10 +42,8 @@ class DDPPOConfig(PPOConfig):
     def rows_per_train_batch(self) -> int:
         if self.policies is not None:
             return self.train_batch_size
-        if self.rollout_fragment_length != "auto":
-            rows = self.rollout_fragment_length * self.num_envs_per_worker
-            has_longer_fragments = self.batch_mode != "truncate_episodes"
-            return max(rows, self.train_batch_size) if has_longer_fragments else rows
+        if self.rollout_fragment_length != "auto":  # whole episodes may have more rows
+            return self.rollout_fragment_length * self.num_envs_per_worker
         num_envs = max(self.num_workers, 1) * self.num_envs_per_worker
         return -(-self.train_batch_size // num_envs) * self.num_envs_per_worker
 

@@ -110,7 +110,7 @@ class OnPolicyPolicy(TorchPolicy):
 
     def _check_off_policy(self, batch: SampleBatch | None) -> None:
         """Check that a batch was not drawn from a replay buffer, unless `allow_off_policy` is set.
-        It is None for a process without rows.
+        The batch is None in a process without rows.
 
         Raises:
             ConfigError: it was.

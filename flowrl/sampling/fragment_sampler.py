@@ -66,6 +66,7 @@ class FragmentSampler:
                 "policies, views of other agents or on_postprocess_trajectory: set it to False"
             )
         self.unroll_ids = IdCounter(first_id)
+        self._closes_envs = False  # `stop` was called, and the environments are open
         self._shipping = ColumnShipping(
             worker.policy_map,
             remote=bool(worker.worker_index) and settings.output is None,
@@ -100,22 +101,29 @@ class FragmentSampler:
 
     def _sample_item(self) -> SampleResult:
         """Sample one item; runs in the sampler's thread if it has one."""
-        worker, policy_map = self._worker, self._worker.policy_map
-        with worker.lock:
-            if self._env_sampler is None:
-                self._env_sampler = self._make_env_sampler()
-            batch: Any = self._env_sampler.collect(self._min_steps)
-            batches = self._shipping.prepare(batch.policy_batches)
-            episodes, self._env_sampler.episodes = self._env_sampler.episodes, []
-            filters = {pid: policy.take_filter_updates() for pid, policy in policy_map.items()}
-            return SampleResult(
-                batch.with_batches(batches)
-                if worker.is_multi_agent
-                else batches.get(DEFAULT_POLICY_ID, SampleBatch()),
-                episodes,
-                {pid: policy.version for pid, policy in policy_map.items()},
-                {pid: seen for pid, seen in filters.items() if seen},
-            )
+        with self._worker.lock:
+            try:
+                return self._sample_locked()
+            finally:
+                self._close_envs_if_stopped()
+
+    def _sample_locked(self) -> SampleResult:
+        """Sample one item; the worker's lock must be held."""
+        policy_map = self._worker.policy_map
+        if self._env_sampler is None:
+            self._env_sampler = self._make_env_sampler()
+        batch: Any = self._env_sampler.collect(self._min_steps)
+        batches = self._shipping.prepare(batch.policy_batches)
+        episodes, self._env_sampler.episodes = self._env_sampler.episodes, []
+        filters = {pid: policy.take_filter_updates() for pid, policy in policy_map.items()}
+        return SampleResult(
+            batch.with_batches(batches)
+            if self._worker.is_multi_agent
+            else batches.get(DEFAULT_POLICY_ID, SampleBatch()),
+            episodes,
+            {pid: policy.version for pid, policy in policy_map.items()},
+            {pid: seen for pid, seen in filters.items() if seen},
+        )
 
     def _make_env_sampler(self) -> EnvSampler:
         envs, env_sampler_class = self._envs, self._env_sampler_class()
@@ -317,12 +325,20 @@ class FragmentSampler:
             self._sampler = None
 
     def stop(self) -> None:
-        """Stop sampling for good, and close the environments, unless a thread still steps them."""
+        """Stop sampling for good, and close the environments. If a thread still steps them, it
+        closes them after its step."""
         if self._env_sampler is not None:
             self._env_sampler.is_stopped = True
         self.sampler.stop()
-        if self._worker.lock.acquire(timeout=1.0):  # a thread that samples holds it
+        self._closes_envs = True
+        if self._worker.lock.acquire(timeout=1.0):  # a thread that samples or learns holds it
             try:
-                self._envs.close()
+                self._close_envs_if_stopped()
             finally:
                 self._worker.lock.release()
+
+    def _close_envs_if_stopped(self) -> None:
+        """Close the environments after `stop`; the worker's lock must be held."""
+        if self._closes_envs:
+            self._closes_envs = False
+            self._envs.close()

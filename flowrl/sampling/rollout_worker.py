@@ -444,7 +444,7 @@ class RolloutWorker:
         return fn(self, *args)
 
     def stop(self) -> None:
-        """Stop sampling and close the environments."""
+        """Stop sampling and close the environments; see FragmentSampler.stop."""
         self._sampling.stop()
 
 

@@ -183,5 +183,5 @@ class AsyncSampler(SamplerInput):
         if self._thread.is_alive():
             log.warning(
                 "the sampler's thread still samples after %g s, for example in a step of an "
-                "environment: it ends by itself", JOIN_TIMEOUT_S,
+                "environment: it ends after the step", JOIN_TIMEOUT_S,
             )  # fmt: skip
