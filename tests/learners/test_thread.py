@@ -533,7 +533,7 @@ def test_queues_keep_a_running_thread():
     algorithm.stop()
 
 
-def test_damaged_update_of_a_saved_thread_is_an_error():
+def test_saved_update_with_missing_or_wrong_entries_is_an_error():
     update = PolicyUpdate({"loss": 1.0}, 4, policy_lags=[2], row_stats={"td_error": np.ones(4)})
     state = update.state_dict()
     again = PolicyUpdate.from_state_dict(state)
